@@ -1,0 +1,1 @@
+"""Machine descriptions and run settings in YAML, shipped as package data."""

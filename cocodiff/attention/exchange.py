@@ -1,0 +1,116 @@
+"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA).
+
+One executor runs every plan. Each phase packs its messages, posts all receives before all sends and waits, on the
+lane of its link group; nothing in it knows which exchange it is. A block travels through intermediate ranks unchanged,
+so the result has the same bits whatever the route.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse
+from cocodiff.comm.transport import Group, Lane, LanePending, Transport
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels import pack, unpack
+from cocodiff.topology import Topology
+from cocodiff.trace import Trace
+
+R = TypeVar("R")
+Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
+
+
+class Exchange:
+    """One rank's end of an exchange.
+
+    Tensors given together travel together: q, k and v in one message to each peer.
+    """
+
+    def __init__(self, name: str, topology: Topology, transport: Transport, trace: Trace) -> None:
+        self.rank, self._topology, self._trace = transport.rank, topology, trace
+        plan = PLANS[name](topology, self.rank)
+        self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
+        self._back: Plan = reverse(self._forward)
+        self._lanes: dict[str, tuple[Lane, Group]] = {}
+        for phase in plan:  # every rank meets here, also one without a part in the phase
+            members = topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
+            if len(members) > 1:
+                self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
+
+    def forward(self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv") -> LanePending[list[Tensor]]:
+        """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""
+
+        def own_blocks() -> Blocks:
+            return {
+                Block(self.rank, peer): [x[:, :, heads] for x in tensors_BLHD]
+                for peer, heads in enumerate(layout.head_slices)
+            }
+
+        def assemble(blocks: Blocks) -> list[Tensor]:
+            B, _, _, D = tensors_BLHD[0].shape
+            shape = (B, sum(layout.rows), layout.heads[self.rank], D)
+            received_BSGD = [x.new_empty(shape) for x in tensors_BLHD]
+            for peer, rows in enumerate(layout.row_slices):
+                for whole, part in zip(received_BSGD, blocks[Block(peer, self.rank)], strict=True):
+                    whole[:, rows] = part
+            return received_BSGD
+
+        return self._route(self._forward, own_blocks, assemble, layout, name)
+
+    def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o") -> LanePending[Tensor]:
+        """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""
+
+        def own_blocks() -> Blocks:
+            return {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
+
+        def assemble(blocks: Blocks) -> Tensor:
+            B, _, _, D = out_BSGD.shape
+            out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
+            for peer, heads in enumerate(layout.head_slices):
+                out_BLHD[:, :, heads] = blocks[Block(self.rank, peer)][0]
+            return out_BLHD
+
+        return self._route(self._back, own_blocks, assemble, layout, name)
+
+    def _route(
+        self, plan: Plan, blocks: Callable[[], Blocks], assemble: Callable[[Blocks], R], layout: Layout, name: str
+    ) -> LanePending[R]:
+        """Submits every phase to its lane; the lane of a later phase waits for the phase before it."""
+        *early, final = [partial(self._take_phase, phase, layout, f"{name} {phase.lane}") for phase in plan]
+        for phase, take in zip(plan, early, strict=False):
+            blocks = self._lanes[phase.lane][0].submit(partial(take, blocks)).wait
+        return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(blocks)))
+
+    def _take_phase(self, phase: Phase, layout: Layout, name: str, earlier: Callable[[], Blocks]) -> Blocks:
+        """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""
+        blocks = earlier()
+        with self._trace.span(name, phase.lane):
+            group = self._lanes[phase.lane][1]
+            like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
+            B, _, _, D = like.shape
+
+            def shapes(message: Sequence[Block]) -> list[tuple[int, ...]]:
+                return [(B, layout.rows[b.rows], layout.heads[b.heads], D) for b in message for _ in range(copies)]
+
+            def buffer(message: Sequence[Block]) -> Tensor:
+                return like.new_empty(sum(math.prod(shape) for shape in shapes(message)))
+
+            receives = {peer: buffer(message) for peer, message in phase.receives.items()}
+            sends = {peer: buffer(message) for peer, message in phase.sends.items()}
+            for peer, message in phase.sends.items():
+                pack([used_on_current_stream(part) for b in message for part in blocks[b]], sends[peer])
+                self._trace.count(self._topology.link_class(self.rank, peer), sends[peer].nbytes)
+            index = group.ranks.index
+            group.send_recv(
+                [(sent, index(peer)) for peer, sent in sends.items()],
+                [(received, index(peer)) for peer, received in receives.items()],
+            ).wait()
+            for peer, message in phase.receives.items():
+                parts = iter(unpack(receives[peer], shapes(message)))
+                blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
+        return blocks

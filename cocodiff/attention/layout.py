@@ -1,0 +1,165 @@
+"""Who holds which tokens and heads, and the routes of an exchange: lists of slices, pure data.
+
+The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, rank `rows` starts
+with its blocks for all `heads` and every rank ends with the blocks of its own heads; on the way back it is the reverse.
+An exchange is nothing but the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends
+and receives, phase by phase; it can be printed and checked without any communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from cocodiff.errors import UserError
+from cocodiff.topology import Topology
+
+
+def deal(total: int, order: Sequence[int]) -> tuple[int, ...]:
+    """Shares of `total` for len(order) ranks: sizes differ by at most one, the first ranks of `order` get the extras."""
+    base, extra = divmod(total, len(order))
+    shares = [base] * len(order)
+    for rank in order[:extra]:
+        shares[rank] += 1
+    return tuple(shares)
+
+
+def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Consecutive slices of the given sizes."""
+    ends = list(accumulate(sizes))
+    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def share_image(topology: Topology, tokens: int) -> tuple[int, ...]:
+    """Image tokens of every rank, at least one each. Raises UserError when there are more ranks than tokens."""
+    if topology.size > tokens:
+        raise UserError(
+            f"{topology.size} ranks for {tokens} image tokens: a rank needs at least one; "
+            f"use at most {tokens} ranks or a larger image"
+        )
+    return deal(tokens, topology.deal_order)
+
+
+def share_text(topology: Topology, tokens: int) -> tuple[int, ...]:
+    """Text tokens of every rank, dealt from the other end than image tokens. A rank may have none."""
+    return deal(tokens, topology.deal_order[::-1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One attention call: image tokens, text tokens and heads of every rank.
+
+    A rank's rows are its image and its text tokens, in the order in which the model concatenates them. After the
+    exchange the sequence is rank 0's rows, then rank 1's, and so on: the same for queries and keys, so attention
+    does not notice.
+    """
+
+    image: tuple[int, ...]
+    text: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @classmethod
+    def build(cls, topology: Topology, image_tokens: int, text_tokens: int, heads: int) -> Layout:
+        """Splits evenly: extras of heads and image tokens go round-robin over nodes, cards and planes; extra text
+        tokens are dealt from the other end, so that no rank gets both before every rank has one.
+
+        Raises UserError when there are more ranks than image tokens or heads.
+        """
+        if topology.size > heads:
+            raise UserError(
+                f"{topology.size} ranks for {heads} attention heads: a rank needs at least one; use at most {heads} ranks"
+            )
+        return cls(
+            share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)
+        )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """L_i: rows of every rank."""
+        return tuple(image + text for image, text in zip(self.image, self.text, strict=True))
+
+    @property
+    def row_slices(self) -> tuple[slice, ...]:
+        """Where every rank's rows stand in the whole sequence."""
+        return slices(self.rows)
+
+    @property
+    def head_slices(self) -> tuple[slice, ...]:
+        return slices(self.heads)
+
+
+class Block(NamedTuple):
+    """The rows of rank `rows` for the heads of rank `heads`."""
+
+    rows: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank sends and receives before the next phase: peer -> blocks of the message, in their order in it.
+
+    lane: the link group that carries it, "sibling" or "plane" (planes and nodes).
+    """
+
+    lane: str
+    sends: dict[int, tuple[Block, ...]]
+    receives: dict[int, tuple[Block, ...]]
+
+    def reversed(self) -> Phase:
+        return Phase(self.lane, sends=self.receives, receives=self.sends)
+
+
+Plan = tuple[Phase, ...]
+
+
+def flat_plan(topology: Topology, rank: int) -> Plan:
+    """Ulysses: every block goes straight to the rank that owns its heads."""
+    others = [other for other in range(topology.size) if other != rank]
+    return (
+        Phase(
+            "plane",
+            sends={other: (Block(rank, other),) for other in others},
+            receives={other: (Block(other, rank),) for other in others},
+        ),
+    )
+
+
+def tapa_plan(topology: Topology, rank: int) -> Plan:
+    """TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own tiles.
+
+    Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves; phase 2 takes them to
+    the plane's tiles on the other cards and nodes. So nothing crosses from one plane to another between cards.
+    """
+    place, serves = topology.places[rank], topology.served_planes
+    card = topology.cards[place.card]
+
+    def heads_of(planes: frozenset[int]) -> list[int]:
+        return [other.rank for other in topology.places if other.plane in planes]
+
+    siblings = topology.siblings(rank)
+    swap = Phase(
+        "sibling",
+        sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
+        receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
+    )
+    off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != place.card]
+    other_cards = [(c, ranks) for c, ranks in topology.cards.items() if c != place.card]
+    across = Phase(
+        "plane",
+        sends={other: tuple(Block(rows, other) for rows in card) for other in off_card},
+        receives={
+            topology.server(c, place.plane): tuple(Block(rows, rank) for rows in ranks) for c, ranks in other_cards
+        },
+    )
+    return (swap, across)
+
+
+def reverse(plan: Plan) -> Plan:
+    """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows."""
+    return tuple(phase.reversed() for phase in reversed(plan))
+
+
+PLANS = {"flat": flat_plan, "tapa": tapa_plan}

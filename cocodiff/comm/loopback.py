@@ -1,0 +1,172 @@
+"""Ranks as threads of one process: any world size in seconds, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import CHECK_S, LaneOwner, PeerGroup, Pending
+from cocodiff.errors import PeerLost
+
+T = TypeVar("T")
+
+
+class LoopbackWorld:
+    """The mailboxes that the ranks of one process share, and the first failure among them."""
+
+    def __init__(self, size: int, timeout_s: float = 120.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.failure: PeerLost | None = None
+        self._mailboxes: dict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+
+    def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
+        with self._lock:
+            return self._mailboxes[key]
+
+    def fail(self, rank: int, reason: str) -> None:
+        with self._lock:
+            self.failure = self.failure or PeerLost(rank, reason)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
+        """The next letter; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return mailbox.get(timeout=CHECK_S)
+            except queue.Empty:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise PeerLost(peer, f"sent nothing for {self.timeout_s:g} s") from None
+
+
+class _Receipts:
+    def __init__(self, world: LoopbackWorld, receipts: list[tuple[Tensor, int, queue.SimpleQueue[Any]]]) -> None:
+        self._world, self._receipts = world, receipts
+
+    def wait(self) -> None:
+        for tensor, peer, mailbox in self._receipts:
+            letter = self._world.take(mailbox, peer)
+            if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
+                raise ValueError(f"rank {peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited")
+            tensor.copy_(letter)
+        self._receipts = []
+
+
+class LoopbackGroup(PeerGroup):
+    def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], rank: int) -> None:
+        self._world, self._context = world, context
+        self.ranks, self.index = ranks, ranks.index(rank)
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        for tensor, peer in sends:
+            if tensor.numel():
+                self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
+        return _Receipts(
+            self._world,
+            [
+                (tensor, self.ranks[peer], self._world.mailbox(self._context, peer, self.index))
+                for tensor, peer in recvs
+                if tensor.numel()
+            ],
+        )
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self.all_gather(tensor, parts).wait()
+        tensor.copy_(torch.stack(parts).sum(0))
+        return _Receipts(self._world, [])
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1)).wait()
+
+
+class LoopbackHealth:
+    def __init__(self, world: LoopbackWorld, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def check(self) -> None:
+        self._world.check()
+
+    def blame(self, error: BaseException) -> BaseException:
+        return error
+
+    def fail(self, reason: str) -> None:
+        self._world.fail(self._rank, f"failed: {reason}")
+
+    def close(self) -> None:
+        return
+
+
+class LoopbackTransport(LaneOwner):
+    """One rank of a LoopbackWorld."""
+
+    def __init__(self, world: LoopbackWorld, rank: int) -> None:
+        super().__init__(torch.device("cpu"), LoopbackHealth(world, rank))
+        self.rank, self.size = rank, world.size
+        self._world = world
+        self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def group(self, ranks: Sequence[int]) -> LoopbackGroup:
+        key = tuple(ranks)
+        self._contexts[key] += 1
+        return LoopbackGroup(self._world, (key, self._contexts[key]), key, self.rank)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        self._world.mailbox("gather", self.rank).put(value)
+        if self.rank:
+            return None
+        return [self._world.take(self._world.mailbox("gather", rank), rank) for rank in range(self.size)]
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self.rank == 0:
+            for rank in range(self.size):
+                self._world.mailbox("broadcast", rank).put(value)
+        return self._world.take(self._world.mailbox("broadcast", self.rank), 0)
+
+    def close(self) -> None:
+        self.close_lanes()
+
+
+def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
+    """Runs `work(transport)` once per rank and returns the results in rank order.
+
+    The first rank that fails fails the call: its exception is raised, with the rank's number in front.
+    """
+    world = LoopbackWorld(size, timeout_s)
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def rank_main(rank: int) -> None:
+        transport = LoopbackTransport(world, rank)
+        try:
+            with torch.no_grad():  # threads do not inherit the caller's mode
+                results[rank] = work(transport)
+        except BaseException as error:
+            errors[rank] = error
+            transport.health.fail(f"{type(error).__name__}: {error}")
+        finally:
+            transport.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        culprit = next((rank for rank, e in sorted(errors.items()) if not isinstance(e, PeerLost)), min(errors))
+        errors[culprit].add_note(f"in rank {culprit} of {size}")
+        raise errors[culprit]
+    return results

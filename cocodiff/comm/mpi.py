@@ -1,0 +1,108 @@
+"""MPI as transport, through mpi4py: for CPU tensors, where a job has MPI anyway.
+
+MPI libraries make no progress in the background, so a lane's thread sits in the wait and polls. It sleeps between
+polls: with more ranks than cores a spinning wait starves the rank it waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import Health, LaneOwner, PeerGroup, Pending
+
+SPINS = 20
+SLEEP_S = (20e-6, 500e-6)
+
+
+def initialised_mpi() -> Any:
+    """mpi4py's MPI module, started with full thread support. `cocodiff.comm.connect` sees to its end: after a fault
+    MPI_Finalize would wait for the dead.
+
+    Raises RuntimeError when the library grants less than MPI_THREAD_MULTIPLE.
+    """
+    import mpi4py
+
+    mpi4py.rc.finalize = False
+    mpi4py.rc.threads = True
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(f"{MPI.Get_library_version().splitlines()[0]} grants no MPI_THREAD_MULTIPLE: use gloo")
+    return MPI
+
+
+class _Requests:
+    def __init__(self, mpi: Any, requests: list[Any], health: Health, kept: list[Tensor]) -> None:
+        self._mpi, self._requests, self._health, self._kept = mpi, requests, health, kept
+
+    def wait(self) -> None:
+        test_all, polls, pause, checked = self._mpi.Request.Testall, 0, SLEEP_S[0], time.monotonic()
+        while self._requests and not test_all(self._requests):
+            polls += 1
+            if polls <= SPINS:
+                time.sleep(0)
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, SLEEP_S[1])
+            if time.monotonic() - checked > 0.25:
+                self._health.check()
+                checked = time.monotonic()
+        self._requests, self._kept = [], []
+
+
+class MpiGroup(PeerGroup):
+    def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
+        self._mpi, self._communicator, self._health = mpi, communicator, health
+        self.ranks, self.index = ranks, communicator.Get_rank()
+
+    def _buffer(self, tensor: Tensor) -> list[Any]:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
+        return [tensor.view(-1).view(torch.uint8).numpy(), self._mpi.BYTE]
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs if t.numel()]
+        requests += [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
+        return _Requests(self._mpi, requests, self._health, [t for t, _ in sends + recvs])
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        # MPI has no bf16: parts are gathered and summed in rank order, which also gives every rank the same bits.
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self.all_gather(tensor, parts).wait()
+        tensor.copy_(torch.stack(parts).sum(0))
+        return _Requests(self._mpi, [], self._health, [])
+
+    def barrier(self) -> None:
+        _Requests(self._mpi, [self._communicator.Ibarrier()], self._health, []).wait()
+
+
+class MpiTransport(LaneOwner):
+    def __init__(self, health: Health) -> None:
+        super().__init__(torch.device("cpu"), health)
+        self._mpi = initialised_mpi()
+        world = self._mpi.COMM_WORLD
+        self._communicator = world.Dup()
+        self.rank, self.size = world.Get_rank(), world.Get_size()
+        self._communicators: list[Any] = []
+
+    def group(self, ranks: Sequence[int]) -> MpiGroup:
+        members = self._communicator.Get_group().Incl(list(ranks))
+        communicator = self._communicator.Create_group(members)  # only the members meet
+        self._communicators.append(communicator)
+        return MpiGroup(self._mpi, communicator, tuple(ranks), self.health)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return self.blocking(lambda: self._communicator.gather(value))
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.blocking(lambda: self._communicator.bcast(value))
+
+    def close(self) -> None:
+        self.close_lanes()
+        for communicator in [*self._communicators, self._communicator]:
+            communicator.Free()

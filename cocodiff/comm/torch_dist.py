@@ -1,0 +1,112 @@
+"""torch.distributed as transport: gloo on CPU, xccl (older stacks: ccl) on Intel GPUs, nccl on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cocodiff.comm.transport import Health, LaneOwner, PeerGroup, Pending
+
+# A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
+NEVER = datetime.timedelta(days=7)
+
+
+class _Works:
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+class TorchDistGroup(PeerGroup):
+    """Ranks that share a process group. Messages are point to point: gloo's own all-to-all serves peers in turns and
+    reaches half of the links' rate, receives posted before sends reach nearly all of it."""
+
+    def __init__(self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
+        self._process_group = process_group
+        self._on_cpu = device.type == "cpu"
+        self.ranks, self.index = ranks, ranks.index(rank)
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+        group = self._process_group
+        if self._on_cpu:
+            received = [dist.irecv(tensor, group=group, group_src=peer) for tensor, peer in recvs]
+            sent = [dist.isend(tensor, group=group, group_dst=peer) for tensor, peer in sends]
+            return _Works(received + sent)
+        # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
+        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
+        return _Works(dist.batch_isend_irecv(operations) if operations else [])
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)])
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._process_group)
+
+
+class TorchDistTransport(LaneOwner):
+    """A process group, found initialised or initialised here; only the latter is destroyed by `close`."""
+
+    def __init__(self, device: torch.device, health: Health, owns_process_group: bool) -> None:
+        super().__init__(device, health)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._owned = owns_process_group
+        self._groups: list[Any] = []
+
+    def group(self, ranks: Sequence[int]) -> TorchDistGroup:
+        # Only the members meet here: cards and planes are set up side by side.
+        process_group = dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+        self._groups.append(process_group)
+        return TorchDistGroup(process_group, tuple(ranks), self.rank, self.device)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        def gather() -> list[Any] | None:
+            values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+            dist.gather_object(value, values)
+            return values
+
+        return self.blocking(gather)
+
+    def broadcast_object(self, value: Any) -> Any:
+        def broadcast() -> Any:
+            values = [value]
+            dist.broadcast_object_list(values)
+            return values[0]
+
+        return self.blocking(broadcast)
+
+    def close(self) -> None:
+        self.close_lanes()
+        if self._owned:
+            dist.destroy_process_group()
+            return
+        for process_group in self._groups:
+            dist.destroy_process_group(process_group)
+
+
+def initialise(backend: str, init_method: str, rank: int, size: int, device: torch.device) -> None:
+    """Starts the default process group. The device is set before, as xccl and nccl want it."""
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=size, timeout=NEVER,
+        device_id=None if device.type == "cpu" else device,
+    )  # fmt: skip
+
+
+def device_backend(device: torch.device) -> str:
+    """The backend that fits a device; Intel's older stacks bring ccl through oneccl_bindings_for_pytorch."""
+    if device.type == "xpu" and not dist.is_xccl_available():
+        import oneccl_bindings_for_pytorch  # noqa: F401  (registers "ccl")
+
+        return "ccl"
+    return {"cpu": "gloo", "xpu": "xccl", "cuda": "nccl"}[device.type]

@@ -1,0 +1,224 @@
+"""What the engine asks of a communication library: ranks, groups, asynchronous messages.
+
+Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
+host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay
+off the critical path. All ranks submit to a lane in program order, which is all the agreement they need.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cocodiff.device import StreamMark, lane_stream
+from cocodiff.errors import PeerLost
+
+T = TypeVar("T")
+CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """A transfer that needed no waiting."""
+
+    def wait(self) -> None:
+        return
+
+
+class Group(Protocol):
+    """Some of the ranks, in a communication context of their own. Peers are named by their index in `ranks`.
+
+    Tensors are contiguous and stay untouched by the caller until `wait`. Sizes may be uneven; a size of 0 is posted by
+    neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+
+    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
+        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied."""
+        ...
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
+        ...
+
+    def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
+        """recvs[p] receives peer p's tensor; sizes may differ between peers."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Sums in place; every peer ends with the same bits."""
+        ...
+
+    def barrier(self) -> None: ...
+
+
+class Health(Protocol):
+    """Knows whether a peer was lost."""
+
+    def check(self) -> None:
+        """Raises PeerLost when a rank died, failed or fell silent."""
+        ...
+
+    def blame(self, error: BaseException) -> BaseException:
+        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tells every peer that this rank leaves with an error."""
+        ...
+
+    def close(self) -> None:
+        """Leaves in good order, after the peers' last messages."""
+        ...
+
+
+class Transport(Protocol):
+    """One object per rank."""
+
+    rank: int
+    size: int
+    device: torch.device
+    health: Health
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Called by every member, by all members in the same order."""
+        ...
+
+    def lane(self, name: str) -> Lane: ...
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""
+        ...
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's picklable value. Blocks; for set-up and results."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PeerGroup:
+    """all_to_all and all_gather out of send_recv: every peer is served at once, none waits for another's turn."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        raise NotImplementedError("a group implements send_recv")
+
+    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
+        check_counts(len(self.ranks), sends, recvs)
+        recvs[self.index].copy_(sends[self.index])
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
+
+    def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
+        check_counts(len(self.ranks), recvs)
+        recvs[self.index].copy_(send)
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
+
+
+def check_counts(peers: int, *lists: list[Tensor]) -> None:
+    """One tensor for each peer, all contiguous."""
+    for tensors in lists:
+        if len(tensors) != peers:
+            raise ValueError(f"{len(tensors)} tensors for a group of {peers} ranks: give one for each")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
+
+
+class LanePending(Generic[T]):
+    """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
+
+    def __init__(self, future: Future[tuple[T, StreamMark]], health: Health) -> None:
+        self._future = future
+        self._health = health
+
+    def wait(self) -> T:
+        while True:
+            try:
+                value, mark = self._future.result(timeout=CHECK_S)
+                break
+            except FutureTimeout:
+                if self._future.done():
+                    raise  # the job itself timed out
+                self._health.check()
+            except PeerLost:
+                raise
+            except Exception as error:
+                blamed = self._health.blame(error)
+                if blamed is error:
+                    raise
+                raise blamed from error
+        mark.wait()
+        return value
+
+
+class Lane:
+    """An ordered background worker, on accelerators with a stream of its own. Daemonic: it never keeps a rank alive."""
+
+    def __init__(self, name: str, device: torch.device, health: Health) -> None:
+        self.name = name
+        self._device = device
+        self._health = health
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], StreamMark, Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> LanePending[T]:
+        """Runs `job` after all earlier jobs of this lane, and after what the caller's stream holds now."""
+        future: Future[tuple[T, StreamMark]] = Future()
+        self._jobs.put((job, StreamMark(self._device), future))
+        return LanePending(future, self._health)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        with torch.no_grad(), lane_stream(self._device):
+            while (item := self._jobs.get()) is not None:
+                job, submitted, future = item
+                try:
+                    submitted.wait()
+                    value = job()
+                    future.set_result((value, StreamMark(self._device)))
+                except BaseException as error:
+                    future.set_exception(error)
+                del item, job, future  # a waiting lane must not keep tensors alive
+
+
+class LaneOwner:
+    """The lanes of a transport, and set-up traffic on a lane of its own so that a lost peer ends the wait for it."""
+
+    def __init__(self, device: torch.device, health: Health) -> None:
+        self.device, self.health = device, health
+        self._lanes: list[Lane] = []
+        self._control = self.lane("control")
+
+    def lane(self, name: str) -> Lane:
+        self._lanes.append(Lane(name, self.device, self.health))
+        return self._lanes[-1]
+
+    def blocking(self, job: Callable[[], T]) -> T:
+        return self._control.submit(job).wait()
+
+    def close_lanes(self) -> None:
+        self.health.close()
+        for lane in self._lanes:
+            lane.close()

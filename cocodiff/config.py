@@ -1,0 +1,126 @@
+"""How the engine runs: one frozen dataclass, from keyword arguments, a preset or YAML. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from cocodiff.errors import UserError
+from cocodiff.topology import Device, Links, Machine
+
+T = TypeVar("T")
+EXCHANGES = ("flat", "tapa")
+TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
+DEVICES = ("auto", "cpu", "xpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The engine's settings.
+
+    exchange: flat (Ulysses' all-to-all, every message straight to its rank) or tapa (siblings, then planes).
+    transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
+    machine: a name in configs/machines or the path of a machine file.
+    device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
+    timeout_s: a rank that gives no sign of life for so many seconds is lost and ends the run on every rank.
+    """
+
+    exchange: str = "tapa"
+    transport: str = "auto"
+    machine: str = "local"
+    device: str = "auto"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("device", self.device, DEVICES)
+        if not self.timeout_s > 0:
+            raise UserError(f"timeout_s is {self.timeout_s}: give a number of seconds above 0")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Config:
+        """A preset's settings with `overrides` on top. Raises UserError for unknown names, keys and values."""
+        check_choice("preset", name, preset_names())
+        settings = {**read_yaml(_shipped("runs") / f"{name}.yaml"), **overrides}
+        return from_mapping(cls, settings, f"preset {name}")
+
+    def with_(self, **overrides: Any) -> Config:
+        check_keys(overrides, [f.name for f in fields(self)], "Config")
+        return replace(self, **overrides)
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in _shipped("runs").glob("*.yaml"))
+
+
+def load_machine(name: str) -> Machine:
+    """A machine by its name in configs/machines or by the path of a YAML file.
+
+    Raises UserError with the names that exist, or for a file with unknown or missing keys.
+    """
+    shipped = {path.stem: path for path in _shipped("machines").glob("*.yaml")}
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"machine file {name} does not exist; shipped machines: {', '.join(sorted(shipped))}")
+    else:
+        check_choice("machine", name, sorted(shipped), hint="or the path of a .yaml file")
+        path = shipped[name]
+    data = dict(read_yaml(path))
+    try:
+        data["planes"] = tuple(data.get("planes", ()))
+        data["links"] = from_mapping(Links, data.get("links", {}), f"{path.name}: links")
+        data["device"] = from_mapping(Device, data.get("device", {}), f"{path.name}: device")
+        return from_mapping(Machine, data, path.name)
+    except TypeError as error:
+        raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
+
+
+def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """A dataclass from a mapping; unknown keys are a UserError with the nearest known key."""
+    check_keys(values, [f.name for f in fields(kind)], where)  # type: ignore[arg-type]
+    return kind(**values)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping. Raises UserError when it is missing, malformed or something else than a mapping."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no key: value pairs but {type(data).__name__}")
+    return data
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in values:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key}{suggestion(key, known)}; known: {', '.join(known)}")
+
+
+def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") -> None:
+    choices = list(choices)
+    if value not in choices:
+        listed = ", ".join(choices) + (f", {hint}" if hint else "")
+        raise UserError(f"unknown {what} {value!r}{suggestion(str(value), choices)}; choose from {listed}")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """", did you mean X?" for the nearest known word, else ""."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _shipped(folder: str) -> Path:
+    return Path(str(resources.files("cocodiff_configs"))) / folder

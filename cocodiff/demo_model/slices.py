@@ -1,0 +1,229 @@
+"""Procedural grey slices that look like microtomography: the demo model's training data and its held-out test set.
+
+Two families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells) and *mineral*
+(tooth or bone: bright shells around a darker interior, cavities, cracks, trabeculae, an empty background). Both get the
+scanner's own marks: ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from
+`HELD_OUT_SEEDS` are never used in training.
+
+    python -m cocodiff.demo_model.slices --count 20 --out held_out.tif [--png DIR]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+
+Image = NDArray[np.float32]
+Array = NDArray[np.float64]
+
+SIZE = 96
+HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
+"""Seeds kept for tests and reports. Training uses `range(n)` with n far below the first of them."""
+MINERAL_SHARE = 0.2
+
+
+class View:
+    """The window a slice is seen through: specimen coordinates of every pixel, and the way back from points to pixels.
+
+    At zoom 1 the window is the square [-1, 1]^2; at zoom z it is 1/z as wide, somewhere inside that square.
+    """
+
+    def __init__(self, generator: np.random.Generator, zoom: float) -> None:
+        reach = 0.75 * (1 - 1 / zoom)
+        self.zoom = zoom
+        self.centre = generator.uniform(-reach, reach, 2)
+        axis = (np.arange(SIZE) + 0.5) * 2 / SIZE - 1
+        self.x_HW, self.y_HW = np.meshgrid(self.centre[0] + axis / zoom, self.centre[1] + axis / zoom)
+
+    def splat(self, points_N2: Array, weights_N: Array, width: float) -> Array:
+        """Points blurred to a Gaussian of `width` (specimen units); a lone point of weight 1 peaks at about 1."""
+        pixels_N2 = ((points_N2 - self.centre) * self.zoom + 1) * SIZE / 2 - 0.5
+        sigma = max(width * self.zoom * SIZE / 2, 0.5)
+        margin = int(3 * sigma) + 1
+        side = SIZE + 2 * margin
+        corner_N2 = np.floor(pixels_N2).astype(int)
+        fraction_N2 = pixels_N2 - corner_N2
+        canvas = np.zeros(side * side)
+        for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            at_N2 = corner_N2 + (column, row) + margin
+            share_N = np.abs(1 - column - fraction_N2[:, 0]) * np.abs(1 - row - fraction_N2[:, 1])
+            inside_N = ((at_N2 >= 0) & (at_N2 < side)).all(1)
+            index_N = (at_N2[:, 1] * side + at_N2[:, 0])[inside_N]
+            canvas += np.bincount(index_N, (weights_N * share_N)[inside_N], side * side)
+        blurred = gaussian_filter(canvas.reshape(side, side), sigma, truncate=3)
+        return blurred[margin:-margin, margin:-margin] * (2 * np.pi * sigma**2)
+
+
+def smooth_step(depth_HW: Array, width: float) -> Array:
+    """0 outside, 1 inside, rising over about `width` around depth 0."""
+    return 1 / (1 + np.exp(np.clip(-4 * depth_HW / width, -40, 40)))
+
+
+def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radii: Array, wobble: float) -> Array:
+    """Depth below a closed wobbly outline, in specimen units (negative outside)."""
+    angle = generator.uniform(0, np.pi)
+    dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
+    u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
+    v = (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
+    radius, theta = np.hypot(u, v), np.arctan2(v, u)
+    outline = np.ones_like(radius)
+    for order in range(2, 7):
+        outline += wobble / order * generator.normal() * np.cos(order * theta + generator.uniform(0, 2 * np.pi))
+    return (outline - radius) * radii.min()
+
+
+def ellipse_depth(view: View, centre: Array, radii: Array, angle: float) -> Array:
+    """Depth below an ellipse's rim, in specimen units (negative outside)."""
+    dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
+    u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
+    v = (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
+    return (1 - np.hypot(u, v)) * radii.min()
+
+
+def bezier(view: View, generator: np.random.Generator, reach: float, width: float) -> Array:
+    """A curved line of the given width (specimen units), about 1 on its ridge."""
+    ends_32 = generator.uniform(-reach, reach, (3, 2))
+    t = np.linspace(0, 1, 240)[:, None]
+    points_N2 = (1 - t) ** 2 * ends_32[0] + 2 * t * (1 - t) * ends_32[1] + t**2 * ends_32[2]
+    step_N = np.hypot(*np.gradient(points_N2, axis=0).T)
+    sigma = max(width * view.zoom * SIZE / 2, 0.5) * 2 / (SIZE * view.zoom)
+    return np.minimum(view.splat(points_N2, step_N / (sigma * np.sqrt(2 * np.pi)), width), 1)
+
+
+def texture(view: View, generator: np.random.Generator, width: float) -> Array:
+    """Smooth random field of unit standard deviation; `width` is its grain in specimen units."""
+    sigma = width * view.zoom * SIZE / 2
+    # A wide grain is made on a small grid and stretched: blurring at full size would take most of the slice's time.
+    factor = max(1, int(sigma / 2))
+    margin = 3
+    side = -(-SIZE // factor) + 2 * margin + 1
+    field = gaussian_filter(generator.normal(size=(side, side)), sigma / factor, mode="wrap")
+    field /= field.std() + 1e-9
+    at = margin + np.arange(SIZE) / factor
+    low = at.astype(int)
+    part = at - low
+    rows = field[low] * (1 - part)[:, None] + field[low + 1] * part[:, None]
+    return rows[:, low] * (1 - part) + rows[:, low + 1] * part
+
+
+def organ(view: View, generator: np.random.Generator) -> Array:
+    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts."""
+    tilt = generator.normal(0, 0.2)
+    middle = generator.normal(0, 0.05, 2)
+    depth = wobbly_depth(view, generator, middle, generator.uniform(0.72, 0.92, 2), 0.06)
+    inside = smooth_step(depth, 0.06)
+    knots = np.linspace(0, 0.5, 9)
+    layers = np.interp(depth, knots, gaussian_filter(generator.normal(0, 0.09, 9), 1))
+    layers += generator.uniform(0.01, 0.04) * np.cos(2 * np.pi * depth / generator.uniform(0.15, 0.3))
+    tissue = generator.uniform(0.5, 0.62) + layers + 0.025 * texture(view, generator, generator.uniform(0.07, 0.14))
+    along = np.array([-np.sin(tilt), np.cos(tilt)])
+    across = np.array([np.cos(tilt), np.sin(tilt)])
+    for pair in range(generator.integers(3, 7)):
+        offset, height = generator.uniform(0.12, 0.48), generator.uniform(-0.45, 0.45)
+        angle, radii = generator.uniform(-1.2, 1.2), generator.uniform(0.07, 0.22, 2)
+        # The first pair are ventricles (dark, sharp); the others are nuclei of either contrast.
+        contrast = -generator.uniform(0.2, 0.35) if pair == 0 else generator.uniform(-0.15, 0.18)
+        for side in (-1, 1):
+            centre = middle + side * offset * across + height * along + generator.normal(0, 0.012, 2)
+            nucleus = ellipse_depth(view, centre, radii * generator.uniform(0.93, 1.07, 2), tilt + side * angle)
+            tissue += contrast * smooth_step(nucleus, 0.05 if pair == 0 else 0.07)
+    sideways = (view.x_HW - middle[0]) * across[0] + (view.y_HW - middle[1]) * across[1]
+    upward = (view.x_HW - middle[0]) * along[0] + (view.y_HW - middle[1]) * along[1]
+    bend = generator.normal(0, 0.02) * np.sin(generator.uniform(2, 5) * upward)
+    tissue += generator.choice([-1, 1]) * generator.uniform(0.08, 0.2) * np.exp(-(((sideways - bend) / generator.uniform(0.015, 0.03)) ** 2))
+    for _ in range(generator.integers(1, 4)):
+        ridge = bezier(view, generator, 0.85, generator.uniform(0.008, 0.022))
+        tissue += generator.choice([-1, 1]) * generator.uniform(0.08, 0.2) * ridge
+    cells_N2 = generator.uniform(-0.9, 0.9, (generator.integers(30, 120), 2))
+    tissue += view.splat(cells_N2, generator.uniform(0.06, 0.16, len(cells_N2)), 0.013) * generator.choice([-1, 1])
+    tissue += generator.uniform(0.08, 0.2) * np.exp(-(((depth - 0.02) / 0.02) ** 2))
+    background = generator.uniform(0.28, 0.48)
+    return background + (tissue - background) * inside
+
+
+def mineral(view: View, generator: np.random.Generator) -> Array:
+    """Tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty background."""
+    middle = generator.normal(0, 0.15, 2)
+    radii = generator.uniform(0.45, 0.95) * generator.uniform(0.75, 1.1, 2)
+    depth = wobbly_depth(view, generator, middle, radii, 0.08)
+    rim = generator.uniform(0.03, 0.09)
+    background = generator.uniform(0.12, 0.3)
+    bright, dull = generator.uniform(0.65, 0.9), generator.uniform(0.4, 0.65)
+    image = background + (bright - background) * smooth_step(depth, rim)
+    shell = generator.uniform(0.08, 0.3) * radii.min()
+    core = wobbly_depth(view, generator, middle + generator.normal(0, 0.08, 2), radii - shell, 0.1)
+    inner = dull + generator.uniform(0, 0.04) * texture(view, generator, 0.15)
+    if generator.random() < 0.15:
+        grain = texture(view, generator, generator.uniform(0.035, 0.07)) - generator.uniform(-0.4, 0.4)
+        inner = background + (bright - background) * smooth_step(grain, 1.0)
+    image += (inner - image) * smooth_step(np.minimum(core, depth - 0.3 * shell), rim)
+    for _ in range(generator.integers(0, 3)):
+        blob = wobbly_depth(view, generator, middle + generator.uniform(-0.3, 0.3, 2) * radii, radii * 0.45, 0.15)
+        level = generator.uniform(0.3, 0.95)
+        image += (level - image) * smooth_step(np.minimum(blob, depth), rim)
+    for _ in range(generator.integers(1, 3)):
+        size = generator.uniform(0.15, 0.35, 2) * radii
+        cavity = wobbly_depth(view, generator, middle + generator.uniform(-0.5, 0.5, 2) * radii, size, 0.25)
+        image += (background - image) * smooth_step(cavity, rim)
+    for _ in range(generator.integers(0, 4)):
+        crack = bezier(view, generator, 0.8, generator.uniform(0.004, 0.012))
+        image += (background - image) * generator.uniform(0.4, 0.9) * crack * smooth_step(depth, rim)
+    return image
+
+
+def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
+    """What the scanner adds: cupping, rings around the rotation axis, grainy and white noise."""
+    axis = generator.normal(0, 0.03, 2)
+    radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
+    # The scanner's point spread, fixed in pixels whatever the zoom.
+    image = gaussian_filter(specimen, generator.uniform(0.5, 0.9)) * (1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2))
+    rings_R = gaussian_filter(generator.normal(size=160), generator.uniform(0.5, 1.2))
+    strength = generator.uniform(0.004, 0.016)
+    image += strength * np.interp(radius, np.linspace(0, 3, 160), rings_R / rings_R.std())
+    noise = generator.normal(size=(SIZE, SIZE))
+    grain = gaussian_filter(noise, 0.7)
+    share = generator.uniform(0.3, 0.8)
+    return image + generator.uniform(0.006, 0.015) * (share * grain / 0.4 + (1 - share) * noise)
+
+
+def make_slice(seed: int, zoom: float = 1.0) -> Image:
+    """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1.
+
+    `zoom` > 1 shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big slices do.
+    """
+    if zoom < 1:
+        raise ValueError(f"zoom {zoom}: must be at least 1")
+    generator = np.random.default_rng(seed)
+    view = View(generator, zoom)
+    family = mineral if generator.random() < MINERAL_SHARE else organ
+    image = scan(view, generator, family(view, generator))
+    image -= image.min()
+    image /= max(image.max(), 1e-6)
+    return image.astype(np.float32)
+
+
+def main() -> None:
+    """Write held-out slices as one uint16 TIFF stack and, if asked, as 8-bit PNGs."""
+    parser = argparse.ArgumentParser(description="Held-out synthetic slices.")
+    parser.add_argument("--count", type=int, default=20, help=f"how many, at most {len(HELD_OUT_SEEDS)}")
+    parser.add_argument("--out", type=Path, required=True, help="TIFF stack to write (uint16)")
+    parser.add_argument("--png", type=Path, help="folder for one 8-bit PNG per slice")
+    arguments = parser.parse_args()
+    if not 1 <= arguments.count <= len(HELD_OUT_SEEDS):
+        parser.error(f"--count {arguments.count}: choose 1 to {len(HELD_OUT_SEEDS)}")
+    import tifffile
+    from PIL import Image as PngImage
+
+    stack_NHW = np.stack([make_slice(seed) for seed in HELD_OUT_SEEDS[: arguments.count]])
+    tifffile.imwrite(arguments.out, np.round(stack_NHW * 65535).astype(np.uint16), photometric="minisblack")
+    if arguments.png:
+        arguments.png.mkdir(parents=True, exist_ok=True)
+        for index, image in enumerate(stack_NHW):
+            PngImage.fromarray(np.round(image * 255).astype(np.uint8)).save(arguments.png / f"slice_{index:03d}.png")
+    print(f"{arguments.count} slices in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

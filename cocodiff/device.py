@@ -1,0 +1,65 @@
+"""xpu, cuda and cpu behind a few words: which device a rank has, and the order between its streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def rank_device(name: str, local_rank: int) -> torch.device:
+    """The device of a rank: "cpu", "xpu", "cuda", or "auto" for the accelerator that is really there, else the CPU.
+
+    On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
+    Raises RuntimeError when the named accelerator is absent or has fewer tiles than ranks.
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = found.type if found is not None else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(name)
+    count = module.device_count() if module.is_available() else 0
+    if local_rank >= count:
+        raise RuntimeError(f"local rank {local_rank} has no {name} device: {count} found; start fewer ranks a node")
+    device = torch.device(name, local_rank)
+    module.set_device(device)
+    return device
+
+
+class StreamMark:
+    """A point in the current stream of a device. On CPU work is done when its call returns, so there is nothing to mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._event = self._module.Event()
+            self._event.record(self._module.current_stream(device))
+            self._device = device
+
+    def wait(self) -> None:
+        """Makes the caller's current stream wait for this point; the host does not block."""
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_event(self._event)
+
+
+@contextlib.contextmanager
+def lane_stream(device: torch.device) -> Iterator[None]:
+    """Gives a background thread a stream of its own on accelerators."""
+    if device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    with module.stream(module.Stream(device=device)):
+        yield
+
+
+def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
+    """Tells the allocator that the current stream uses a tensor made on another one, so its memory is not reused early."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+    return tensor

@@ -1,0 +1,193 @@
+"""The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
+
+It wires the rooms together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
+guidance branches. Nothing is patched: attention goes in through `set_attn_processor`, sharding through forward hooks,
+and leaving the context puts everything back as it was.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.layout import share_image, share_text, slices
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.comm.connect import connect
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.transport import Transport
+from cocodiff.config import Config, load_machine
+from cocodiff.device import rank_device
+from cocodiff.errors import PeerLost, UserError
+from cocodiff.models import adapter_for
+from cocodiff.models.adapter import Adapter, Tokens
+from cocodiff.topology import Topology
+from cocodiff.trace import Trace
+
+
+def parallelize(
+    target: Any, preset: str = "tapa", *, config: Config | None = None, transport: Transport | None = None,
+    **overrides: Any,
+) -> Engine:  # fmt: skip
+    """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
+
+    preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
+    transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
+    Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
+    that do not fit machine or model.
+    """
+    settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
+    return Engine(target, settings, transport)
+
+
+def open_transport(config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None) -> Transport:
+    """The transport of this rank. `settings` are compared between ranks, the engine's own with them."""
+    launch = launch or detect()
+    device = rank_device(config.device, launch.local_rank)
+    alike = {name: str(value) for name, value in vars(config).items()}
+    return connect(launch, config.transport, device, alike | (settings or {}), config.timeout_s)
+
+
+class StepCounter:
+    """Counts denoising steps and guidance branches from the timesteps that a transformer is called with.
+
+    A new timestep is a new step; further calls at one timestep are branches; a rise of the timestep is a new run.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.branch = -1, 0
+        self._timestep: float | None = None
+
+    def call(self, timestep: float) -> None:
+        if timestep == self._timestep:
+            self.branch += 1
+            return
+        if self._timestep is None or timestep > self._timestep:
+            self.step = -1
+        self.step, self.branch, self._timestep = self.step + 1, 0, timestep
+
+
+class Engine:
+    """A parallel transformer. Use as a context manager; see `parallelize`."""
+
+    def __init__(self, target: Any, config: Config, transport: Transport | None = None) -> None:
+        self.model: nn.Module = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+        if not isinstance(self.model, nn.Module):
+            raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
+        self.config = config
+        self.adapter: Adapter = adapter_for(self.model)
+        _check_not_compiled(self.model)
+        self._owns_transport = transport is None
+        self.transport = transport if transport is not None else open_transport(config)
+        self.rank, self.size = self.transport.rank, self.transport.size
+        self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
+        self.trace = Trace(self.rank)
+        self.counter = StepCounter()
+        self._tokens = Tokens(0, 0)
+        self._restore: list[Any] = []
+        exchange = None
+        if self.size > 1:
+            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace)
+            self._gather_group = self.transport.group(range(self.size))
+            self._gather_lane = self.transport.lane("gather")
+        self.strategy = Ulysses(self.topology, exchange, self.trace)
+
+    # Entering and leaving -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Engine:
+        model: Any = self.model
+        before = dict(model.attn_processors)
+        ours = self.adapter.processors(model, self._attend, lambda: self._tokens)
+        model.set_attn_processor(dict(ours))
+        self._restore.append(lambda: model.set_attn_processor(dict(before)))
+        self._check_replaced(ours)
+        hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
+        hooks.append(self.adapter.image_entry(model).register_forward_hook(self._shard_image))
+        hooks.append(self.adapter.text_entry(model).register_forward_hook(self._shard_text))
+        if self.size > 1:
+            hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
+        self._restore += [hook.remove for hook in hooks]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        while self._restore:
+            self._restore.pop()()
+        if error is not None and not isinstance(error, PeerLost):
+            self.transport.health.fail(f"{kind.__name__ if kind else ''}: {error}")
+        if self._owns_transport and error is None:
+            self.transport.close()
+
+    def _check_replaced(self, ours: dict[str, Any]) -> None:
+        """Every module with an attention processor must now have ours; one that was missed would attend to a shard."""
+        own = {id(processor) for processor in ours.values()}
+        for name, module in self.model.named_modules():
+            processor = getattr(module, "processor", None)
+            if processor is not None and id(processor) not in own:
+                self.__exit__(None, None, None)
+                raise UserError(
+                    f"attention module {name} keeps its {type(processor).__name__}: the adapter does not know it, and "
+                    f"it would see only this rank's tokens"
+                )
+
+    # What happens during a model call -------------------------------------------------------------------------------
+
+    def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.adapter.check_call(kwargs)
+        timestep = kwargs.get("timestep")
+        if isinstance(timestep, Tensor):
+            self.counter.call(float(timestep.flatten()[0]))
+
+    def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        return self.strategy.attend(qkv, Site(layer, self.counter.branch))
+
+    def _shard_image(self, _: nn.Module, __: Any, x_BSC: Tensor) -> Tensor:
+        self._tokens = Tokens(x_BSC.shape[1], self._tokens.text)
+        return self._shard(x_BSC, share_image(self.topology, x_BSC.shape[1]))
+
+    def _shard_text(self, _: nn.Module, __: Any, x_BSC: Tensor) -> Tensor:
+        self._tokens = Tokens(self._tokens.image, x_BSC.shape[1])
+        return self._shard(x_BSC, share_text(self.topology, x_BSC.shape[1]))
+
+    def _shard(self, x_BSC: Tensor, shares: tuple[int, ...]) -> Tensor:
+        return x_BSC if self.size == 1 else x_BSC[:, slices(shares)[self.rank]].contiguous()
+
+    def _gather_image(self, _: nn.Module, __: Any, x_BLC: Tensor) -> Tensor:
+        """All ranks' image tokens [B, S, C] on every rank, so that all go on with the same bits."""
+        shares = share_image(self.topology, self._tokens.image)
+        B, _L, C = x_BLC.shape
+
+        def gather() -> Tensor:
+            parts = [x_BLC.new_empty(B, share, C) for share in shares]
+            with self.trace.span("gather", "gather"):
+                self._gather_group.all_gather(x_BLC.contiguous(), parts).wait()
+            for peer in range(self.size):
+                self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
+            return torch.cat(parts, dim=1)
+
+        return self._gather_lane.submit(gather).wait()
+
+    # Results of all ranks -------------------------------------------------------------------------------------------
+
+    def bytes(self) -> dict[str, int]:
+        """Attention bytes per link class, summed over all ranks. Every rank calls it; rank 0's answer is whole."""
+        gathered = self.transport.gather_object(self.trace.bytes()) or [self.trace.bytes()]
+        return {link: sum(one[link] for one in gathered) for link in gathered[0]}
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise UserError(
+                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
+                f"parallelize the model that is not compiled"
+            )
+
+
+def _ranks_per_node() -> int | None:
+    return detect().local_size

@@ -1,0 +1,101 @@
+"""What a run did: spans on lanes, and payload bytes per link class. Saved as Chrome trace JSON, which Perfetto opens.
+
+Bytes are payload, counted once, at the sender, in the class of the link between the two endpoints. What the model's
+own gather at its exit moves is counted apart from the attention's tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cocodiff.topology import LINK_CLASSES
+
+MAX_SPANS = 20_000  # of one rank; later ones are counted, not kept
+
+
+class Span(NamedTuple):
+    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock."""
+
+    name: str
+    lane: str
+    start_ns: int
+    end_ns: int
+
+
+class Trace:
+    """One rank's record. Safe to write from several lanes at once."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.spans: list[Span] = []
+        self.dropped = 0
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str = "main") -> Iterator[None]:
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._keep(Span(name, lane, start, time.perf_counter_ns()))
+
+    def _keep(self, span: Span) -> None:
+        with self._lock:
+            if len(self.spans) < MAX_SPANS:
+                self.spans.append(span)
+            else:
+                self.dropped += 1
+
+    def count(self, link_class: str | None, payload_bytes: int, purpose: str = "attention") -> None:
+        """Adds bytes that this rank sends; `link_class` None is a rank's message to itself, which is free."""
+        if link_class is not None:
+            with self._lock:
+                self._bytes[purpose, link_class] += payload_bytes
+
+    def bytes(self, purpose: str = "attention") -> dict[str, int]:
+        """Bytes sent by this rank per link class: q, k, v and o, or with purpose="gather" the model's output."""
+        with self._lock:
+            return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
+
+    def clear(self) -> None:
+        with self._lock:
+            self.spans, self.dropped = [], 0
+            self._bytes.clear()
+
+    def save(self, path: str | Path) -> None:
+        """Writes this rank's spans and bytes as Chrome trace JSON."""
+        save_traces(path, [self.record()])
+
+    def record(self) -> dict[str, Any]:
+        """Everything as plain data, to be gathered from other ranks."""
+        with self._lock:
+            return {"rank": self.rank, "spans": list(self.spans), "dropped": self.dropped, "bytes": dict(self._bytes)}
+
+
+def save_traces(path: str | Path, records: list[dict[str, Any]]) -> None:
+    """Writes the records of several ranks as one Chrome trace: a process per rank, a thread per lane, times in us.
+
+    Clocks of different hosts are not aligned.
+    """
+    events: list[dict[str, Any]] = []
+    start = min((span[2] for record in records for span in record["spans"]), default=0)
+    for record in records:
+        rank = record["rank"]
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        for name, lane, begin, end in record["spans"]:
+            events.append(
+                {"ph": "X", "pid": rank, "tid": lane, "name": name, "ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
+            )
+    sent: Counter[str] = Counter()
+    for record in records:
+        sent.update({f"{purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
+    other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for record in records)}
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
