@@ -114,12 +114,13 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         while self._restore:
             self._restore.pop()()
         if error is not None and not isinstance(error, PeerLost):
-            self.transport.health.fail(f"{kind.__name__ if kind else ''}: {error}")
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
         if self._owns_transport and error is None:
             self.transport.close()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cocodiff.topology import LINK_CLASSES
 
-MAX_SPANS = 20_000  # of one rank; later ones are counted, not kept
+MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 
 class Span(NamedTuple):
@@ -72,7 +72,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Writes this rank's spans and bytes as Chrome trace JSON."""
-        save_traces(path, [self.record()])
+        save_traces(path, {"run": [self.record()]})
 
     def record(self) -> dict[str, Any]:
         """Everything as plain data, to be gathered from other ranks."""
@@ -80,22 +80,22 @@ class Trace:
             return {"rank": self.rank, "spans": list(self.spans), "dropped": self.dropped, "bytes": dict(self._bytes)}
 
 
-def save_traces(path: str | Path, records: list[dict[str, Any]]) -> None:
-    """Writes the records of several ranks as one Chrome trace: a process per rank, a thread per lane, times in us.
+def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes the records of all ranks, by mode, as one Chrome trace: a process per rank, a thread per mode and lane.
 
-    Clocks of different hosts are not aligned.
+    Times are in microseconds; clocks of different hosts are not aligned.
     """
-    events: list[dict[str, Any]] = []
-    start = min((span[2] for record in records for span in record["spans"]), default=0)
-    for record in records:
-        rank = record["rank"]
-        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for name, lane, begin, end in record["spans"]:
-            events.append(
-                {"ph": "X", "pid": rank, "tid": lane, "name": name, "ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
-            )
+    every = [(mode, record) for mode, of_mode in records.items() for record in of_mode]
+    start = min((span[2] for _, record in every for span in record["spans"]), default=0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        for rank in sorted({record["rank"] for _, record in every})
+    ]
     sent: Counter[str] = Counter()
-    for record in records:
-        sent.update({f"{purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
-    other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for record in records)}
+    for mode, record in every:
+        for name, lane, begin, end in record["spans"]:
+            times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
+            events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", "name": name, **times})
+        sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
+    other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for _, record in every)}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))

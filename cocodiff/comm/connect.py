@@ -34,8 +34,8 @@ class _LateHealth:
     def blame(self, error: BaseException) -> BaseException:
         return self.actual.blame(error)
 
-    def fail(self, reason: str) -> None:
-        self.actual.fail(reason)
+    def fail(self, reason: str, mistake: bool = False) -> None:
+        self.actual.fail(reason, mistake)
 
     def close(self) -> None:
         self.actual.close()

@@ -29,7 +29,7 @@ class Alone:
     def blame(self, error: BaseException) -> BaseException:
         return error
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, mistake: bool = False) -> None:
         return
 
     def close(self) -> None:
@@ -115,10 +115,10 @@ class Watch:
             self._changed.wait_for(lambda: self._lost is not None, timeout=BLAME_S)
         return self._lost or error
 
-    def fail(self, reason: str) -> None:
-        """Tells everybody that this rank is about to leave with an error."""
+    def fail(self, reason: str, mistake: bool = False) -> None:
+        """Tells everybody that this rank is about to leave with an error; a user's mistake is one on every rank."""
         if self._lost is None:
-            self._tell(lost=self.rank, reason=f"failed: {reason}")
+            self._tell(**({"mistake": reason} if mistake else {"lost": self.rank, "reason": f"failed: {reason}"}))
 
     def close(self) -> None:
         """Says goodbye. Rank 0 stays until the others have said theirs, so that a late failure still reaches them."""
@@ -244,6 +244,10 @@ class Watch:
     def _hear(self, sender: int, message: dict[str, Any]) -> None:
         if "lost" in message:
             self._spread(message["lost"], message["reason"])
+        elif "mistake" in message:
+            if self.rank == 0:
+                self._tell(mistake=message["mistake"])
+            self._settle(UserError(message["mistake"]))
         elif "refused" in message:
             self._settle(_refusal(message["refused"], message["reason"]))
         elif "agreed" in message:

@@ -103,7 +103,7 @@ class LoopbackHealth:
     def blame(self, error: BaseException) -> BaseException:
         return error
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, mistake: bool = False) -> None:
         self._world.fail(self._rank, f"failed: {reason}")
 
     def close(self) -> None:

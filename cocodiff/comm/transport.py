@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.device import StreamMark, lane_stream
-from cocodiff.errors import PeerLost
+from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")
 CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
@@ -77,8 +77,8 @@ class Health(Protocol):
         """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
         ...
 
-    def fail(self, reason: str) -> None:
-        """Tells every peer that this rank leaves with an error."""
+    def fail(self, reason: str, mistake: bool = False) -> None:
+        """Tells every peer that this rank leaves with an error, or that it found a user's mistake."""
         ...
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class LanePending(Generic[T]):
                 if self._future.done():
                     raise  # the job itself timed out
                 self._health.check()
-            except PeerLost:
+            except (PeerLost, UserError):
                 raise
             except Exception as error:
                 blamed = self._health.blame(error)

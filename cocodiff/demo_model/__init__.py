@@ -1,0 +1,81 @@
+"""The embedded model: a small inpainting diffusion transformer that ships with the package, so that everything runs offline.
+
+`load_pipeline()` gives an unmodified diffusers pipeline; `prompt_embeddings()` gives the constant it expects for a prompt,
+as there are no text encoders. `MODEL_CARD.md` says how it was made and what it can do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = Path(__file__).parent / "weights"
+SAMPLES = Path(__file__).parent / "samples"
+PROMPT_TOKENS = 6
+PROMPT_WIDTH = 32
+
+
+def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> Any:
+    """The embedded model as a `StableDiffusion3InpaintPipeline`, on the CPU, in `dtype` (default float32). Never downloads.
+
+    Call it with `image`, `mask_image`, `height` and `width` (multiples of 8, at most 128), `guidance_scale=1`, and
+    `**prompt_embeddings(batch)` in place of prompts. Images are grey in [0, 1], three equal channels, as the pipeline wants.
+    """
+    import torch
+
+    with _quiet_imports():
+        from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3InpaintPipeline
+
+        from .vae import LappedTransformVAE
+
+    dtype = dtype or torch.float32
+    transformer = SD3Transformer2DModel.from_pretrained(weights, torch_dtype=dtype, local_files_only=True)
+    vae = LappedTransformVAE.from_config(json.loads((weights / "vae_config.json").read_text()))
+    # diffusers' own `to(dtype)` warns about an empty list of float32 modules.
+    torch.nn.Module.to(vae, dtype)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(json.loads((weights / "scheduler_config.json").read_text()))
+    return StableDiffusion3InpaintPipeline(
+        transformer=transformer,
+        scheduler=scheduler,
+        vae=vae.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Holds back transformers' remark that its image processors, unused here, would like torchvision."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def prompt_embeddings(batch: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The constant prompt the model was trained with, as keyword arguments of the pipeline (default float32).
+
+    `prompt_embeds` [batch, 6, 32] are the first unit vectors, so that every token can learn a part of its own;
+    `pooled_prompt_embeds` [batch, 32] are zero.
+    """
+    import torch
+
+    tokens = torch.eye(PROMPT_TOKENS, PROMPT_WIDTH, dtype=dtype or torch.float32)
+    return {
+        "prompt_embeds": tokens.repeat(batch, 1, 1),
+        "pooled_prompt_embeds": torch.zeros(batch, PROMPT_WIDTH, dtype=tokens.dtype),
+    }

@@ -1,0 +1,1 @@
+"""Restoring microtomography slices: reading and masking them, running a model over them, measuring, reporting."""

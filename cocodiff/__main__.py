@@ -1,0 +1,5 @@
+import sys
+
+from cocodiff.cli import main
+
+sys.exit(main())

@@ -1,0 +1,120 @@
+"""Options of a subcommand from the command line and a YAML file, with errors that are one line and name the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from cocodiff.config import DEVICES, TRANSPORTS, Config, check_keys, read_yaml, suggestion
+from cocodiff.errors import UserError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: `--name`, its default (None with `required`), its type, and a line of help."""
+
+    name: str
+    help: str
+    default: Any = None
+    type: Any = str
+    many: bool = False
+    choices: tuple[str, ...] | None = None
+    required: bool = False
+
+
+RUN_OPTIONS = (
+    Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
+    Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
+    Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
+    Option("device", "what ranks compute on", "auto", choices=DEVICES),
+    Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
+    Option("quiet", "no progress bars", False, type=bool),
+    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+)
+
+
+def parse(command: str, about: str, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+    """The options' values: defaults, then the file named by `--config`, then the command line.
+
+    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key` or `--key true`.
+    Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
+    """
+    parser = ArgumentParser(prog=f"cocodiff {command}", description=about, exit_on_error=False)
+    parser.add_argument("--config", help="YAML file with any of the options below")
+    for option in options:
+        extra: dict[str, Any] = {"choices": list(option.choices)} if option.choices else {}
+        if option.many:
+            extra["nargs"] = "+"
+        shown = "" if option.default in (None, False) or option.many else f" (default: {option.default})"
+        kind = bool if option.type is bool else option.type
+        parser.add_argument(f"--{option.name}", type=kind, default=None, help=option.help + shown, **extra)
+    given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
+    values = {option.name: option.default for option in options}
+    if "config" in given:
+        values |= _from_file(given.pop("config"), options)
+    values |= given
+    for option in options:
+        if option.required and not values[option.name]:
+            raise UserError(f"--{option.name} is missing: {option.help}; see cocodiff {command} --help")
+    return values
+
+
+def engine_config(values: dict[str, Any]) -> Config:
+    """The engine settings among the options."""
+    return Config(**{name: values[name] for name in ("machine", "transport", "device", "timeout_s")})
+
+
+def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
+    known = [option.name for option in options] + ["config"]
+    normal: list[str] = []
+    flags = {option.name for option in options if option.type is bool}
+    for position, word in enumerate(words):
+        if not word.startswith("--"):
+            normal.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = words[position + 1] if position + 1 < len(words) else "--"
+        if name.removeprefix("no_") in flags and name not in flags and not equals:
+            name, equals, value = name.removeprefix("no_"), "=", "false"
+        elif name in flags and not equals and following.lower() not in ("true", "false"):
+            equals, value = "=", "true"
+        elif name not in known and name not in ("help", ""):
+            raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
+        normal.append(f"--{name}{equals}{value}")
+    try:
+        return parser.parse_args(normal)
+    except ArgumentError as error:
+        raise UserError(_one_line(str(error), parser.prog)) from error
+
+
+def _one_line(message: str, program: str) -> str:
+    text = " ".join(message.split())
+    found = re.match(r'Parser key "(\w+)": Expected a <class \'(\w+)\'>\. Got value: (.*)', text)
+    if found:
+        text = f"--{found[1]} {found[3]}: not {'a number' if found[2] in ('int', 'float') else 'a ' + found[2]}"
+    return f"{text}; see {program} --help"
+
+
+def _from_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
+    """A settings file's values, checked like those of the command line."""
+    values = read_yaml(Path(path))
+    by_name = {option.name: option for option in options}
+    check_keys(values, by_name, path)
+    for name, value in values.items():
+        option = by_name[name]
+        if option.many and not isinstance(value, list):
+            values[name] = value = [value]
+        for one in value if option.many else [value]:
+            number = option.type is float and isinstance(one, int) and not isinstance(one, bool)
+            if one is not None and not number and type(one) is not option.type:
+                raise UserError(f"{path}: {name}: {one!r} is not of type {option.type.__name__}")
+            if option.choices and one not in option.choices:
+                raise UserError(f"{path}: {name}: {one!r}{suggestion(str(one), option.choices)}; "
+                                f"choose from {', '.join(option.choices)}")  # fmt: skip
+    return values

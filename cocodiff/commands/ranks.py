@@ -1,0 +1,234 @@
+"""Runs a command's work on its ranks: in this process when a launcher started it, else in ranks forked from here.
+
+Twelve separate starts would import torch and diffusers twelve times; a fork after one import shares them. Neither a
+device nor MPI nor a thread pool may exist before the fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.config import Config
+from cocodiff.errors import PeerLost, UserError
+
+GRACE_S = 5.0  # what survivors get to notice a bad end and to clean up
+Work = Callable[[Any], None]  # called with the rank's transport
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended. kind: "done", "mistake" (the user's), "lost" (a peer), "failed" or "interrupted"."""
+
+    kind: str
+    message: str = ""
+    trace: str = ""
+
+    @property
+    def code(self) -> int:
+        return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
+
+
+def run_ranks(ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
+    """Runs `work` on every rank and returns the exit code.
+
+    ranks: how many to fork; under a launcher None or its own number.
+    settings: what all ranks must have been started with alike, beside `config`.
+    """
+    if launch.kind != "alone":
+        if ranks is not None and launch.size is not None and ranks != launch.size:
+            raise UserError(f"--ranks {ranks} in a job of {launch.size} ranks: leave --ranks away under a launcher")
+        return _run_launched(launch, config, settings, work)
+    if ranks is None or ranks == 1:
+        end = _run_rank(launch, config, settings, work)
+        _say(end, "")
+        return end.code
+    if config.device not in ("auto", "cpu"):
+        raise UserError(f"--ranks forks ranks for the CPU; for device {config.device} start them with mpiexec or torchrun")
+    return _fork(ranks, config, settings, work)
+
+
+def _run_rank(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> End:
+    from cocodiff.engine import open_transport  # torch: after the fork's parent has imported it, or in this rank alone
+
+    transport = None
+    try:
+        transport = open_transport(config, launch, settings)
+        work(transport)
+        transport.close()
+        return End("done")
+    except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
+        end = _end_of(error)
+        if transport is not None and end.kind != "lost":
+            transport.health.fail(end.message, mistake=end.kind == "mistake")
+        return end
+
+
+def _end_of(error: BaseException) -> End:
+    if isinstance(error, UserError):
+        return End("mistake", str(error))
+    if isinstance(error, PeerLost):
+        return End("lost", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return End("interrupted", "interrupted")
+    return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _say(end: End, who: str) -> None:
+    if end.kind == "failed":
+        sys.stderr.write(end.trace)
+    if end.kind != "done":
+        print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
+
+
+def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
+    """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
+    end = _run_rank(launch, config, settings, work)
+    if launch.speaks or end.kind not in ("done", "mistake"):
+        _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
+    if end.code:
+        sys.stdout.flush()
+        os._exit(end.code)  # lanes may hang in a library, and MPI_Finalize would wait for the dead
+    return 0
+
+
+# Forked ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="cocodiff-"))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+    meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    children: dict[int, int] = {}
+    parent = os.getpid()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                own = Meeting(meeting.store_file, meeting.port, meeting.key, listener if rank == 0 else None)
+                if rank:
+                    listener.close()
+                launch = Launch("forked", rank, ranks, rank, ranks, own)
+                _child(launch, config, settings, work, folder, parent)
+            children[pid] = rank
+        listener.close()
+        return _attend_children(children, ranks, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _child(
+    launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int
+) -> None:
+    """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
+    code = 1
+    try:
+        _die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+        signal.signal(signal.SIGTERM, _interrupt)
+        if launch.rank:
+            log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        end = _run_rank(launch, config, settings, work)
+        (folder / f"rank{launch.rank}.end").write_text(json.dumps(vars(end)))
+        code = end.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _die_with_parent(parent: int) -> None:
+    """Linux: the kernel kills this process when its parent goes, so no rank is ever orphaned."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it went before we asked
+
+
+def _attend_children(children: dict[int, int], ranks: int, folder: Path) -> int:
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who is stuck before or behind it is killed."""
+    ends: dict[int, End] = {}
+    deadline: float | None = None
+    interrupted = False
+    while children:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                if deadline is not None and time.monotonic() > deadline:
+                    _signal_all(children, signal.SIGKILL)
+                time.sleep(0.02)
+                continue
+        except KeyboardInterrupt:
+            interrupted = True
+            _signal_all(children, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_S
+            continue
+        if pid not in children:
+            continue
+        rank = children.pop(pid)
+        ends[rank] = _child_end(rank, status, folder)
+        if ends[rank].code and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+    if interrupted:
+        print("cocodiff: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return _report(ends, ranks)
+
+
+def _signal_all(children: dict[int, int], number: signal.Signals) -> None:
+    for pid in children:
+        os.kill(pid, number)
+
+
+def _child_end(rank: int, status: int, folder: Path) -> End:
+    if os.WIFSIGNALED(status):
+        return End("killed", f"rank {rank} was killed by {signal.Signals(os.WTERMSIG(status)).name}")
+    record = folder / f"rank{rank}.end"
+    if record.exists():
+        return End(**json.loads(record.read_text()))
+    log = folder / f"rank{rank}.log"
+    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", log.read_text() if log.exists() else "")
+
+
+def _report(ends: dict[int, End], ranks: int) -> int:
+    """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
+    bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
+    if not bad:
+        return 0
+    order = ("mistake", "killed", "failed", "interrupted", "lost")
+    cause = min(bad, key=lambda rank: (order.index(bad[rank].kind), rank))
+    end = bad[cause]
+    if end.kind == "mistake":
+        print(f"cocodiff: {end.message}", file=sys.stderr)
+        return 2
+    sys.stderr.write(end.trace)
+    message = end.message if end.kind in ("killed", "lost") else f"rank {cause} {end.kind}: {end.message}"
+    named = sum(other.kind == "lost" for other in bad.values())
+    print(
+        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, nothing was written",
+        file=sys.stderr,
+    )
+    return 1

@@ -1,0 +1,156 @@
+"""Restores one stack under one mask in every mode, slice by slice, so that no stack need fit in memory."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff.commands.terminal import progress_bar
+from cocodiff.engine import Engine
+from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.masks import Mask
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_row
+from cocodiff_eval.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.report import Picture, shown_slices
+from cocodiff_eval.restore import plan_slice, restore_slice
+from cocodiff_eval.slices import Stack, StackWriter, save_preview_png
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown."""
+
+    stack: Stack
+    mask: Mask
+    scale: IntensityRange
+    truth: Stack | None
+
+
+@dataclass
+class Restored:
+    """Rows of metrics.json and pictures of the report; empty on ranks other than 0."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """What restores: the model's tiles, and an engine for each mode. `presets` are the modes whose results are kept;
+    a further one in `engines` is the exact run that they are compared with."""
+
+    inpainter: PipelineInpainter
+    engines: dict[str, Engine]
+    presets: list[str]
+    exact: str | None
+    batch: int
+    speaks: bool
+    bars: bool
+
+    def run(self, task: Task, prepared_YX: np.ndarray, mask_YX: np.ndarray, mode: str) -> Run:
+        """One slice in one mode, on all ranks."""
+        steps = plan_slice(mask_YX, self.inpainter, self.batch).denoising_steps(self.inpainter.steps)
+        engine, shown = self.engines[mode], self.speaks and self.bars
+        before = engine.bytes()
+        started = time.perf_counter()
+        with progress_bar(f"{task.stack.name} {task.mask.name} {mode}", steps, shown) as bar, engine:
+            self.inpainter.on_step = bar.update
+            restored01_YX = restore_slice(prepared_YX, mask_YX, self.inpainter, batch=self.batch)
+        seconds = time.perf_counter() - started
+        sent = {link: count - before[link] for link, count in engine.bytes().items()}
+        return Run(restored01_YX, seconds, sent)
+
+    def run_all(self, task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> dict[str, Run]:
+        """One slice in every mode; a slice without masked voxels is its own restoration."""
+        prepared_YX = prepare_slice(original_YX, mask_YX, task.scale)
+        if not mask_YX.any():
+            return {mode: Run(prepared_YX, 0.0, {}) for mode in self.engines}
+        return {mode: self.run(task, prepared_YX, mask_YX, mode) for mode in self.engines}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A slice restored in one mode: float32 [Y, X] in [0, 1], seconds on rank 0, bytes per link class of all ranks."""
+
+    restored01_YX: np.ndarray
+    seconds: float
+    sent: dict[str, int]
+
+
+def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restored:
+    """Restores a stack in every mode. Rank 0, which has the folder, judges every slice and writes it at once."""
+    restored, stack = Restored(), task.stack
+    shown = shown_slices([int(np.count_nonzero(task.mask.read(index))) for index in range(len(stack))])
+    with ExitStack() as files:
+        writers = {}
+        for preset in restorer.presets if folder is not None else []:
+            path = folder / "images" / f"{stack.name}_{task.mask.name}_{preset}.tif"
+            writers[preset] = files.enter_context(StackWriter(path, stack.shape, stack.dtype, stack.ndim))
+        for index in range(len(stack)):
+            original_YX, mask_YX = stack.read(index), task.mask.read(index)
+            runs = restorer.run_all(task, original_YX, mask_YX)
+            if folder is None:
+                continue
+            judged = judge_slice(task, restorer, index, original_YX, mask_YX, runs)
+            for preset, writer in writers.items():
+                writer.write(judged.native[preset])
+            restored.rows += judged.rows
+            if index in shown:
+                restored.pictures.append(judged.picture)
+                save_previews(folder / "images", judged.picture, restorer.presets)
+    return restored
+
+
+@dataclass(frozen=True)
+class Judged:
+    native: dict[str, np.ndarray]  # restored slices in the input's dtype
+    rows: list[dict[str, Any]]
+    picture: Picture
+
+
+def judge_slice(
+    task: Task, restorer: Restorer, index: int, original_YX: np.ndarray, mask_YX: np.ndarray, runs: dict[str, Run]
+) -> Judged:
+    """Restored slices in the input's dtype, their rows of metrics.json with the biharmonic baseline, and the picture."""
+    stack, scale = task.stack, task.scale
+    name = stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"
+    truth_YX = task.truth.read(index) if task.truth is not None else None
+    native = {preset: compose_native(original_YX, runs[preset].restored01_YX, mask_YX, scale) for preset in runs}
+
+    def quality(restored_YX: np.ndarray) -> dict[str, float | None]:
+        measured = MaskedQuality(scale)
+        if truth_YX is not None:
+            measured.add(truth_YX, restored_YX, mask_YX)
+        return measured.result()
+
+    started = time.perf_counter()
+    smooth_YX = scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, scale), mask_YX))
+    baseline = {**quality(smooth_YX), "seconds": time.perf_counter() - started}
+    rows = []
+    for preset in restorer.presets if mask_YX.any() else []:
+        run, against = runs[preset], None
+        if restorer.exact is not None:
+            distance = ExactDistance(scale)
+            pair = (runs[restorer.exact].restored01_YX, run.restored01_YX)
+            distance.add(*(scale.denormalise(one) for one in pair), mask_YX)
+            against = distance.psnr_vs_exact_db()
+        rows.append(
+            metrics_row(
+                name, task.mask.name, preset, quality(native[preset]), run.seconds, run.sent,
+                psnr_vs_exact_db=against, exact_compared=restorer.exact is not None, baseline=baseline,
+            )  # fmt: skip
+        )
+    restored = {preset: native[preset] for preset in restorer.presets} | {"biharmonic": smooth_YX}
+    return Judged(native, rows, Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))
+
+
+def save_previews(folder: Path, picture: Picture, presets: list[str]) -> None:
+    for preset in presets:
+        path = folder / f"{picture.name}_{picture.mask}_{preset}.png"
+        save_preview_png(path, picture.restored[preset], picture.scale.low, picture.scale.high)

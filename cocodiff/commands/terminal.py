@@ -1,0 +1,50 @@
+"""What the terminal shows is ours: progress of rank 0 and results. Libraries speak only when asked to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+
+def quiet_libraries(level: str) -> None:
+    """Keeps the libraries' warnings, progress bars and advice off the terminal. Call before importing torch."""
+    if level in ("debug", "info"):
+        logging.basicConfig(level=level.upper())
+        return
+    warnings.simplefilter("ignore")
+    for name, value in {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOG_minloglevel": "2",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    for name in ("torch", "diffusers", "transformers", "huggingface_hub", "tifffile", "PIL"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def limit_threads(ranks: int) -> None:
+    """Shares the cores among local ranks. Before numpy or torch are imported; what the user has set stays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = str(max(1, cores // ranks))
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, share)
+
+
+def progress_bar(description: str, total: int, shown: bool) -> Any:
+    """A bar on stderr: for rank 0, and only where somebody watches or a log is wanted."""
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total, desc=description, unit="step", disable=not shown, file=sys.stderr, dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)

@@ -1,0 +1,79 @@
+"""Muon for the transformer's block matrices, AdamW for the rest, and a running average of all weights.
+
+torch has a Muon too, but it orthogonalises one matrix at a time in bfloat16, which a CPU without bfloat16 instructions
+emulates: it would take four times as long as the model. This one takes matrices of equal shape together, in float32.
+"""
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(updates_NRC: Tensor, steps: int = 5) -> Tensor:
+    """Matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz)."""
+    wide = updates_NRC.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else updates_NRC
+    wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else wide
+
+
+class Muon:
+    """Momentum, orthogonalised; scaled so that the update's root mean square matches AdamW's at the same rate."""
+
+    def __init__(self, matrices: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.02) -> None:
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        shapes = {matrix.shape: [other for other in matrices if other.shape == matrix.shape] for matrix in matrices}
+        self.groups = [(group, torch.zeros(len(group), *shape)) for shape, group in shapes.items()]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """One update of every matrix from its gradient."""
+        for group, velocity_NRC in self.groups:
+            gradient_NRC = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
+            velocity_NRC.lerp_(gradient_NRC, 1 - self.momentum)
+            update_NRC = orthogonalise(gradient_NRC.lerp(velocity_NRC, self.momentum))
+            size = 0.2 * max(update_NRC.shape[1:]) ** 0.5
+            for matrix, update in zip(group, update_NRC, strict=True):
+                matrix.mul_(1 - rate * self.weight_decay).add_(update, alpha=-rate * size)
+
+
+class Optimizer:
+    """Both optimisers under one relative rate, and the exponential moving average of the weights they produce."""
+
+    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, average: float) -> None:
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and "transformer_blocks" in name and "norm" not in name]
+        chosen = {id(p) for p in matrices}
+        self.parameters = [p for _, p in named]
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(
+            [p for p in self.parameters if id(p) not in chosen], lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+        self.muon_rate, self.adam_rate, self.average = muon_rate, adam_rate, average
+        self.averaged = [p.detach().clone() for p in self.parameters]
+        self.count = 0
+
+    def step(self, relative_rate: float) -> None:
+        """One update at `relative_rate` times the configured rates; clears the gradients."""
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.muon.step(self.muon_rate * relative_rate)
+        for group in self.adam.param_groups:
+            group["lr"] = self.adam_rate * relative_rate
+        self.adam.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.count += 1
+        keep = min(self.average, self.count / (self.count + 10))
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averaged, self.parameters, 1 - keep)
+
+    @torch.no_grad()
+    def use_average(self) -> None:
+        """Replaces the model's weights by their running average."""
+        for parameter, mean in zip(self.parameters, self.averaged, strict=True):
+            parameter.copy_(mean)

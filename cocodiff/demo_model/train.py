@@ -1,0 +1,201 @@
+"""Trains the demo model from nothing: procedural slices in, float16 checkpoint out, under half an hour of one CPU core.
+
+    python -m cocodiff.demo_model.train --out DIR [--seed 0] [--threads 1]
+
+Flow matching on the latents of `LappedTransformVAE`, with the 33 input channels that `StableDiffusion3InpaintPipeline` feeds:
+noisy latents, the mask at every 8th pixel, and the latents of the image with masked pixels set to 0 in [-1, 1].
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from . import PROMPT_TOKENS, PROMPT_WIDTH, prompt_embeddings
+from .masks import training_mask
+from .optimizer import Optimizer
+from .slices import HELD_OUT_SEEDS, make_slice
+from .vae import LappedTransformVAE
+
+IMAGES = 4000
+BATCH = 16
+ITERATIONS = 2000
+WARM_UP = 60
+DECAY_FROM = 0.35
+"""Part of the run after which the rate falls linearly to zero."""
+NOISE = 1.5
+"""Training noise is this much wider than the sampler's. To the model the sampler's noise then looks like a draw close to the
+middle of the distribution, so that one sample lies nearer the posterior mean (a temperature of 1 / NOISE)."""
+TRANSFORMER: dict[str, Any] = {
+    "sample_size": 12,
+    "patch_size": 1,
+    "in_channels": 33,
+    "out_channels": 16,
+    "num_layers": 5,
+    "num_attention_heads": 12,
+    "attention_head_dim": 12,
+    "joint_attention_dim": PROMPT_WIDTH,
+    "caption_projection_dim": 144,
+    "pooled_projection_dim": 32,
+    "pos_embed_max_size": 16,
+    "qk_norm": "rms_norm",
+}
+SCHEDULER: dict[str, Any] = {"num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False}
+
+
+def training_images(count: int, seed: int) -> NDArray[np.float32]:
+    """Slices in [0, 1], float32 [count, 96, 96]: 60% whole, the others zoomed up to 4 times with a part of the grey range.
+
+    The zoomed ones stand for tiles of a large slice, which see only some of the greys that the whole spans.
+    """
+    first = seed * count
+    if first + count > HELD_OUT_SEEDS.start:
+        raise ValueError(f"seed {seed}: slices {first} to {first + count} would reach the held-out seeds")
+    generator = np.random.default_rng([seed, 1])
+    images_NHW = np.empty((count, 96, 96), np.float32)
+    for index in range(count):
+        zoom = float(4 ** generator.random()) if generator.random() < 0.4 else 1.0
+        image = make_slice(first + index, zoom)
+        if zoom > 1:
+            low, high = generator.uniform(0, 0.35), generator.uniform(0.65, 1)
+            image = low + (high - low) * image
+        images_NHW[index] = image
+    return images_NHW
+
+
+def build_model() -> SD3Transformer2DModel:
+    """The transformer with gates that start nearly closed and an output that starts at zero."""
+    model = SD3Transformer2DModel(**TRANSFORMER)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".linear." in name and "norm" in name or name.startswith("proj_out"):
+                parameter.zero_()
+            if name.endswith("norm1.linear.bias") or name.endswith("norm1_context.linear.bias"):
+                if parameter.numel() == 6 * 144:
+                    # Order: shift, scale, gate of the attention; shift, scale, gate of the feed-forward layer.
+                    parameter.view(6, -1)[[2, 5]] = 0.3
+    return model
+
+
+class Batches:
+    """Endless random batches: which slices, how turned, which masks, which noise levels."""
+
+    def __init__(self, images_NHW: NDArray[np.float32], vae: LappedTransformVAE, seed: int) -> None:
+        self.images_NHW = images_NHW
+        self.vae = vae
+        self.generator = np.random.default_rng([seed, 2])
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Model input [B, 33, 12, 12], sigma [B], target velocity [B, 16, 12, 12], pixel mask [B, 96, 96]."""
+        chosen = self.generator.integers(len(self.images_NHW), size=BATCH)
+        turned = [np.rot90(self.images_NHW[i], self.generator.integers(4)) for i in chosen]
+        turned = [image[:, ::-1] if self.generator.random() < 0.5 else image for image in turned]
+        image_BHW = torch.from_numpy(np.stack(turned)) * 2 - 1
+        mask_BHW = torch.from_numpy(np.stack([training_mask(self.generator) for _ in chosen])).float()
+        clean_BCHW = self.vae.transform(image_BHW)
+        masked_BCHW = self.vae.transform(image_BHW * (mask_BHW < 0.5))
+        sigma_B = self.draw_sigma()
+        sigma_B111 = sigma_B[:, None, None, None]
+        noise_BCHW = NOISE * torch.randn(clean_BCHW.shape, generator=self.noise)
+        noisy_BCHW = (1 - sigma_B111) * clean_BCHW + sigma_B111 * noise_BCHW
+        input_BCHW = torch.cat([noisy_BCHW, mask_BHW[:, None, ::8, ::8], masked_BCHW], 1)
+        return input_BCHW, sigma_B, noise_BCHW - clean_BCHW, mask_BHW
+
+    def draw_sigma(self) -> Tensor:
+        """Noise levels [B], stratified over the batch: even, with a tenth exactly where sampling starts."""
+        sigma_B = (torch.arange(BATCH) + torch.rand(BATCH, generator=self.noise)) / BATCH
+        return torch.where(torch.rand(BATCH, generator=self.noise) < 0.1, torch.ones(()), sigma_B)
+
+
+def masked_loss(predicted_BCHW: Tensor, target_BCHW: Tensor, mask_BHW: Tensor, weight_C11: Tensor) -> Tensor:
+    """Squared error, weighted by how much of a token's 16 x 16 pixels is masked; known tokens count a little."""
+    share_B1HW = functional.avg_pool2d(mask_BHW[:, None], 16, stride=8, padding=4) + 0.05
+    error_BCHW = (predicted_BCHW - target_BCHW) ** 2 * weight_C11
+    return (error_BCHW * share_B1HW).sum() / (share_B1HW.sum() * error_BCHW.shape[1])
+
+
+def relative_rate(step: int, steps: int) -> float:
+    """Warm-up, plateau, linear decay to zero."""
+    return min((step + 1) / WARM_UP, 1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
+
+
+def save(model: SD3Transformer2DModel, vae: LappedTransformVAE, out: Path) -> None:
+    """Writes the four files of `weights/`; each appears complete or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().half().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, out / "weights.partial", metadata={"format": "pt"})
+    (out / "weights.partial").chmod(0o644)
+    (out / "weights.partial").replace(out / "diffusion_pytorch_model.safetensors")
+    configs = {"config.json": dict(_class_name="SD3Transformer2DModel", **TRANSFORMER), "vae_config.json": vae.config}
+    configs["scheduler_config.json"] = dict(_class_name="FlowMatchEulerDiscreteScheduler", **SCHEDULER)
+    for name, config in configs.items():
+        public = {key: value for key, value in config.items() if key == "_class_name" or not key.startswith("_")}
+        (out / "config.partial").write_text(json.dumps(public, indent=2) + "\n")
+        (out / "config.partial").replace(out / name)
+
+
+def train(out: Path, seed: int, iterations: int, images: int) -> float:
+    """Trains and saves; returns the last smoothed loss. Progress, with the CPU seconds used, goes to standard output."""
+    torch.manual_seed(seed)
+    vae = LappedTransformVAE()
+    batches = Batches(training_images(images, seed), vae, seed)
+    print(f"{images} slices after {time.process_time():.0f} CPU s", flush=True)
+    model = build_model()
+    optimizer = Optimizer(model, muon_rate=3e-3, adam_rate=1.2e-3, average=0.998)
+    prompt = prompt_embeddings(BATCH)
+    # Half-way between equal weight for latents and equal weight for pixels.
+    weight_C11 = 1 / torch.tensor(vae.config.channel_scale)[:, None, None]
+    weight_C11 = weight_C11 / weight_C11.mean()
+    smoothed = 0.0
+    for step in range(iterations):
+        input_BCHW, sigma_B, target_BCHW, mask_BHW = batches.draw()
+        predicted_BCHW = model(
+            hidden_states=input_BCHW,
+            timestep=sigma_B * 1000,
+            encoder_hidden_states=prompt["prompt_embeds"],
+            pooled_projections=prompt["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+        loss = masked_loss(predicted_BCHW, target_BCHW, mask_BHW, weight_C11)
+        loss.backward()
+        optimizer.step(relative_rate(step, iterations))
+        smoothed = loss.item() if step == 0 else 0.98 * smoothed + 0.02 * loss.item()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}/{iterations}  loss {smoothed:.4f}  {time.process_time():.0f} CPU s", flush=True)
+        if (step + 1) % 400 == 0 and step + 1 < iterations:
+            raw = [p.detach().clone() for p in optimizer.parameters]
+            optimizer.use_average()
+            save(model, vae, out)
+            with torch.no_grad():
+                torch._foreach_copy_(optimizer.parameters, raw)
+    optimizer.use_average()
+    save(model, vae, out)
+    print(f"saved in {out} after {time.process_time():.0f} CPU s", flush=True)
+    return smoothed
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train the demo model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and its configurations")
+    parser.add_argument("--seed", type=int, default=0, help="0 to 200; chooses the slices as well")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--images", type=int, default=IMAGES)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(arguments.out, arguments.seed, arguments.iterations, arguments.images)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Masks: True is a voxel to restore. Generated (`block`, `center`) or read from a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cocodiff.errors import UserError
+from cocodiff_eval.readers import RawVolume, format_shape, open_volume
+from cocodiff_eval.slices import Stack, safe_stem
+
+GENERATED = ("block", "center")
+GRID = 6
+HIDDEN_CELLS = 9  # of 36: a quarter of the slice
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which voxels of a stack are to be restored. `from_file` means that the truth under it is unknown."""
+
+    name: str
+    from_file: bool
+    shape: tuple[int, int, int]
+    reader: Callable[[int], np.ndarray]
+
+    def read(self, index: int) -> np.ndarray:
+        """The mask of slice `index`, boolean [Y, X]."""
+        return self.reader(index)
+
+
+def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Nine random cells of a 6 x 6 grid over [Y, X]; cell edges lie at round(i * side / 6). Boolean [Y, X]."""
+    rows, columns = ([round(i * side / GRID) for i in range(GRID + 1)] for side in shape)
+    mask_YX = np.zeros(shape, dtype=bool)
+    # Python's generator, not NumPy's: its sequence for a seed is the same in every version.
+    for cell in random.Random(seed).sample(range(GRID * GRID), HIDDEN_CELLS):
+        i, j = divmod(cell, GRID)
+        mask_YX[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = True
+    return mask_YX
+
+
+def center_mask(shape: tuple[int, int]) -> np.ndarray:
+    """The central half of both sides of [Y, X]. Boolean [Y, X]."""
+    mask_YX = np.zeros(shape, dtype=bool)
+    top, left = (round(side / 4) for side in shape)
+    mask_YX[top : shape[0] - top, left : shape[1] - left] = True
+    return mask_YX
+
+
+def make_mask(kind: str, stack: Stack, seed: int = 0) -> Mask:
+    """The mask for one input: `block` (seeded), `center`, or a path of a PNG, TIFF or HDF5 mask file.
+
+    A 2-D mask file holds for every slice; a 3-D one must have the stack's shape. In a file, non-zero is "restore".
+    Raises UserError for another shape, an empty or full mask, and more than two values.
+    """
+    if kind in GENERATED:
+        shape = stack.shape[1:]
+        mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
+        return Mask(kind, False, stack.shape, lambda index: mask_YX)
+    try:
+        volume = open_volume(kind)
+    except UserError as error:
+        if "no such file" in str(error):
+            raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
+        raise
+    return _mask_from_file(volume, stack)
+
+
+def _mask_from_file(volume: RawVolume, stack: Stack) -> Mask:
+    right = volume.shape[1:] == stack.shape[1:] and (volume.ndim == 2 or volume.shape == stack.shape)
+    if not right:
+        raise UserError(
+            f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
+            f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
+        )
+    _check_values(volume)
+    name = safe_stem(volume.stem)
+    if volume.ndim == 2:
+        mask_YX = np.asarray(volume.reader(0)) != 0
+        return Mask(name, True, stack.shape, lambda index: mask_YX)
+    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0)
+
+
+def _check_values(volume: RawVolume) -> None:
+    """Two values at most, something to restore, and something outside it in every slice."""
+    values: set[float] = set()
+    hidden = 0
+    for index in range(volume.shape[0]):
+        slice_YX = np.asarray(volume.reader(index))
+        if slice_YX.dtype.kind not in "buif":
+            raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")
+        values.update(np.unique(slice_YX)[:300].tolist())
+        if len(values) > 2:
+            shown = ", ".join(f"{value:g}" for value in sorted(values)[:4])
+            raise UserError(
+                f"{volume.path}: a mask has two values (0 keeps, the other restores), this one has at least "
+                f"{len(values)} ({shown}, ...): threshold it"
+            )
+        count = int(np.count_nonzero(slice_YX))
+        if count == slice_YX.size:
+            where = f"slice {index} is" if volume.ndim == 3 else "all voxels are"
+            raise UserError(
+                f"{volume.path}: {where} masked, nothing is left to restore it from; 0 must mark the voxels to keep"
+            )
+        hidden += count
+    if hidden == 0:
+        raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")

@@ -1,0 +1,172 @@
+"""Quality inside the mask, and the rows and summary of `metrics.json`.
+
+Images are compared after normalising with the range outside the mask (`IntensityRange`), so that one intensity unit is
+the input's whole known range. Voxels whose truth is NaN or Inf have no truth: they are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cocodiff_eval.intensity import IntensityRange
+
+SCHEMA = 1
+LINKS = ("sibling", "plane", "node", "cross_plane")
+SSIM_WINDOW = 7
+_SMALLEST_MSE = 1e-20  # JSON has no infinity: a restoration equal to the truth is written as 200 dB
+
+
+def psnr_db(mse: float) -> float:
+    """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero."""
+    return -10.0 * math.log10(max(mse, _SMALLEST_MSE))
+
+
+def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
+    """scikit-image's structural similarity at each voxel: window 7, data range 1. float64 [Y, X]."""
+    from skimage.metrics import structural_similarity
+
+    _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
+    return np.asarray(similarity_YX)
+
+
+class MaskedQuality:
+    """Gathers the error and the similarity of the masked voxels of a stack, slice by slice."""
+
+    def __init__(self, scale: IntensityRange) -> None:
+        self.scale = scale
+        self.voxels = 0
+        self.squares = 0.0
+        self.similarity = 0.0
+
+    def add(self, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray) -> None:
+        """Add one slice; both images in the input's units, any real dtype."""
+        known_YX = np.isfinite(truth_YX)
+        judged_YX = mask_YX & known_YX
+        if not judged_YX.any():
+            return
+        restored01_YX = self.scale.normalise(restored_YX)
+        # A voxel without truth takes the restored value: it neither helps nor hurts the windows around it.
+        truth01_YX = np.where(known_YX, self.scale.normalise(truth_YX), restored01_YX)
+        difference = (restored01_YX - truth01_YX)[judged_YX]
+        self.voxels += int(difference.size)
+        self.squares += float(np.square(difference).sum())
+        self.similarity += float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum())
+
+    def result(self) -> dict[str, float | None]:
+        """`psnr_db`, `ssim` and `mse` over all masked voxels with a truth; None each if there were none."""
+        if self.voxels == 0:
+            return {"psnr_db": None, "ssim": None, "mse": None}
+        mse = self.squares / self.voxels
+        return {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
+
+
+class ExactDistance:
+    """Compares a restoration with the same run under an exact exchange, slice by slice."""
+
+    def __init__(self, scale: IntensityRange) -> None:
+        self.scale = scale
+        self.identical = True
+        self.voxels = 0
+        self.squares = 0.0
+
+    def add(self, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray) -> None:
+        """Add one slice; both of one dtype, in the input's units."""
+        exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
+        self.identical &= exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()
+        self.voxels += int(exact.size)
+        self.squares += float(np.square(self.scale.normalise(exact) - self.scale.normalise(restored)).sum())
+
+    def psnr_vs_exact_db(self) -> float | None:
+        """PSNR in the mask against the exact run, in dB; None if every bit is the same."""
+        return None if self.identical or self.voxels == 0 else psnr_db(self.squares / self.voxels)
+
+
+def metrics_row(
+    name: str,
+    mask: str,
+    mode: str,
+    quality: Mapping[str, float | None],
+    seconds: float,
+    link_bytes: Mapping[str, int],
+    *,
+    psnr_vs_exact_db: float | None = None,
+    exact_compared: bool = True,
+    baseline: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One row of `metrics.json`, for one image, mask and preset.
+
+    `exact_compared` is False where no exact run was made (`--no-exact`): a null `psnr_vs_exact_db` then says nothing.
+    `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
+    """
+    row: dict[str, Any] = {
+        "name": name,
+        "mask": mask,
+        "mode": mode,
+        "psnr_db": quality["psnr_db"],
+        "ssim": quality["ssim"],
+        "mse": quality["mse"],
+        "psnr_vs_exact_db": psnr_vs_exact_db,
+        "exact_compared": exact_compared,
+        "seconds": seconds,
+        "bytes": {link: int(link_bytes.get(link, 0)) for link in LINKS},
+    }
+    if baseline is not None:
+        row["baseline"] = dict(baseline)
+    return row
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the images for each mask and preset, and of the biharmonic baseline for each mask.
+
+    `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "identical", "seconds", "bytes"}],
+    "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
+    the images whose bits differ, `identical` the number of images whose bits are those of the exact run.
+    """
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    baselines: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["mask"], row["mode"]), []).append(row)
+        if row.get("baseline") is not None:
+            baselines.setdefault(row["mask"], {})[row["name"]] = row["baseline"]
+    quality = ("psnr_db", "ssim", "mse")
+    means = [
+        {
+            "mask": mask,
+            "mode": mode,
+            "n": len(group),
+            **{key: _mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
+            "identical": sum(row.get("exact_compared", True) and row["psnr_vs_exact_db"] is None for row in group),
+            "bytes": {link: sum(row["bytes"][link] for row in group) for link in LINKS},
+        }
+        for (mask, mode), group in groups.items()
+    ]
+    baseline = [
+        {
+            "mask": mask,
+            "method": "biharmonic",
+            "n": len(by_name),
+            **{key: _mean([one[key] for one in by_name.values()]) for key in (*quality, "seconds")},
+        }
+        for mask, by_name in baselines.items()
+    ]
+    return {"rows": means, "baseline": baseline}
+
+
+def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole of `metrics.json`."""
+    return {
+        "schema": SCHEMA,
+        "config": dict(config),
+        "ranks": ranks,
+        "images": [dict(row) for row in rows],
+        "summary": summary(rows),
+    }

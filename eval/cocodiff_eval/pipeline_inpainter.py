@@ -1,0 +1,130 @@
+"""An unmodified diffusers inpainting pipeline behind the `Inpainter` interface."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cocodiff_eval.tiling import steps_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def schedule_at(steps: int, strength: float) -> tuple[int, float]:
+    """`(num_inference_steps, strength)` with which a diffusers pipeline runs `steps_at(steps, strength)` steps.
+
+    Flow-matching pipelines drop int(n - n x strength) of n steps. Half a step less than k / n is in the middle of the
+    values that leave k, so no rounding of the product can add or lose one.
+    """
+    if strength >= 1:
+        return steps, 1.0
+    running = steps_at(steps, strength)
+    total = max(running, round(running / strength))
+    return total, (running - 0.5) / total
+
+
+class PipelineInpainter:
+    """Restores batches of grey images with a diffusers pipeline that takes `image`, `mask_image` and `strength`.
+
+    pipe            e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
+    prompt_kwargs   called with the batch size: the prompt arguments of the call (`prompt_embeds=`, or `prompt=` lists)
+    steps           denoising steps that run at strength 1
+    seed            with a tile's noise key it seeds that tile's own CPU generator, the same on every rank
+    guidance_scale  as the pipeline takes it; None leaves its default
+    on_step         called after each denoising step
+    native_size, multiple   taken from the pipeline unless given
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        prompt_kwargs: Callable[[int], dict[str, Any]],
+        steps: int,
+        seed: int,
+        guidance_scale: float | None = None,
+        on_step: Callable[[], None] | None = None,
+        *,
+        native_size: int | None = None,
+        multiple: int | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.prompt_kwargs = prompt_kwargs
+        self.steps = steps
+        self.seed = seed
+        self.guidance_scale = guidance_scale
+        self.on_step = on_step
+        self.multiple = multiple or _multiple(pipe)
+        native = native_size or int(pipe.default_sample_size) * int(pipe.vae_scale_factor)
+        self.native_size = native - native % self.multiple
+
+    def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
+        """Restore a batch; float32 [B, H, W] in [0, 1], on the CPU. Raises RuntimeError if the model returns NaN."""
+        import torch
+
+        batch, height, width = images_BHW.shape
+        total, start = schedule_at(self.steps, strength)
+        ran = 0
+
+        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal ran
+            ran += 1
+            if self.on_step is not None:
+                self.on_step()
+            return tensors
+
+        arguments = dict(self.prompt_kwargs(batch))
+        if self.guidance_scale is not None:
+            arguments["guidance_scale"] = self.guidance_scale
+        with _silent(self.pipe):
+            result = self.pipe(
+                image=images_BHW.clamp(0, 1)[:, None].expand(-1, 3, -1, -1).contiguous(),
+                mask_image=masks_BHW[:, None].contiguous(),
+                height=height,
+                width=width,
+                strength=start,
+                num_inference_steps=total,
+                generator=self._generators(noise_keys),
+                output_type="pt",
+                callback_on_step_end=after_step,
+                **arguments,
+            ).images
+        expected = steps_at(self.steps, strength)
+        if ran != expected:
+            raise RuntimeError(
+                f"{type(self.pipe).__name__} ran {ran} denoising steps instead of {expected} "
+                f"(num_inference_steps={total}, strength={start:g}): its schedule counts differently"
+            )
+        restored_BHW = result.detach().to("cpu", torch.float32).mean(dim=1)
+        if not bool(torch.isfinite(restored_BHW).all()):
+            raise RuntimeError(f"{type(self.pipe).__name__} returned NaN or Inf: run the model in a wider dtype")
+        return restored_BHW.clamp(0, 1)
+
+    def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
+        """A generator of its own for each image, so that the noise of a tile doesn't depend on the batch it is in."""
+        import torch
+
+        # An odd multiplier keeps (seed, key) pairs apart and mixes both; 2^63 is the largest seed torch takes.
+        seeds = [(self.seed * 0x9E3779B1 + key * 0x85EBCA6B + 1) % 2**63 for key in noise_keys]
+        return [torch.Generator("cpu").manual_seed(one) for one in seeds]
+
+
+def _multiple(pipe: Any) -> int:
+    """What image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where packed)."""
+    patch = getattr(pipe, "patch_size", None) or 2
+    return int(pipe.vae_scale_factor) * int(patch)
+
+
+@contextlib.contextmanager
+def _silent(pipe: Any) -> Iterator[None]:
+    """The pipeline without its own progress bar, which cannot know of tiles and levels; put back afterwards."""
+    before = getattr(pipe, "_progress_bar_config", None)
+    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe.set_progress_bar_config(**before)

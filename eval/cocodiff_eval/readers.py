@@ -1,0 +1,285 @@
+"""File formats of slices and masks: PNG, TIFF and HDF5, each opened without reading the voxels.
+
+A reader knows the shape and dtype at once and reads one slice at a time: a stack larger than memory is no special case.
+Every failure is a `UserError` that names the file and the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff.errors import UserError
+
+HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".nxs")
+TIFF_SUFFIXES = (".tif", ".tiff")
+SUPPORTED = "PNG (.png), TIFF (.tif, .tiff) and HDF5 (.h5, .hdf5, .hdf, .nxs, as file.h5:/dataset)"
+_HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RawVolume:
+    """What a file holds: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to read a slice."""
+
+    path: str
+    stem: str
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    reader: Callable[[int], np.ndarray]
+
+
+class _Messages(logging.Handler):
+    """Keeps what a library logs instead of printing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[list[str]]:
+    """Keep Pillow's and tifffile's own messages off the user's terminal; gives the list of what tifffile logged."""
+    logger, messages = logging.getLogger("tifffile"), _Messages()
+    propagate = logger.propagate
+    logger.addHandler(messages)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield messages.texts
+    finally:
+        logger.removeHandler(messages)
+        logger.propagate = propagate
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message on one line, never empty."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def split_hdf5(path: str) -> tuple[str, str | None]:
+    """Split `file.h5:/dataset` into file and dataset; the dataset is None where the path has none."""
+    match = _HDF5_PATTERN.match(path)
+    if match is None:
+        return path, None
+    return match["file"], match["dataset"] or None
+
+
+def open_volume(path: str) -> RawVolume:
+    """Open a PNG, TIFF or HDF5 file of slices; reads the header only (for PNG, which has no random access, the image).
+
+    Raises UserError for a missing, unreadable or unsupported file, and for anything that is not 2-D or 3-D grey data.
+    """
+    file, dataset = split_hdf5(str(path))
+    location = Path(file)
+    if not location.exists():
+        raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})")
+    if location.is_dir():
+        raise UserError(f"{file}: is a directory; name the files in it, e.g. {location / '*.png'}")
+    suffix = location.suffix.lower()
+    if suffix == ".png":
+        return _open_png(file)
+    if suffix in TIFF_SUFFIXES:
+        return _open_tiff(file)
+    if suffix in HDF5_SUFFIXES:
+        return _open_hdf5(file, dataset)
+    raise UserError(f"{path}: the extension {suffix or '(none)'!r} is not supported; convert to {SUPPORTED}")
+
+
+def as_volume_shape(shape: tuple[int, ...], path: str) -> tuple[int, int, int]:
+    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError."""
+    if len(shape) == 2:
+        return (1, shape[0], shape[1])
+    if len(shape) == 3:
+        return (shape[0], shape[1], shape[2])
+    raise UserError(
+        f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
+        "(slices, rows, columns): save the part to restore in that form"
+    )
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """`(3, 640, 480)` as `3 x 640 x 480`."""
+    return " x ".join(str(side) for side in shape) if shape else "(a single value)"
+
+
+def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
+    """The one grey image of several equal channels [Y, X]; UserError when the channels differ."""
+    first_YX = image_YXC[..., 0]
+    colours = image_YXC[..., :3] if image_YXC.shape[-1] >= 3 else image_YXC[..., :1]
+    if not np.array_equal(colours, np.repeat(first_YX[..., None], colours.shape[-1], axis=-1)):
+        raise UserError(f"{path}: a colour image whose channels differ; save it as grey (8 or 16 bit)")
+    if image_YXC.shape[-1] in (2, 4):
+        alpha_YX = image_YXC[..., -1]
+        if alpha_YX.size and alpha_YX.min() != np.iinfo(alpha_YX.dtype).max:
+            raise UserError(f"{path}: has transparent pixels; remove the alpha channel and save it as grey")
+    return np.ascontiguousarray(first_YX)
+
+
+def _read_png(file: str) -> np.ndarray:
+    from PIL import Image
+
+    # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth (byte 24) tells before that happens.
+    with Path(file).open("rb") as stream:
+        header = stream.read(26)
+    with quiet_libraries():
+        try:
+            with Image.open(file, formats=["PNG"]) as image:
+                if len(header) == 26 and header[24] == 16 and header[25] != 0:
+                    raise UserError(f"{file}: a 16-bit colour PNG; save it as 16-bit grey")
+                if image.mode == "P":
+                    return same_channels(np.asarray(image.convert("RGBA")), file)
+                if image.mode in ("RGB", "RGBA", "LA"):
+                    return same_channels(np.asarray(image), file)
+                pixels_YX = np.asarray(image)
+        except Image.DecompressionBombError:
+            raise UserError(f"{file}: too many pixels for a PNG to be read safely; save it as TIFF or HDF5") from None
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{file}: not a readable PNG ({one_line(error)}); save it again") from error
+    # Some Pillow versions hand out 16-bit grey as 32-bit integers.
+    return pixels_YX.astype(np.uint16) if pixels_YX.dtype == np.int32 else pixels_YX
+
+
+def _open_png(file: str) -> RawVolume:
+    image_YX = _read_png(file)
+    shape = as_volume_shape(image_YX.shape, file)
+
+    def read(index: int) -> np.ndarray:
+        return image_YX
+
+    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read)
+
+
+def _open_tiff(file: str) -> RawVolume:
+    import tifffile
+
+    with quiet_libraries() as messages:
+        try:
+            tiff = tifffile.TiffFile(file)
+            series = list(tiff.series)
+        except Exception as error:  # tifffile raises many kinds for a damaged file
+            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
+    broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
+    if broken:
+        raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
+    if not series:
+        raise UserError(f"{file}: a TIFF without images; save it again")
+    shapes = {(one.shape, one.dtype) for one in series}
+    if len(shapes) > 1:
+        listed = ", ".join(sorted(format_shape(shape) for shape, _ in shapes)[:4])
+        raise UserError(f"{file}: holds images of different shapes or dtypes ({listed}); save each as its own file")
+    first = series[0]
+    if "S" in first.axes:
+        return _open_colour_tiff(file, first)
+    if first.dtype is None:
+        raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
+    shape = tuple(first.shape)
+    if len(series) > 1:  # pages appended one by one
+        if len(shape) != 2:
+            raise UserError(f"{file}: holds {len(series)} stacks; save each as a file of its own")
+        shape = (len(series), *shape)
+    if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
+        shape = tuple(side for side in shape if side > 1)
+    volume_shape = as_volume_shape(shape, file)
+    read = _tiff_reader(file, series, volume_shape)
+    return RawVolume(file, Path(file).stem, volume_shape, first.dtype.newbyteorder("="), len(shape), read)
+
+
+def _tiff_reader(file: str, series: list[Any], shape: tuple[int, int, int]) -> Callable[[int], np.ndarray]:
+    """How to read slice n: by page where pages are slices, else by memory map, else (one compressed volume) whole."""
+    pages = [page for one in series for page in one.pages]
+    whole: list[np.ndarray] = []
+
+    def read(index: int) -> np.ndarray:
+        with quiet_libraries():
+            try:
+                if len(pages) == shape[0]:
+                    return np.asarray(pages[index].asarray()).reshape(shape[1:])
+                if not whole:
+                    offset = series[0].dataoffset
+                    out = "memmap" if offset is not None else None
+                    whole.append(np.asarray(series[0].asarray(out=out)).reshape(shape))
+                return np.asarray(whole[0][index])
+            except Exception as error:  # damaged data, an absent codec, a full disk: all end in one line
+                remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
+                raise UserError(f"{file}: slice {index} cannot be read ({one_line(error)}); {remedy}") from error
+
+    return read
+
+
+def _open_colour_tiff(file: str, series: Any) -> RawVolume:
+    if series.axes not in ("YXS", "SYX"):
+        raise UserError(f"{file}: a stack of colour images {format_shape(series.shape)}; save it as grey")
+    with quiet_libraries():
+        try:
+            image = np.asarray(series.asarray())
+        except Exception as error:
+            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it as grey") from error
+    image_YX = same_channels(np.moveaxis(image, 0, -1) if series.axes == "SYX" else image, file)
+
+    def read(index: int) -> np.ndarray:
+        return image_YX
+
+    return RawVolume(file, Path(file).stem, as_volume_shape(image_YX.shape, file), image_YX.dtype, 2, read)
+
+
+def _list_datasets(h5: Any) -> str:
+    import h5py
+
+    found: list[str] = []
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset) and node.ndim in (2, 3):
+            found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
+
+    h5.visititems(visit)
+    if not found:
+        return "it holds no 2-D or 3-D dataset"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return "it holds " + ", ".join(found[:8]) + more
+
+
+def _open_hdf5(file: str, dataset: str | None) -> RawVolume:
+    import h5py
+
+    try:
+        with h5py.File(file, "r") as h5:
+            if dataset is None:
+                raise UserError(f"{file}: name the dataset as {file}:/path; {_list_datasets(h5)}")
+            node = h5.get(dataset)
+            if not isinstance(node, h5py.Dataset):
+                what = "is a group" if node is not None else "is not there"
+                raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
+            shape, dtype = tuple(node.shape), node.dtype
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{file}: not a readable HDF5 file ({one_line(error)}); check it with h5ls") from error
+    volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
+
+    def read(index: int) -> np.ndarray:
+        # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
+        try:
+            with h5py.File(file, "r") as h5:
+                node = h5[dataset]
+                return np.asarray(node[index] if len(shape) == 3 else node[()])
+        except (OSError, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"{file}:{dataset}: slice {index} cannot be read ({one_line(error)}); check the file with h5ls"
+            ) from error
+
+    name = f"{Path(file).stem}_{dataset.strip('/')}"
+    return RawVolume(f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), read)

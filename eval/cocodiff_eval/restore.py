@@ -1,0 +1,185 @@
+"""Restoring one slice with an inpainting model of fixed size: runs the plan of `tiling.py`, coarse to fine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from cocodiff_eval.filling import fill_from_outside
+from cocodiff_eval.pyramid import downsample, upsample
+from cocodiff_eval.tiling import (
+    Level,
+    RestorationPlan,
+    Tile,
+    TilePass,
+    TilingSettings,
+    level_padding,
+    plan_restoration,
+    tile_window,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Inpainter(Protocol):
+    """A model that restores the masked part of square images of one size."""
+
+    @property
+    def native_size(self) -> int:
+        """Side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`."""
+
+    @property
+    def multiple(self) -> int:
+        """Sides must be multiples of this, e.g. 8 or 16."""
+
+    def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
+        """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch."""
+
+
+def plan_slice(
+    mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
+) -> RestorationPlan:
+    """The plan that `restore_slice` runs: its `calls` and `denoising_steps(steps)` are lengths of progress bars."""
+    native, multiple = inpainter.native_size, inpainter.multiple
+    assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
+    return plan_restoration(mask_YX, native, batch, settings)
+
+
+def restore_slice(
+    image_YX: np.ndarray,
+    mask_YX: np.ndarray,
+    inpainter: Inpainter,
+    *,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+    settings: TilingSettings | None = None,
+) -> np.ndarray:
+    """Restore the masked voxels of one slice of any size; float32 [Y, X], outside the mask equal to `image_YX`.
+
+    image_YX  float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read
+    mask_YX   boolean [Y, X], True where to restore
+    batch     tiles a model call; it changes speed and memory, not the noise
+    progress  called with (calls done, calls in all) after each call of the model
+    """
+    assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
+    if not mask_YX.any():
+        return image_YX.astype(np.float32)
+    plan = plan_slice(mask_YX, inpainter, batch, settings)
+    known = _known_pyramid(image_YX, mask_YX, plan)
+    counter = _Counter(plan.calls, progress)
+    coarser: np.ndarray | None = None
+    for level, image in zip(reversed(plan.levels), reversed(known), strict=True):
+        if coarser is not None:
+            image = np.where(level.mask_YX, upsample(coarser, level.shape), image)
+        for number, tile_pass in enumerate(level.passes):
+            keys_from = (level.exponent * 2 + number) << 20
+            image = _run_pass(image, level, tile_pass, plan, inpainter, keys_from, counter)
+        coarser = image
+    assert coarser is not None
+    restored_YX = np.clip(coarser, 0.0, 1.0).astype(np.float32)
+    return np.where(mask_YX, restored_YX, image_YX.astype(np.float32))
+
+
+class _Counter:
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self.done, self.total, self.progress = 0, total, progress
+
+    def step(self) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _known_pyramid(image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan) -> list[np.ndarray]:
+    """The slice on every level of the plan, holes filled from their surroundings on that level; float64 [Y, X] each."""
+    image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
+    weight = (~mask_YX).astype(np.float64)
+    images = []
+    for level in plan.levels:
+        if level.exponent > 0:
+            image, weight = downsample(image, weight)
+        # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
+        hidden = level.mask_YX if not level.mask_YX.all() else weight == 0
+        images.append(fill_from_outside(image, hidden | (weight == 0)))
+    return images
+
+
+def _run_pass(
+    image: np.ndarray,
+    level: Level,
+    tile_pass: TilePass,
+    plan: RestorationPlan,
+    inpainter: Inpainter,
+    keys_from: int,
+    counter: _Counter,
+) -> np.ndarray:
+    """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it."""
+    padding = level_padding(level)
+    # Reflection shows a small slice to the model at its native size without inventing an edge.
+    image_padded = np.pad(image, padding, mode="symmetric")
+    hidden_padded = np.pad(tile_pass.hidden_YX, padding, mode="symmetric")
+    labels_padded = np.pad(level.labels_YX, padding)  # the reflections are never written
+    total = np.zeros(level.padded)
+    weights = np.zeros(level.padded)
+    key = keys_from
+    for tiles in tile_pass.batches:
+        keys = range(key, key + len(tiles))
+        key += len(tiles)
+        outputs = _call(inpainter, image_padded, hidden_padded, tiles, tile_pass.strength, keys, plan.native)
+        counter.step()
+        for tile, output in zip(tiles, outputs, strict=True):
+            here = _window(tile, plan.native)
+            matched = match_surroundings(output, image_padded[here], hidden_padded[here])
+            weight = tile_window(tile, level.padded, plan.native, plan.overlap)
+            weight = weight * np.isin(labels_padded[here], tile.holes)
+            total[here] += weight * matched
+            weights[here] += weight
+    blended = np.divide(total, weights, out=image_padded.copy(), where=weights > 0)
+    (top, _), (left, _) = padding
+    return blended[top : top + level.shape[0], left : left + level.shape[1]]
+
+
+def _window(tile: Tile, native: int) -> tuple[slice, slice]:
+    return (slice(tile.row, tile.row + native), slice(tile.column, tile.column + native))
+
+
+def _call(
+    inpainter: Inpainter,
+    image: np.ndarray,
+    hidden: np.ndarray,
+    tiles: Sequence[Tile],
+    strength: float,
+    keys: Sequence[int],
+    native: int,
+) -> np.ndarray:
+    """One call of the model: crops a batch of tiles and returns what it restored, float64 [B, native, native]."""
+    import torch
+
+    images = np.stack([image[_window(tile, native)] for tile in tiles]).astype(np.float32)
+    masks = np.stack([hidden[_window(tile, native)] for tile in tiles]).astype(np.float32)
+    outputs = inpainter(torch.from_numpy(np.clip(images, 0.0, 1.0)), torch.from_numpy(masks), strength, keys)
+    expected = (len(tiles), native, native)
+    assert tuple(outputs.shape) == expected, f"the model returned {tuple(outputs.shape)} for {expected}"
+    return outputs.detach().to("cpu", torch.float32).numpy().astype(np.float64)
+
+
+def match_surroundings(output: np.ndarray, image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Shift a model's output [native, native] so that it meets the known voxels without a seam.
+
+    Autoencoders return known voxels slightly off. That error, smoothed over 4 x 4 voxels so as not to copy grain, is
+    continued smoothly into the hidden voxels and subtracted there.
+    """
+    if hidden.all():
+        return output
+    error, weight = image - output, (~hidden).astype(np.float64)
+    shapes = []
+    for _ in range(2):
+        shapes.append(error.shape)
+        error, weight = downsample(error, weight)
+    error = fill_from_outside(error, weight == 0)
+    for shape in reversed(shapes):
+        error = upsample(error, (shape[0], shape[1]))
+    return output + error

@@ -1,0 +1,165 @@
+"""The user's slices: opening them, and writing restored ones in the same dtype and shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from cocodiff.errors import UserError
+from cocodiff_eval.readers import RawVolume, format_shape, one_line, open_volume
+
+SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One input: a slice or a stack of slices, read one at a time.
+
+    name   unique within a run and safe as a file name
+    path   as the user wrote it
+    shape  [N, Y, X]; N is 1 for a single slice
+    dtype  native-endian; `read` returns it
+    ndim   2 for a slice, 3 for a stack (also one of a single slice)
+    """
+
+    name: str
+    path: str
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    volume: RawVolume
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
+        image_YX = np.asarray(self.volume.reader(index))
+        return np.ascontiguousarray(image_YX, dtype=self.dtype)
+
+    def slices(self) -> Iterator[np.ndarray]:
+        """All slices in order, one in memory at a time."""
+        return (self.read(index) for index in range(len(self)))
+
+
+def safe_stem(text: str) -> str:
+    """`text` with everything that could trouble a file system or a shell replaced by `_`."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
+
+
+def open_stack(path: str, name: str | None = None) -> Stack:
+    """Open one slice or stack: PNG, TIFF, or HDF5 as `file.h5:/dataset`. Reads no voxels of a stack yet.
+
+    Raises UserError for what cannot be read and for data that is no grey image (complex, boolean, below 16 x 16).
+    """
+    volume = open_volume(path)
+    _check_dtype(volume)
+    if min(volume.shape[1:]) < SMALLEST_SIDE:
+        raise UserError(
+            f"{path}: slices of {format_shape(volume.shape[1:])} voxels; at least {SMALLEST_SIDE} x {SMALLEST_SIDE} "
+            "are needed: give a larger region"
+        )
+    if volume.shape[0] == 0:
+        raise UserError(f"{path}: a stack of no slices; give at least one")
+    return Stack(name or safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
+
+
+def open_stacks(paths: Sequence[str]) -> list[Stack]:
+    """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
+    if not paths:
+        raise UserError("no input given; name at least one file: --input slice.tif")
+    taken: set[str] = set()
+    stacks = []
+    for path in paths:
+        stack = open_stack(path)
+        name, number = stack.name, 2
+        while name.lower() in taken:
+            name, number = f"{stack.name}-{number}", number + 1
+        taken.add(name.lower())
+        stacks.append(Stack(name, stack.path, stack.shape, stack.dtype, stack.ndim, stack.volume))
+    return stacks
+
+
+def open_truth(path: str, stack: Stack) -> Stack:
+    """Open the known original of `stack`; it may have another dtype, never another shape (UserError)."""
+    truth = open_stack(path)
+    if truth.shape != stack.shape:
+        raise UserError(
+            f"{path}: the truth has shape {format_shape(truth.shape)} but {stack.path} has "
+            f"{format_shape(stack.shape)}; give the original of exactly that input"
+        )
+    return truth
+
+
+def _check_dtype(volume: RawVolume) -> None:
+    dtype = volume.dtype
+    if dtype.kind == "c":
+        raise UserError(f"{volume.path}: complex values ({dtype}); save the magnitude or the real part as float32")
+    if dtype.kind == "b":
+        raise UserError(f"{volume.path}: boolean values are no grey image; is this a mask? give it with --mask")
+    if dtype.kind not in "uif" or dtype.itemsize > 8:
+        raise UserError(f"{volume.path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
+
+
+class StackWriter:
+    """Writes a TIFF slice by slice: [Y, X] for ndim 2, [N, Y, X] for ndim 3. A context manager.
+
+    The caller chooses a path and moves it into place afterwards; on exit a file without all slices is an error.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int], dtype: np.dtype, ndim: int) -> None:
+        self.path = Path(path)
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.ndim = ndim
+        self.written = 0
+
+    def __enter__(self) -> StackWriter:
+        import tifffile
+
+        big = self.shape[0] * self.shape[1] * self.shape[2] * self.dtype.itemsize > 2**32 - 2**25
+        try:
+            self._writer = tifffile.TiffWriter(self.path, bigtiff=big)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({one_line(error)}); choose another --out") from error
+        return self
+
+    def write(self, image_YX: np.ndarray) -> None:
+        """Append the next slice; its dtype and shape must be the stack's."""
+        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+        page = image_YX[None] if self.ndim == 3 and self.shape[0] == 1 else image_YX
+        self._writer.write(page, photometric="minisblack", contiguous=self.written > 0)
+        self.written += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        if kind is None and self.written != self.shape[0]:
+            raise RuntimeError(f"{self.path}: {self.written} of {self.shape[0]} slices were written")
+
+
+def write_stack(path: Path, stack: Stack, slices: Iterable[np.ndarray]) -> None:
+    """Write restored `slices` ([Y, X] each) as one TIFF of the dtype and shape of `stack`."""
+    with StackWriter(path, stack.shape, stack.dtype, stack.ndim) as writer:
+        for image_YX in slices:
+            writer.write(image_YX)
+
+
+def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:
+    """`image_YX` as 8-bit grey for looking at: low is black, high is white, what is not finite is black."""
+    scale = 255.0 / (high - low) if high > low else 0.0
+    finite_YX = np.nan_to_num(image_YX.astype(np.float64), nan=low, posinf=high, neginf=low)
+    return np.clip(np.rint((finite_YX - low) * scale), 0, 255).astype(np.uint8)
+
+
+def save_preview_png(path: Path, image_YX: np.ndarray, low: float, high: float) -> None:
+    """Save a slice as an 8-bit PNG for looking at (the TIFF holds the values)."""
+    from PIL import Image
+
+    Image.fromarray(to_grey8(image_YX, low, high)).save(path)

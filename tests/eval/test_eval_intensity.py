@@ -1,0 +1,162 @@
+"""Ranges, filling, and that nothing under the mask reaches any output."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from conftest import SmoothInpainter, phantom
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodiff.errors import UserError
+from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.filling import fill_from_outside
+from cocodiff_eval.intensity import IntensityRange, check_finite, compose_native, intensity_range, prepare_slice
+from cocodiff_eval.masks import block_mask, center_mask, make_mask
+from cocodiff_eval.pyramid import downsample, halve_shape, upsample
+from cocodiff_eval.report import with_hole
+from cocodiff_eval.restore import restore_slice
+from cocodiff_eval.slices import Stack, open_stack
+
+
+def save(path: Path, array: np.ndarray) -> Stack:
+    tifffile.imwrite(path, array, photometric="minisblack")
+    return open_stack(str(path))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 70), columns=st.integers(1, 70), seed=st.integers(0, 99), share=st.floats(0, 0.99))
+def test_filling_keeps_the_known_and_stays_between_them(rows: int, columns: int, seed: int, share: float) -> None:
+    generator = np.random.default_rng(seed)
+    image_YX = generator.normal(size=(rows, columns))
+    mask_YX = generator.random((rows, columns)) < share
+    mask_YX.flat[generator.integers(mask_YX.size)] = False
+    hostile_YX = np.where(mask_YX, np.nan, image_YX)
+    filled_YX = fill_from_outside(hostile_YX, mask_YX)
+    np.testing.assert_array_equal(filled_YX[~mask_YX], image_YX[~mask_YX])
+    known = image_YX[~mask_YX]
+    assert filled_YX.min() >= known.min() and filled_YX.max() <= known.max()
+    assert filled_YX.tobytes() == fill_from_outside(image_YX, mask_YX).tobytes()
+
+
+def test_filling_continues_a_slope() -> None:
+    slope_YX = np.tile(np.arange(64.0), (64, 1))
+    mask_YX = center_mask((64, 64))
+    assert np.abs(fill_from_outside(slope_YX, mask_YX) - slope_YX).max() < 12
+    with pytest.raises(ValueError, match="all voxels are masked"):
+        fill_from_outside(slope_YX, np.ones_like(mask_YX))
+
+
+@given(rows=st.integers(1, 50), columns=st.integers(1, 50))
+def test_pyramid_keeps_constants_and_shapes(rows: int, columns: int) -> None:
+    coarse, weight = downsample(np.full((rows, columns), 0.7), np.ones((rows, columns)))
+    assert coarse.shape == weight.shape == halve_shape((rows, columns))
+    np.testing.assert_allclose(coarse, 0.7)
+    np.testing.assert_allclose(weight, 1.0)
+    np.testing.assert_allclose(upsample(coarse, (rows, columns)), 0.7)
+
+
+def test_pyramid_keeps_places() -> None:
+    slope_YX = np.add.outer(np.arange(64.0), 2 * np.arange(48.0))
+    again_YX = upsample(downsample(slope_YX, np.ones_like(slope_YX))[0], (64, 48))
+    np.testing.assert_allclose(again_YX[4:-4, 4:-4], slope_YX[4:-4, 4:-4])
+
+
+def test_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> None:
+    volume = np.full((3, 20, 20), 5, np.int16)
+    volume[0, 0, 0], volume[2, 19, 19] = -7, 90
+    volume[1, 8:12, 8:12] = 30000
+    stack = save(tmp_path / "a.tif", volume)
+    assert intensity_range(stack, make_mask("center", stack)) == IntensityRange(-7.0, 90.0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
+def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: SmoothInpainter) -> None:
+    image_YX = np.full((40, 44), 7, dtype)
+    stack = save(tmp_path / "a.tif", image_YX)
+    mask = make_mask("block", stack)
+    scale = intensity_range(stack, mask)
+    assert (scale.low, scale.high, scale.scale) == (7.0, 7.0, 1.0)
+    with np.errstate(all="raise"):
+        prepared_YX = prepare_slice(image_YX, mask.read(0), scale)
+        restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask.read(0), inpainter), mask.read(0), scale)
+    np.testing.assert_array_equal(restored_YX, image_YX)
+
+
+def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
+    volume = np.zeros((3, 20, 20), np.float32)
+    volume[1, 9, 9] = np.nan
+    stack = save(tmp_path / "a.tif", volume)
+    check_finite(stack, make_mask("center", stack))
+    volume[1, 2, 3], volume[2, 0, 0] = np.inf, np.nan
+    stack = save(tmp_path / "b.tif", volume)
+    message = r"b\.tif: 2 NaN or Inf voxels outside the mask 'center', the first at slice 1, row 2, column 3; mask them"
+    with pytest.raises(UserError, match=message):
+        intensity_range(stack, make_mask("center", stack))
+    stack = save(tmp_path / "c.tif", np.full((20, 20), np.nan))
+    with pytest.raises(UserError, match="the first at row 0, column 0"):
+        check_finite(stack, make_mask("center", stack))
+
+
+def test_a_range_beyond_float64(tmp_path: Path) -> None:
+    image_YX = np.zeros((20, 20))
+    image_YX[0, :2] = -1.5e308, 1.5e308
+    stack = save(tmp_path / "a.tif", image_YX)
+    with pytest.raises(UserError, match="too far apart; rescale"):
+        intensity_range(stack, make_mask("center", stack))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "uint64", "int64"])
+def test_integers_are_rounded_and_clipped(dtype: str) -> None:
+    limits = np.iinfo(dtype)
+    original_YX = np.array([[3, 1], [2, 0]], dtype)
+    mask_YX = np.array([[True, True], [True, False]])
+    scale = IntensityRange(0.0, 100.0)
+    result_YX = compose_native(original_YX, np.array([[1e30, -1e30], [0.126, 0.5]]), mask_YX, scale)
+    assert result_YX.dtype == np.dtype(dtype)
+    assert result_YX.tolist() == [[limits.max, limits.min], [13, 0]]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(40, 44), (33, 97)])
+@pytest.mark.parametrize("kind", ["block", "center"])
+def test_nothing_under_the_mask_reaches_an_output(
+    tmp_path: Path, dtype: str, shape: tuple[int, int], kind: str
+) -> None:
+    """Two inputs that differ only under the mask, with NaN and Inf there for floats: all bits of all outputs agree."""
+    generator = np.random.default_rng(1)
+    first_YX = (phantom(*shape) * 100).astype(dtype)
+    mask_YX = block_mask(shape, 5) if kind == "block" else center_mask(shape)
+    second_YX = first_YX.copy()
+    second_YX[mask_YX] = (generator.random(int(mask_YX.sum())) * 127).astype(dtype)
+    if np.dtype(dtype).kind == "f":
+        hidden = np.argwhere(mask_YX)
+        for place, value in zip(hidden[:3], (np.nan, np.inf, -np.inf), strict=True):
+            second_YX[tuple(place)] = value
+    outputs = []
+    for number, image_YX in enumerate((first_YX, second_YX)):
+        stack = save(tmp_path / f"{number}.tif", image_YX)
+        mask = make_mask(kind, stack, 5)
+        scale = intensity_range(stack, mask)
+        prepared_YX = prepare_slice(stack.read(0), mask.read(0), scale)
+        model = SmoothInpainter()
+        restored_YX = compose_native(stack.read(0), restore_slice(prepared_YX, mask_YX, model), mask_YX, scale)
+        smooth_YX = compose_native(stack.read(0), biharmonic(scale.normalise(image_YX), mask_YX), mask_YX, scale)
+        np.testing.assert_array_equal(restored_YX[~mask_YX], image_YX[~mask_YX])
+        hole = with_hole(image_YX, mask_YX, scale.low, scale.high)
+        outputs.append((scale, *(a.tobytes() for a in (prepared_YX, restored_YX, smooth_YX, hole)), *model.shown))
+    assert outputs[0] == outputs[1]
+
+
+def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
+    y, x = np.mgrid[0:96, 0:80] / 40
+    image_YX = 0.5 + 0.3 * np.sin(x) * np.cos(y)
+    mask_YX = center_mask((96, 80))
+    fine_YX = biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
+    assert np.abs(fine_YX - image_YX).max() < 0.5 * np.abs(fill_from_outside(image_YX, mask_YX) - image_YX).max()
+    monkeypatch.setattr("cocodiff_eval.baseline.LARGEST_HOLE", 500)
+    coarse_YX = biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
+    np.testing.assert_array_equal(coarse_YX[~mask_YX], image_YX[~mask_YX])
+    assert np.abs(coarse_YX - fine_YX).max() < 0.05
+    np.testing.assert_array_equal(biharmonic(image_YX, mask_YX & False), image_YX)

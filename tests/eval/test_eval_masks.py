@@ -1,0 +1,111 @@
+"""Masks: coverage, seeds, files and the mistakes made with them."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from cocodiff.errors import UserError
+from cocodiff_eval.masks import block_mask, center_mask, make_mask
+from cocodiff_eval.slices import Stack
+
+SIDES = st.integers(16, 300)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=SIDES, columns=SIDES, seed=st.integers(0, 10**9))
+def test_block_is_nine_cells_of_a_six_by_six_grid(rows: int, columns: int, seed: int) -> None:
+    mask_YX = block_mask((rows, columns), seed)
+    row_edges, column_edges = ([round(i * side / 6) for i in range(7)] for side in (rows, columns))
+    cells = [
+        mask_YX[row_edges[i] : row_edges[i + 1], column_edges[j] : column_edges[j + 1]]
+        for i in range(6)
+        for j in range(6)
+    ]
+    assert all(cell.all() or not cell.any() for cell in cells)
+    assert sum(bool(cell.all()) for cell in cells) == 9
+    np.testing.assert_array_equal(mask_YX, block_mask((rows, columns), seed))
+    if rows % 6 == 0 and columns % 6 == 0:
+        assert mask_YX.mean() == 0.25
+
+
+def test_seeds_differ_and_stay() -> None:
+    assert len({block_mask((96, 96), seed).tobytes() for seed in range(20)}) == 20
+    # Published numbers name a seed: its cells must not change with a library's version.
+    assert np.flatnonzero(block_mask((6, 6), 0)).tolist() == [2, 12, 16, 24, 25, 26, 29, 31, 34]
+
+
+@given(rows=SIDES, columns=SIDES)
+def test_center_is_the_central_half(rows: int, columns: int) -> None:
+    mask_YX = center_mask((rows, columns))
+    ys, xs = np.nonzero(mask_YX)
+    assert abs((ys.max() + 1 - ys.min()) - rows / 2) <= 1 and abs((xs.max() + 1 - xs.min()) - columns / 2) <= 1
+    np.testing.assert_array_equal(mask_YX, mask_YX[::-1, ::-1])
+    if rows % 4 == 0 and columns % 4 == 0:
+        assert mask_YX.mean() == 0.25
+
+
+def test_generated_masks_know_their_truth(stack: Stack) -> None:
+    for kind in ("block", "center"):
+        mask = make_mask(kind, stack, 3)
+        assert (mask.name, mask.from_file, mask.shape) == (kind, False, stack.shape)
+        assert mask.read(2).shape == stack.shape[1:] and mask.read(2).dtype == bool
+
+
+def test_mask_files(tmp_path: Path, stack: Stack) -> None:
+    flat = np.zeros((40, 52), bool)
+    flat[5:9, 7:20] = True
+    volume = np.zeros((3, 40, 52), np.uint8)
+    volume[1, 4:6] = 7
+    Image.fromarray(flat).save(tmp_path / "bits.png")
+    Image.fromarray(flat.astype(np.uint8) * 255).save(tmp_path / "grey.png")
+    tifffile.imwrite(tmp_path / "deep.tif", volume, photometric="minisblack")
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file["mask"] = volume > 0
+        file["float"] = flat.astype(np.float32)
+    for name in ("bits.png", "grey.png", "m.h5:/float"):
+        mask = make_mask(f"{tmp_path}/{name}", stack)
+        assert mask.from_file and all(np.array_equal(mask.read(index), flat) for index in range(3))
+    for name in ("deep.tif", "m.h5:/mask"):
+        mask = make_mask(f"{tmp_path}/{name}", stack)
+        assert all(np.array_equal(mask.read(index), volume[index] > 0) for index in range(3))
+    assert make_mask(f"{tmp_path}/deep.tif", stack).name == "deep"
+
+
+def _levels() -> np.ndarray:
+    mask = np.zeros((40, 52), np.uint8)
+    mask[4:9, 4:9] = 255
+    mask[4, 4:7] = 17, 90, 200
+    return mask
+
+
+MISTAKES = {
+    "another shape": (np.zeros((40, 51), np.uint8), r"the mask has shape 40 x 51 but .* has 3 x 40 x 52; give a mask"),
+    "another depth": (np.zeros((2, 40, 52), np.uint8), r"the mask has shape 2 x 40 x 52 but .* has 3 x 40 x 52"),
+    "empty": (np.zeros((40, 52), np.uint8), "the mask is empty, all values are 0; mark the voxels"),
+    "full": (np.ones((40, 52), np.uint8), "all voxels are masked, nothing is left.*0 must mark the voxels to keep"),
+    "full, two values": (np.where(np.eye(40, 52) > 0, 1, 255).astype(np.uint8), "all voxels are masked"),
+    "one full slice": (np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]), "slice 1 is masked"),
+    "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\): threshold it"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(tmp_path: Path, stack: Stack, case: str) -> None:
+    array, message = MISTAKES[case]
+    tifffile.imwrite(tmp_path / "mask.tif", array, photometric="minisblack")
+    with pytest.raises(UserError, match=message) as caught:
+        make_mask(str(tmp_path / "mask.tif"), stack)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_names_the_choices(stack: Stack) -> None:
+    with pytest.raises(UserError, match="--mask blocks: neither 'block' nor 'center', and no such file"):
+        make_mask("blocks", stack)
+    with pytest.raises(UserError, match="no such file"):
+        make_mask("no/mask.png", stack)

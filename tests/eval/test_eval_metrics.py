@@ -1,0 +1,140 @@
+"""The metrics against scikit-image called directly, and the documents made of them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import phantom
+from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
+
+from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.masks import block_mask
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_document, metrics_row, psnr_db, summary
+from cocodiff_eval.table import grouped, size, terminal_table
+
+SCALE = IntensityRange(100.0, 1100.0)
+MASK_YX = block_mask((48, 60), 2)
+
+
+def pair(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    truth_YX = phantom(48, 60) * 1000 + 100
+    noise_YX = np.random.default_rng(seed).normal(scale=40, size=truth_YX.shape)
+    return truth_YX, np.where(MASK_YX, truth_YX + noise_YX, truth_YX)
+
+
+def test_quality_is_that_of_scikit_image_inside_the_mask() -> None:
+    truth_YX, restored_YX = pair()
+    quality = MaskedQuality(SCALE)
+    quality.add(truth_YX, restored_YX, MASK_YX)
+    result = quality.result()
+    truth01_YX, restored01_YX = (truth_YX - 100) / 1000, (restored_YX - 100) / 1000
+    _, ssim_YX = structural_similarity(truth01_YX, restored01_YX, win_size=7, data_range=1.0, full=True)
+    inside = (truth01_YX[MASK_YX], restored01_YX[MASK_YX])
+    assert result["mse"] == pytest.approx(mean_squared_error(*inside))
+    assert result["psnr_db"] == pytest.approx(peak_signal_noise_ratio(*inside, data_range=1.0))
+    assert result["ssim"] == pytest.approx(ssim_YX[MASK_YX].mean())
+
+
+def test_a_stack_is_one_population_of_voxels() -> None:
+    quality, parts = MaskedQuality(SCALE), []
+    masks = [MASK_YX, block_mask((48, 60), 3) & MASK_YX, np.zeros_like(MASK_YX)]
+    for seed, mask_YX in enumerate(masks):
+        truth_YX, restored_YX = pair(seed)
+        quality.add(truth_YX, restored_YX, mask_YX)
+        parts.append((restored_YX - truth_YX)[mask_YX] / 1000)
+    assert quality.result()["mse"] == pytest.approx(float(np.square(np.concatenate(parts)).mean()))
+
+
+def test_voxels_without_truth_are_left_out() -> None:
+    truth_YX, restored_YX = pair()
+    holes_YX = np.zeros_like(MASK_YX)
+    holes_YX[::3, ::3] = True
+    torn_YX = np.where(holes_YX, np.nan, truth_YX)
+    quality = MaskedQuality(SCALE)
+    quality.add(torn_YX, restored_YX, MASK_YX)
+    inside_YX = MASK_YX & ~holes_YX
+    assert quality.result()["mse"] == pytest.approx(float(np.square((restored_YX - truth_YX)[inside_YX] / 1000).mean()))
+    assert all(value is not None and math.isfinite(value) for value in quality.result().values())
+    nothing = MaskedQuality(SCALE)
+    nothing.add(np.full_like(truth_YX, np.nan), restored_YX, MASK_YX)
+    assert nothing.result() == {"psnr_db": None, "ssim": None, "mse": None}
+
+
+def test_a_perfect_restoration_is_finite_json() -> None:
+    truth_YX, _ = pair()
+    quality = MaskedQuality(SCALE)
+    quality.add(truth_YX, truth_YX, MASK_YX)
+    assert quality.result() == {"psnr_db": pytest.approx(200.0), "ssim": pytest.approx(1.0), "mse": 0.0}
+    assert psnr_db(0.01) == pytest.approx(20.0)
+
+
+def test_a_range_of_zero_does_not_divide() -> None:
+    quality = MaskedQuality(IntensityRange(7.0, 7.0))
+    with np.errstate(all="raise"):
+        quality.add(np.full((16, 16), 7.5), np.full((16, 16), 7.0), np.eye(16) > 0)
+    assert quality.result()["mse"] == pytest.approx(0.25)
+
+
+def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:
+    exact_YX = np.arange(64, dtype=np.float32).reshape(8, 8)
+    mask_YX = exact_YX > 20
+    same, outside, tiny, sign = (ExactDistance(IntensityRange(0, 63)) for _ in range(4))
+    same.add(exact_YX, exact_YX.copy(), mask_YX)
+    assert same.psnr_vs_exact_db() is None
+    outside.add(exact_YX, np.where(mask_YX, exact_YX, -1), mask_YX)
+    assert outside.psnr_vs_exact_db() is None
+    other_YX = exact_YX.copy()
+    other_YX[7, 7] = np.nextafter(other_YX[7, 7], np.float32(0))
+    tiny.add(exact_YX, other_YX, mask_YX)
+    distance = tiny.psnr_vs_exact_db()
+    assert distance is not None and 100 < distance < 200
+    sign.add(np.zeros((8, 8)), -np.zeros((8, 8)), mask_YX)
+    assert sign.psnr_vs_exact_db() == 200.0
+
+
+QUALITY = {"psnr_db": 21.5, "ssim": 0.65, "mse": 0.007}
+NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
+BASELINE = {"psnr_db": 18.0, "ssim": 0.5, "mse": 0.016, "seconds": 0.4}
+
+
+def rows() -> list[dict]:
+    return [
+        metrics_row("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
+        metrics_row("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
+        metrics_row("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
+        metrics_row("a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False),
+    ]
+
+
+def test_document_has_the_names_users_script_on() -> None:
+    document = metrics_document({"steps": 20}, 4, rows())
+    assert list(document) == ["schema", "config", "ranks", "images", "summary"]
+    assert document["schema"] == 1 and document["ranks"] == 4
+    names = {"name", "mask", "mode", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "seconds", "bytes"}
+    for row in document["images"]:
+        assert names <= set(row)
+        assert list(row["bytes"]) == ["sibling", "plane", "node", "cross_plane"]
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_summary_means() -> None:
+    result = summary(rows())
+    flat, lossy, scratch = result["rows"]
+    assert (flat["mask"], flat["mode"], flat["n"], flat["identical"]) == ("block", "flat", 2, 2)
+    assert flat["psnr_db"] == 22.5 and flat["seconds"] == 3.0 and flat["bytes"]["plane"] == 2148
+    assert (lossy["psnr_vs_exact_db"], lossy["identical"]) == (41.0, 0)
+    assert (scratch["psnr_db"], scratch["identical"]) == (None, 0)
+    assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 2, **BASELINE}]
+
+
+def test_terminal_table() -> None:
+    lines = terminal_table(metrics_document({}, 1, rows())).split("\n")
+    assert lines[0].split() == ["image", "mask", "preset", "PSNR", "dB", "SSIM", "vs", "exact", "seconds", "bytes"]
+    assert lines[1].split() == ["a", "block", "flat", "21.50", "0.650", "identical", "2.0", "105", "B"]
+    assert lines[2].split()[3:] == ["21.50", "0.650", "41.0", "dB", "1.0", "50", "B"]
+    assert lines[3].split() == ["a", "block", "biharmonic", "18.00", "0.500", "–", "0.4", "–"]
+    assert lines[-1].startswith("a very long …scan, 2024-05-17  scratch") and "–" in lines[-1]
+    assert len({line.index("–") for line in lines if "scratch" in line}) == 1
+    assert len(lines) == 7 and len(grouped(rows())) == 3
+    assert [size(count) for count in (0, 1023, 1536, 5 * 2**30, 2**45)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "32.0 TiB"]
