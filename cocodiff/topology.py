@@ -15,8 +15,6 @@ from functools import cached_property
 
 from cocodiff.errors import UserError
 
-LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
-
 
 @dataclass(frozen=True)
 class Links:

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cocodiff.topology import LINK_CLASSES
-
+LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 

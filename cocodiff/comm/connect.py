@@ -6,8 +6,6 @@ import atexit
 import os
 import secrets
 import socket
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +13,10 @@ import torch.distributed as dist
 
 from cocodiff.comm.health import Alone, Watch
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.torch_dist import TorchDistTransport, device_backend, initialise
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
-
-TRANSPORTS = ("auto", "mpi", "gloo", "xccl", "ccl", "nccl")
 
 
 class _LateHealth:
@@ -46,11 +43,13 @@ def connect(
 ) -> Transport:
     """The transport of this rank, with a watch over its peers.
 
-    name: one of TRANSPORTS; "auto" takes MPI under an MPI launcher on CPU, else the backend of the device.
+    name: one of cocodiff.config.TRANSPORTS; "auto" takes MPI under an MPI launcher on CPU, else the backend of the device.
     settings: what every rank must have been started with alike.
     Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
     does not show up within `timeout_s`.
     """
+    if launch.kind == "alone" and not dist.is_initialized():
+        return LoopbackTransport(LoopbackWorld(1), 0, device)
     if name == "auto":
         name = "mpi" if launch.kind == "mpi" and device.type == "cpu" else device_backend(device)
     if name == "mpi" and (launch.kind != "mpi" or device.type != "cpu"):
@@ -88,11 +87,8 @@ def _initialise(launch: Launch, backend: str, device: torch.device) -> None:
     elif launch.kind == "torchrun":
         assert launch.rank is not None and launch.size is not None
         initialise(backend, "env://", launch.rank, launch.size, device)
-    elif launch.kind == "mpi":
-        _initialise_over_mpi(backend, device)
     else:
-        store = Path(tempfile.mkdtemp(prefix="cocodiff-")) / "store"
-        initialise(backend, f"file://{store}", 0, 1, device)
+        _initialise_over_mpi(backend, device)
 
 
 def _initialise_over_mpi(backend: str, device: torch.device) -> None:

@@ -113,8 +113,8 @@ class LoopbackHealth:
 class LoopbackTransport(LaneOwner):
     """One rank of a LoopbackWorld."""
 
-    def __init__(self, world: LoopbackWorld, rank: int) -> None:
-        super().__init__(torch.device("cpu"), LoopbackHealth(world, rank))
+    def __init__(self, world: LoopbackWorld, rank: int, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"), LoopbackHealth(world, rank))
         self.rank, self.size = rank, world.size
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)

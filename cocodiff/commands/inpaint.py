@@ -55,11 +55,11 @@ class Job:
 def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("inpaint", "Restore masked regions of slices with a diffusion transformer.", OPTIONS, words)
     quiet_libraries(values["log_level"])
-    ranks = launch.size or values["ranks"] or 1
+    ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
     limit_threads(launch.local_size or ranks)
     job = prepare(values, ranks)
     if launch.speaks:
-        say(f"cocodiff {__version__}: {len(job.tasks)} x {', '.join(job.presets)} on {ranks} rank(s); loading")
+        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s)")
     if launch.kind == "alone":
         import_before_fork()
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
@@ -145,6 +145,8 @@ def work(job: Job, started: float, transport: Any) -> None:
         modes[EXACT] = next(iter(job.presets.values())).with_(exchange="flat")
     engines = {mode: Engine(model.pipe, config, transport) for mode, config in modes.items()}
     folder = job.output.open() if speaks else None
+    if folder is not None:
+        (folder / "images").mkdir()
     transport.broadcast_object(None)  # all ranks have their model
     if speaks:
         say(f"{transport.size} rank(s) ready after {time.monotonic() - started:.1f} s")

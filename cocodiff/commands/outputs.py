@@ -36,7 +36,7 @@ class OutputFolder:
     def open(self) -> Path:
         """An empty `partial`; what a killed run left behind goes first."""
         self.discard()
-        (self.partial / "images").mkdir(parents=True)
+        self.partial.mkdir(parents=True)
         return self.partial
 
     def publish(self) -> None:

@@ -26,7 +26,8 @@ from cocodiff.comm.launch import Launch, Meeting
 from cocodiff.config import Config
 from cocodiff.errors import PeerLost, UserError
 
-GRACE_S = 5.0  # what survivors get to notice a bad end and to clean up
+GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
+LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 Work = Callable[[Any], None]  # called with the rank's transport
 
 
@@ -102,6 +103,7 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
     if end.code:
         sys.stdout.flush()
+        time.sleep(LAST_WORDS_S)
         os._exit(end.code)  # lanes may hang in a library, and MPI_Finalize would wait for the dead
     return 0
 
@@ -172,12 +174,13 @@ def _attend_children(children: dict[int, int], ranks: int, folder: Path) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who is stuck before or behind it is killed."""
     ends: dict[int, End] = {}
     deadline: float | None = None
-    interrupted = False
+    interrupted = ended_by_us = False
     while children:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                if deadline is not None and time.monotonic() > deadline:
+                if deadline is not None and time.monotonic() > deadline and not ended_by_us:
+                    ended_by_us = True
                     _signal_all(children, signal.SIGKILL)
                 time.sleep(0.02)
                 continue
@@ -189,7 +192,7 @@ def _attend_children(children: dict[int, int], ranks: int, folder: Path) -> int:
         if pid not in children:
             continue
         rank = children.pop(pid)
-        ends[rank] = _child_end(rank, status, folder)
+        ends[rank] = End("stuck", f"rank {rank} did not stop") if ended_by_us else _child_end(rank, status, folder)
         if ends[rank].code and deadline is None:
             deadline = time.monotonic() + GRACE_S
     if interrupted:
@@ -218,14 +221,14 @@ def _report(ends: dict[int, End], ranks: int) -> int:
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
     if not bad:
         return 0
-    order = ("mistake", "killed", "failed", "interrupted", "lost")
+    order = ("mistake", "killed", "failed", "interrupted", "lost", "stuck")
     cause = min(bad, key=lambda rank: (order.index(bad[rank].kind), rank))
     end = bad[cause]
     if end.kind == "mistake":
         print(f"cocodiff: {end.message}", file=sys.stderr)
         return 2
     sys.stderr.write(end.trace)
-    message = end.message if end.kind in ("killed", "lost") else f"rank {cause} {end.kind}: {end.message}"
+    message = end.message if end.kind in ("killed", "lost", "stuck") else f"rank {cause} {end.kind}: {end.message}"
     named = sum(other.kind == "lost" for other in bad.values())
     print(
         f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, nothing was written",

@@ -1,7 +1,8 @@
-"""The embedded model: a small inpainting diffusion transformer that ships with the package, so that everything runs offline.
+"""The embedded model: a small inpainting diffusion transformer that ships with the package, so that everything runs
+offline.
 
-`load_pipeline()` gives an unmodified diffusers pipeline; `prompt_embeddings()` gives the constant it expects for a prompt,
-as there are no text encoders. `MODEL_CARD.md` says how it was made and what it can do.
+`load_pipeline()` gives an unmodified diffusers pipeline; `prompt_embeddings()` gives the constant it expects for a
+prompt, as there are no text encoders. `MODEL_CARD.md` says how it was made and what it can do.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ PROMPT_WIDTH = 32
 
 
 def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> Any:
-    """The embedded model as a `StableDiffusion3InpaintPipeline`, on the CPU, in `dtype` (default float32). Never downloads.
+    """The embedded model as a `StableDiffusion3InpaintPipeline`, on the CPU, in `dtype` (default float32). Never
+    downloads.
 
     Call it with `image`, `mask_image`, `height` and `width` (multiples of 8, at most 128), `guidance_scale=1`, and
-    `**prompt_embeddings(batch)` in place of prompts. Images are grey in [0, 1], three equal channels, as the pipeline wants.
+    `**prompt_embeddings(batch)` in place of prompts. Images are grey in [0, 1], three equal channels, as the pipeline
+    wants.
     """
     import torch
 

@@ -2,8 +2,8 @@
 
     python -m cocodiff.demo_model.evaluate [--steps 20] [--count 20] [--sheet FILE.png] [--weights DIR]
 
-PSNR (decibels, over masked pixels on the [0, 1] range, clipped) and SSIM (scikit-image, window 7, its map averaged in the
-mask) are computed per slice and averaged over slices. One sample per slice, strength 1.
+PSNR (decibels, over masked pixels on the [0, 1] range, clipped) and SSIM (scikit-image, window 7, its map averaged in
+the mask) are computed per slice and averaged over slices. One sample per slice, strength 1.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def fill_biharmonic(images_NHW: Stack, masks_NHW: Masks) -> Stack:
 
 
 def restore(pipeline: Any, images_NHW: Stack, masks_NHW: Masks, steps: int, seed: int = 0, **options: Any) -> Stack:
-    """The model's restoration of grey images [N, H, W] in [0, 1]; pixels outside the masks are returned as they were."""
+    """The model's restoration of grey images [N, H, W] in [0, 1]; pixels outside the masks are returned as they
+    were."""
     image_N3HW = torch.from_numpy(images_NHW)[:, None].repeat(1, 3, 1, 1)
     # The pipeline takes one image tensor for the whole batch, and one generator per sample.
     restored = pipeline(

@@ -29,7 +29,10 @@ def rectangles_mask(generator: np.random.Generator, size: int) -> Mask:
     mask = np.zeros((size, size), bool)
     for _ in range(generator.integers(1, 4)):
         height, width = generator.integers(size // 8, size * 5 // 8, 2)
-        top, left = generator.integers(-height // 2, size - height // 2), generator.integers(-width // 2, size - width // 2)
+        top, left = (
+            generator.integers(-height // 2, size - height // 2),
+            generator.integers(-width // 2, size - width // 2),
+        )
         mask[max(top, 0) : top + height, max(left, 0) : left + width] = True
     return mask
 
@@ -49,17 +52,18 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A mask of random kind, never empty: 30% block, 25% center (some shifted), the rest irregular. bool [size, size]."""
+    """A mask of random kind, never empty: 35% block, 25% center (some shifted), the rest irregular. bool [size,
+    size]."""
     kind = generator.random()
-    if kind < 0.30:
+    if kind < 0.35:
         mask = block_mask(generator, size)
-    elif kind < 0.50:
-        mask = center_mask(size)
     elif kind < 0.55:
+        mask = center_mask(size)
+    elif kind < 0.60:
         mask = np.roll(center_mask(size), tuple(generator.integers(-size // 4, size // 4 + 1, 2)), (0, 1))
-    elif kind < 0.70:
+    elif kind < 0.74:
         mask = rectangles_mask(generator, size)
-    elif kind < 0.85:
+    elif kind < 0.87:
         mask = blob_mask(generator, size)
     else:
         mask = half_plane_mask(generator, size)

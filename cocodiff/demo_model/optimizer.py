@@ -49,7 +49,7 @@ class Optimizer:
         named = list(model.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and "transformer_blocks" in name and "norm" not in name]
         chosen = {id(p) for p in matrices}
-        self.parameters = [p for _, p in named]
+        self.parameters: list[Tensor] = [p for _, p in named]
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(
             [p for p in self.parameters if id(p) not in chosen], lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0

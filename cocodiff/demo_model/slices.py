@@ -1,8 +1,8 @@
 """Procedural grey slices that look like microtomography: the demo model's training data and its held-out test set.
 
-Two families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells) and *mineral*
-(tooth or bone: bright shells around a darker interior, cavities, cracks, trabeculae, an empty background). Both get the
-scanner's own marks: ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from
+Two families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells) and
+*mineral* (tooth or bone: bright shells around a darker interior, cavities, cracks, trabeculae, an empty background).
+Both get the scanner's own marks: ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from
 `HELD_OUT_SEEDS` are never used in training.
 
     python -m cocodiff.demo_model.slices --count 20 --out held_out.tif [--png DIR]
@@ -47,7 +47,7 @@ class View:
         fraction_N2 = pixels_N2 - corner_N2
         canvas = np.zeros(side * side)
         for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            at_N2 = corner_N2 + (column, row) + margin
+            at_N2 = corner_N2 + np.array([column, row]) + margin
             share_N = np.abs(1 - column - fraction_N2[:, 0]) * np.abs(1 - row - fraction_N2[:, 1])
             inside_N = ((at_N2 >= 0) & (at_N2 < side)).all(1)
             index_N = (at_N2[:, 1] * side + at_N2[:, 0])[inside_N]
@@ -132,7 +132,11 @@ def organ(view: View, generator: np.random.Generator) -> Array:
     sideways = (view.x_HW - middle[0]) * across[0] + (view.y_HW - middle[1]) * across[1]
     upward = (view.x_HW - middle[0]) * along[0] + (view.y_HW - middle[1]) * along[1]
     bend = generator.normal(0, 0.02) * np.sin(generator.uniform(2, 5) * upward)
-    tissue += generator.choice([-1, 1]) * generator.uniform(0.08, 0.2) * np.exp(-(((sideways - bend) / generator.uniform(0.015, 0.03)) ** 2))
+    tissue += (
+        generator.choice([-1, 1])
+        * generator.uniform(0.08, 0.2)
+        * np.exp(-(((sideways - bend) / generator.uniform(0.015, 0.03)) ** 2))
+    )
     for _ in range(generator.integers(1, 4)):
         ridge = bezier(view, generator, 0.85, generator.uniform(0.008, 0.022))
         tissue += generator.choice([-1, 1]) * generator.uniform(0.08, 0.2) * ridge
@@ -144,7 +148,8 @@ def organ(view: View, generator: np.random.Generator) -> Array:
 
 
 def mineral(view: View, generator: np.random.Generator) -> Array:
-    """Tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty background."""
+    """Tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty
+    background."""
     middle = generator.normal(0, 0.15, 2)
     radii = generator.uniform(0.45, 0.95) * generator.uniform(0.75, 1.1, 2)
     depth = wobbly_depth(view, generator, middle, radii, 0.08)
@@ -178,7 +183,9 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.
-    image = gaussian_filter(specimen, generator.uniform(0.5, 0.9)) * (1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2))
+    image = gaussian_filter(specimen, generator.uniform(0.5, 0.9)) * (
+        1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2)
+    )
     rings_R = gaussian_filter(generator.normal(size=160), generator.uniform(0.5, 1.2))
     strength = generator.uniform(0.004, 0.016)
     image += strength * np.interp(radius, np.linspace(0, 3, 160), rings_R / rings_R.std())
@@ -191,7 +198,8 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
 def make_slice(seed: int, zoom: float = 1.0) -> Image:
     """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1.
 
-    `zoom` > 1 shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big slices do.
+    `zoom` > 1 shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big
+    slices do.
     """
     if zoom < 1:
         raise ValueError(f"zoom {zoom}: must be at least 1")

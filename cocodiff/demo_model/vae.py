@@ -1,10 +1,10 @@
 """The demo model's latent space: a lapped orthogonal transform with the interface of diffusers' `AutoencoderKL`.
 
-Nothing here is trained. Along each axis the image is cut into blocks of 8 pixels; an orthogonal rotation across every block
-border, then an orthonormal DCT in every block, give basis functions 16 pixels long that fade out inside the neighbouring
-block (Malvar's lapped orthogonal transform in its pre-filter form: Tran, Liang and Tu, 2003). So an error in one latent
-does not end in a visible edge, as it does with a plain block DCT. Of the 8 x 8 coefficients of a block the 4 x 4 lowest are
-kept: 16 latent channels at an eighth of the resolution, as SD3's.
+Nothing here is trained. Along each axis the image is cut into blocks of 8 pixels; an orthogonal rotation across every
+block border, then an orthonormal DCT in every block, give basis functions 16 pixels long that fade out inside the
+neighbouring block (Malvar's lapped orthogonal transform in its pre-filter form: Tran, Liang and Tu, 2003). So an error
+in one latent does not end in a visible edge, as it does with a plain block DCT. Of the 8 x 8 coefficients of a block
+the 4 x 4 lowest are kept: 16 latent channels at an eighth of the resolution, as SD3's.
 """
 
 from functools import lru_cache
@@ -20,15 +20,27 @@ from torch import Tensor
 BLOCK = 8
 KEPT = 4
 OVERLAP_ANGLES = (0.5046, 0.0135, -0.0518, 0.2232, 0.0059, 0.0769)
-"""The rotation across block borders, as the 6 entries of a 4 x 4 skew-symmetric matrix's upper triangle. Found by a direct
-search for the transform that loses least energy outside the kept coefficients on 400 training slices."""
-# Standard deviation to the power -0.6 of each coefficient (row frequency, then column) over training slices, made symmetric.
-# fmt: off
+"""The rotation across block borders, as the 6 entries of a 4 x 4 skew-symmetric matrix's upper triangle. Found by a
+direct search for the transform that loses least energy outside the kept coefficients on 400 training slices."""
+# Standard deviation to the power -0.6 of each coefficient (row frequency, then column) over training slices, made
+# symmetric. fmt: off
 CHANNEL_SCALE = (
-    0.465, 1.096, 2.01, 3.353,
-    1.096, 1.665, 2.521, 3.856,
-    2.01, 2.521, 3.346, 4.558,
-    3.353, 3.856, 4.558, 5.612,
+    0.465,
+    1.096,
+    2.01,
+    3.353,
+    1.096,
+    1.665,
+    2.521,
+    3.856,
+    2.01,
+    2.521,
+    3.346,
+    4.558,
+    3.353,
+    3.856,
+    4.558,
+    5.612,
 )
 # fmt: on
 
@@ -37,8 +49,8 @@ CHANNEL_SCALE = (
 def lapped_matrix(size: int, kept: int = BLOCK, angles: tuple[float, ...] = OVERLAP_ANGLES) -> Tensor:
     """The transform of one axis: float32 [size / 8 * kept, size], rows orthonormal, ordered by block, then frequency.
 
-    With `kept=8` it is square and orthogonal. The first and last 4 pixels of the image have no block to overlap with and are
-    left as they are before the DCT, so constant images stay in the first coefficient up to the border.
+    With `kept=8` it is square and orthogonal. The first and last 4 pixels of the image have no block to overlap with
+    and are left as they are before the DCT, so constant images stay in the first coefficient up to the border.
     """
     if size < BLOCK or size % BLOCK:
         raise ValueError(f"{size} pixels on a side: must be a positive multiple of {BLOCK}")
@@ -73,8 +85,8 @@ class ExactLatents:
 class LappedTransformVAE(ModelMixin, ConfigMixin):
     """Images [B, 3, 8h, 8w] in [-1, 1] to latents [B, 16, h, w] and back.
 
-    Encoding takes the mean of the three channels, decoding repeats the grey result in each. Latents are coefficients times
-    `channel_scale`, which brings their spreads closer to each other and to the noise's.
+    Encoding takes the mean of the three channels, decoding repeats the grey result in each. Latents are coefficients
+    times `channel_scale`, which brings their spreads closer to each other and to the noise's.
     """
 
     @register_to_config
@@ -89,7 +101,9 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
     ) -> None:
         super().__init__()
         if latent_channels != KEPT * KEPT or len(channel_scale) != latent_channels:
-            raise ValueError(f"{latent_channels} latent channels, {len(channel_scale)} scales: both must be {KEPT * KEPT}")
+            raise ValueError(
+                f"{latent_channels} latent channels, {len(channel_scale)} scales: both must be {KEPT * KEPT}"
+            )
         # There are no parameters: this buffer only tells pipelines the module's device and dtype.
         self.register_buffer("placement", torch.zeros(1), persistent=False)
 

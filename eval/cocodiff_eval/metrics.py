@@ -119,7 +119,8 @@ def metrics_row(
     return row
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; None if there are none."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
 
@@ -143,7 +144,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "mask": mask,
             "mode": mode,
             "n": len(group),
-            **{key: _mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
+            **{key: mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
             "identical": sum(row.get("exact_compared", True) and row["psnr_vs_exact_db"] is None for row in group),
             "bytes": {link: sum(row["bytes"][link] for row in group) for link in LINKS},
         }
@@ -154,7 +155,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "mask": mask,
             "method": "biharmonic",
             "n": len(by_name),
-            **{key: _mean([one[key] for one in by_name.values()]) for key in (*quality, "seconds")},
+            **{key: mean([one[key] for one in by_name.values()]) for key in (*quality, "seconds")},
         }
         for mask, by_name in baselines.items()
     ]

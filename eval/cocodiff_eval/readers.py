@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,8 +171,8 @@ def _open_tiff(file: str) -> RawVolume:
 
     with quiet_libraries() as messages:
         try:
-            tiff = tifffile.TiffFile(file)
-            series = list(tiff.series)
+            with tifffile.TiffFile(file) as tiff:
+                series = list(tiff.series)
         except Exception as error:  # tifffile raises many kinds for a damaged file
             raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
@@ -184,10 +186,16 @@ def _open_tiff(file: str) -> RawVolume:
         listed = ", ".join(sorted(format_shape(shape) for shape, _ in shapes)[:4])
         raise UserError(f"{file}: holds images of different shapes or dtypes ({listed}); save each as its own file")
     first = series[0]
-    if "S" in first.axes:
-        return _open_colour_tiff(file, first)
     if first.dtype is None:
         raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
+    reader = _TiffReader(file)
+    stem, dtype = Path(file).stem, first.dtype.newbyteorder("=")
+    if "S" in first.axes:
+        if first.axes not in ("YXS", "SYX") or len(series) > 1:
+            raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
+        pixels = reader.whole()
+        image_YX = same_channels(np.moveaxis(pixels, 0, -1) if first.axes == "SYX" else pixels, file)
+        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
@@ -196,46 +204,61 @@ def _open_tiff(file: str) -> RawVolume:
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
         shape = tuple(side for side in shape if side > 1)
     volume_shape = as_volume_shape(shape, file)
-    read = _tiff_reader(file, series, volume_shape)
-    return RawVolume(file, Path(file).stem, volume_shape, first.dtype.newbyteorder("="), len(shape), read)
+    return RawVolume(file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape))
 
 
-def _tiff_reader(file: str, series: list[Any], shape: tuple[int, int, int]) -> Callable[[int], np.ndarray]:
-    """How to read slice n: by page where pages are slices, else by memory map, else (one compressed volume) whole."""
-    pages = [page for one in series for page in one.pages]
-    whole: list[np.ndarray] = []
+class _TiffReader:
+    """Reads slices: by page where pages are slices, else by memory map, else (one compressed volume) wholly.
 
-    def read(index: int) -> np.ndarray:
+    Each process opens the file for itself: ranks forked after the input was checked would otherwise share one file
+    position and read each other's bytes.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.process = 0
+        self.series: list[Any] = []
+        self.pages: list[Any] = []
+        self.volume: np.ndarray | None = None
+
+    def _open(self) -> None:
+        import tifffile
+
+        if self.process != os.getpid():
+            tiff = tifffile.TiffFile(self.file)
+            weakref.finalize(self, tiff.close)
+            self.series = list(tiff.series)
+            self.pages = [page for one in self.series for page in one.pages]
+            self.process = os.getpid()
+
+    def whole(self) -> np.ndarray:
+        """The first series at once, as a memory map where the file allows it."""
+        with self._errors("its image"):
+            self._open()
+            first = self.series[0]
+            return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
+
+    def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
+        """Slice `index` of a volume of `shape`, [Y, X]."""
+        with self._errors(f"slice {index}"):
+            if self.volume is None:
+                self._open()
+                if len(self.pages) == shape[0]:
+                    return np.asarray(self.pages[index].asarray()).reshape(shape[1:])
+                self.volume = self.whole().reshape(shape)
+            return np.asarray(self.volume[index])
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Damaged data, an absent codec, a full disk: all end in one line."""
         with quiet_libraries():
             try:
-                if len(pages) == shape[0]:
-                    return np.asarray(pages[index].asarray()).reshape(shape[1:])
-                if not whole:
-                    offset = series[0].dataoffset
-                    out = "memmap" if offset is not None else None
-                    whole.append(np.asarray(series[0].asarray(out=out)).reshape(shape))
-                return np.asarray(whole[0][index])
-            except Exception as error:  # damaged data, an absent codec, a full disk: all end in one line
+                yield
+            except UserError:
+                raise
+            except Exception as error:
                 remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
-                raise UserError(f"{file}: slice {index} cannot be read ({one_line(error)}); {remedy}") from error
-
-    return read
-
-
-def _open_colour_tiff(file: str, series: Any) -> RawVolume:
-    if series.axes not in ("YXS", "SYX"):
-        raise UserError(f"{file}: a stack of colour images {format_shape(series.shape)}; save it as grey")
-    with quiet_libraries():
-        try:
-            image = np.asarray(series.asarray())
-        except Exception as error:
-            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it as grey") from error
-    image_YX = same_channels(np.moveaxis(image, 0, -1) if series.axes == "SYX" else image, file)
-
-    def read(index: int) -> np.ndarray:
-        return image_YX
-
-    return RawVolume(file, Path(file).stem, as_volume_shape(image_YX.shape, file), image_YX.dtype, 2, read)
+                raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
 
 
 def _list_datasets(h5: Any) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.slices import to_grey8
-from cocodiff_eval.table import grouped, number, size, versus_exact
+from cocodiff_eval.table import base_name, grouped, number, size, versus_exact
 
 SHOWN_SLICES = 4
 LARGEST_PICTURE = 512
@@ -26,7 +26,7 @@ _HOLE_COLOUR = (46, 110, 168)
 class Picture:
     """What the report shows of one slice under one mask; images [Y, X] in the input's units.
 
-    name, mask     as in the rows of `metrics.json`
+    name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack` or `stack[index]`
     slice_index    0 for a single slice
     input_YX       the slice as given; under the mask it is shown only where `truth_YX` is given
     restored       preset (or "biharmonic") to restored slice
@@ -147,9 +147,9 @@ def _sections(
     metrics: Mapping[str, Any], pictures: Sequence[Picture], slice_counts: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     sections = []
-    for name, mask, rows in grouped(metrics["images"]):
-        shown = [picture for picture in pictures if (picture.name, picture.mask) == (name, mask)]
-        total = slice_counts.get(name, max(1, len(shown)))
+    for name, mask, slices, rows in grouped(metrics["images"]):
+        shown = [picture for picture in pictures if (base_name(picture.name), picture.mask) == (name, mask)]
+        total = max(slice_counts.get(name, 1), slices, len(shown))
         sections.append(
             {
                 "name": name,
@@ -158,7 +158,8 @@ def _sections(
                 "has_truth": any(row["mse"] is not None for row in rows),
                 "slices": [_figures(picture) for picture in shown],
                 "total": total,
-                "more": max(0, total - len(shown)),
+                "more": total - len(shown),
+                "averaged": slices > 1,
             }
         )
     return sections

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from cocodiff_eval.metrics import mean
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
 _TEXT_COLUMNS = 3
@@ -33,35 +36,72 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any]]]]:
-    """The rows of `metrics.json` by image and mask, in their order."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+def base_name(name: str) -> str:
+    """The stack a row belongs to: `scan[12]`, a slice of it, and `scan` both give `scan`."""
+    return re.sub(r"\[\d+\]$", "", name)
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, list[Mapping[str, Any]]]]:
+    """(stack, mask, number of slices, one row for each preset), in the order of `rows`.
+
+    The rows of a stack's slices are taken together: quality is their mean, seconds and bytes their sum.
+    """
+    groups: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((row["name"], row["mask"]), []).append(row)
-    return [(name, mask, group) for (name, mask), group in groups.items()]
+        groups.setdefault((base_name(row["name"]), row["mask"]), {}).setdefault(row["mode"], []).append(row)
+    return [
+        (name, mask, max(len(slices) for slices in by_mode.values()), [_together(one) for one in by_mode.values()])
+        for (name, mask), by_mode in groups.items()
+    ]
+
+
+def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    if len(rows) == 1:
+        return rows[0]
+    quality = ("psnr_db", "ssim", "mse")
+    baselines = [row["baseline"] for row in rows if row.get("baseline") is not None]
+    together = {
+        **rows[0],
+        **{key: mean([row[key] for row in rows]) for key in (*quality, "psnr_vs_exact_db")},
+        "name": base_name(rows[0]["name"]),
+        "exact_compared": all(row.get("exact_compared", True) for row in rows),
+        "seconds": sum(row["seconds"] for row in rows),
+        "bytes": {link: sum(row["bytes"][link] for row in rows) for link in rows[0]["bytes"]},
+    }
+    if baselines:
+        together["baseline"] = {
+            **{key: mean([one[key] for one in baselines]) for key in quality},
+            "seconds": sum(one["seconds"] for one in baselines),
+        }
+    return together
 
 
 def _shorten(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[:12]}…{name[-(_LONGEST_NAME - 13) :]}"
+    return name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> str:
-    """The document of `metrics.json` as aligned text without a trailing newline."""
+    """The document of `metrics.json` as aligned text without a newline at its end. A stack is one line for each preset.
+
+    Plain ASCII apart from the user's names: terminals of batch systems know little else.
+    """
     lines: list[tuple[str, ...]] = [HEADINGS]
-    for name, mask, rows in grouped(metrics["images"]):
+    for name, mask, slices, rows in grouped(metrics["images"]):
+        shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in rows:
             total = sum(row["bytes"].values())
             quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), versus_exact(row))
-            lines.append((_shorten(name), mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
+            lines.append((shown, mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
         baseline = rows[0].get("baseline")
         if baseline is not None:
             quality = (number(baseline["psnr_db"], 2), number(baseline["ssim"], 3), MISSING)
-            lines.append((_shorten(name), mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
+            lines.append((shown, mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    return "\n".join(
+    aligned = [
         "  ".join(
-            text.ljust(width) if column < _TEXT_COLUMNS else text.rjust(width)
+            text.ljust(width) if column < _TEXT_COLUMNS else text.replace(MISSING, "-").rjust(width)
             for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        )
         for line in lines
-    )
+    ]
+    return "\n".join(line.rstrip() for line in aligned)

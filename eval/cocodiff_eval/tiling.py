@@ -29,12 +29,14 @@ class TilingSettings:
     depth_limit     a larger hole is also restored from noise where no voxel is farther than this from known ones
     overlap         of neighbouring tiles; the blend takes the middle half of it
     refine_strength noise level from which finer levels are refined; 1 would forget the coarser result
+    strength        noise level from which a hole is first restored; below 1 the fill from around it shines through
     """
 
-    hole_limit: float = 0.6
+    hole_limit: float = 0.5
     depth_limit: float = 0.125
     overlap: float = 0.25
     refine_strength: float = 0.4
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,24 @@ def steps_at(steps: int, strength: float) -> int:
 
 
 @dataclass(frozen=True)
-class _Hole:
-    label: int
-    top: int
-    left: int
-    bottom: int
-    right: int
-    depth: float
+class _Holes:
+    """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
 
-    @property
-    def side(self) -> int:
-        return max(self.bottom - self.top, self.right - self.left)
+    boxes_K4 top, left, bottom, right; depth_K the distance of a hole's innermost voxel from a known one.
+    """
+
+    labels_K: np.ndarray
+    boxes_K4: np.ndarray
+    depth_K: np.ndarray
+
+    @cached_property
+    def sides_K(self) -> np.ndarray:
+        """The longer side of each box."""
+        return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
+
+    def only(self, chosen_K: np.ndarray) -> _Holes:
+        """Some of the holes, by index or by a boolean for each."""
+        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K], self.depth_K[chosen_K])
 
 
 @dataclass(frozen=True)
@@ -138,21 +147,19 @@ class _Grid:
         return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
 
     @cached_property
-    def holes(self) -> dict[int, _Hole]:
+    def holes(self) -> _Holes:
         from scipy import ndimage
 
-        depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
         if self.mask_YX.all():
             depth_YX = np.full(self.shape, float(max(self.shape)))
-        found: dict[int, _Hole] = {}
+        else:
+            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
         boxes: list[Any] = ndimage.find_objects(self.labels_YX)
-        for label, box in enumerate(boxes, start=1):
-            if box is not None:
-                inside = self.labels_YX[box] == label
-                depth = float(depth_YX[box][inside].max())
-                rows, columns = box
-                found[label] = _Hole(label, rows.start, columns.start, rows.stop, columns.stop, depth)
-        return found
+        labels_K = np.array([label for label, box in enumerate(boxes, start=1) if box is not None], dtype=np.int64)
+        corners = [(box[0].start, box[1].start, box[0].stop, box[1].stop) for box in boxes if box is not None]
+        boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+        depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
+        return _Holes(labels_K, boxes_K4, depth_K)
 
 
 def plan_restoration(
@@ -164,7 +171,7 @@ def plan_restoration(
     grids = _grids(mask_YX, native)
     starts = _starts(grids, settings)
     overlap = max(4, round(native * settings.overlap))
-    deepest = max(starts.values(), default=0)
+    deepest = int(starts.max(initial=0))
     levels = tuple(_level(grid, starts, overlap, batch, settings) for grid in grids[: deepest + 1])
     return RestorationPlan(native, overlap, levels)
 
@@ -192,59 +199,64 @@ def _grids(mask_YX: np.ndarray, native: int) -> list[_Grid]:
     return grids
 
 
-def _starts(grids: list[_Grid], settings: TilingSettings) -> dict[int, int]:
-    """The level on which each hole is restored from noise: the finest where it fits, or the last on which it exists."""
-    starts: dict[int, int] = {}
-    for label, hole in grids[0].holes.items():
-        for grid in grids:
-            on_level = grid.holes.get(label)
-            if on_level is None:
-                break
-            starts[label] = grid.exponent
-            if max(grid.shape) <= grid.native or on_level.side <= settings.hole_limit * grid.native:
-                break
-            if hole.depth / 2**grid.exponent <= settings.depth_limit * grid.native:
-                break
+def _starts(grids: list[_Grid], settings: TilingSettings) -> np.ndarray:
+    """For each label the level on which its hole is restored from noise, [labels + 1].
+
+    It is the finest level where the hole fits, or the last on which it exists.
+    """
+    starts = np.zeros(int(grids[0].labels_YX.max()) + 1, dtype=np.int64)
+    searching = np.ones(len(starts), dtype=bool)
+    depth = np.zeros(len(starts))
+    depth[grids[0].holes.labels_K] = grids[0].holes.depth_K
+    for grid in grids:
+        holes = grid.holes.only(searching[grid.holes.labels_K])
+        starts[holes.labels_K] = grid.exponent
+        fits_K = holes.sides_K <= settings.hole_limit * grid.native
+        fits_K |= depth[holes.labels_K] / 2**grid.exponent <= settings.depth_limit * grid.native
+        searching[:] = False
+        searching[holes.labels_K[~fits_K]] = True
     return starts
 
 
-def _level(grid: _Grid, starts: dict[int, int], overlap: int, batch: int, settings: TilingSettings) -> Level:
-    present = grid.holes
-    fresh = [label for label in present if starts[label] == grid.exponent]
-    older = [label for label in present if starts[label] > grid.exponent]
+def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: TilingSettings) -> Level:
+    labels_K = grid.holes.labels_K
+    older_K = labels_K[starts[labels_K] > grid.exponent]
+    fresh = grid.holes.only(starts[labels_K] == grid.exponent)
     passes = []
-    if fresh:
+    if len(fresh.labels_K):
         # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
         tiles = _tiles_from_noise(grid, fresh, overlap, settings)
-        passes.append(TilePass(1.0, grid.mask_YX, tiles, batch))
-    if older:
+        passes.append(TilePass(settings.strength, grid.mask_YX, tiles, batch))
+    if len(older_K):
         # Whatever is not being refined is by now as good as it gets here, and serves as context.
-        hidden_YX = np.isin(grid.labels_YX, older)
-        tiles = tuple(_grid_tiles(grid, older, overlap))
-        passes.append(TilePass(settings.refine_strength, hidden_YX, tiles, batch))
+        hidden_YX = np.isin(grid.labels_YX, older_K)
+        tiles = tuple(_grid_tiles(grid, older_K, overlap))
+        passes.append(TilePass(min(settings.refine_strength, settings.strength), hidden_YX, tiles, batch))
     return Level(grid.exponent, grid.shape, grid.padded, grid.offset, grid.mask_YX, grid.labels_YX, tuple(passes))
 
 
-def _tiles_from_noise(grid: _Grid, fresh: list[int], overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
-    """A tile around each hole that fits one, shared with all holes near it; a grid over the long and thin."""
-    native, padded, offset = grid.native, grid.padded, grid.offset
-    whole = padded == (native, native)
-    limit = native if whole else settings.hole_limit * native
-    single = [grid.holes[label] for label in fresh if grid.holes[label].side <= limit]
-    large = [label for label in fresh if grid.holes[label].side > limit]
-    margin = 0 if whole else round(native * (1 - settings.hole_limit) / 2)
+def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
+    """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
+    native = grid.native
+    if grid.padded == (native, native):
+        return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
+    limit = settings.hole_limit * native
+    margin = round(native * (1 - settings.hole_limit) / 2)
+    waiting = fresh.only(fresh.sides_K <= limit)
+    waiting = waiting.only(np.lexsort((waiting.boxes_K4[:, 1], waiting.boxes_K4[:, 0])))
     tiles = []
-    waiting = sorted(single, key=lambda hole: (hole.top, hole.left))
-    while waiting:
-        first = waiting[0]
-        row = _centred(first.top + offset[0], first.bottom + offset[0], native, padded[0])
-        column = _centred(first.left + offset[1], first.right + offset[1], native, padded[1])
-        inside = [hole for hole in waiting if hole is first or _fits(hole, row, column, margin, grid)]
-        tiles.append(Tile(row, column, tuple(hole.label for hole in inside), blend=False))
-        taken = {hole.label for hole in inside}
-        waiting = [hole for hole in waiting if hole.label not in taken]
-    if large:
-        tiles.extend(_grid_tiles(grid, large, overlap))
+    while len(waiting.labels_K):
+        together_K = _company(waiting, grid, margin)
+        group = waiting.only(together_K)
+        top, left = group.boxes_K4[:, :2].min(axis=0).tolist()
+        bottom, right = group.boxes_K4[:, 2:].max(axis=0).tolist()
+        row = _centred(top + grid.offset[0], bottom + grid.offset[0], native, grid.padded[0])
+        column = _centred(left + grid.offset[1], right + grid.offset[1], native, grid.padded[1])
+        tiles.append(Tile(row, column, tuple(group.labels_K.tolist()), blend=False))
+        waiting = waiting.only(~together_K)
+    large_K = fresh.labels_K[fresh.sides_K > limit]
+    if len(large_K):
+        tiles.extend(_grid_tiles(grid, large_K, overlap))
     return tuple(tiles)
 
 
@@ -253,16 +265,21 @@ def _centred(start: int, stop: int, native: int, length: int) -> int:
     return min(max((start + stop - native) // 2, 0), length - native)
 
 
-def _fits(hole: _Hole, row: int, column: int, margin: int, grid: _Grid) -> bool:
-    """Whether a window holds the hole and `margin` voxels of context around it (less at the image's own border)."""
-    spans = ((hole.top, hole.bottom, row, 0), (hole.left, hole.right, column, 1))
-    for start, stop, window, axis in spans:
-        length, shift = grid.padded[axis], grid.offset[axis]
-        before = margin if window > 0 else 0
-        after = margin if window + grid.native < length else 0
-        if start + shift < window + before or stop + shift > window + grid.native - after:
-            return False
-    return True
+def _company(waiting: _Holes, grid: _Grid, margin: int) -> np.ndarray:
+    """Which holes share a tile with the first one (the topmost) and have `margin` of context there; boolean [K].
+
+    The first one lies at the window's upper margin; of three places to the left and right the fullest is taken.
+    """
+    inner = grid.native - 2 * margin
+    top, left, _, right = waiting.boxes_K4[0].tolist()
+    below_K = waiting.boxes_K4[:, 2] <= top + inner
+    best_K = np.zeros(len(below_K), dtype=bool)
+    for start in ((left + right - inner) // 2, left, right - inner):
+        inside_K = below_K & (waiting.boxes_K4[:, 1] >= start) & (waiting.boxes_K4[:, 3] <= start + inner)
+        inside_K[0] = True
+        if np.count_nonzero(inside_K) > np.count_nonzero(best_K):
+            best_K = inside_K
+    return best_K
 
 
 def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
@@ -297,15 +314,16 @@ def tile_window(tile: Tile, padded: tuple[int, int], native: int, overlap: int) 
     return rows[:, None] * columns[None, :]
 
 
-def _grid_tiles(grid: _Grid, labels: list[int], overlap: int) -> Iterator[Tile]:
-    """Tiles of an even grid that write at least one voxel of `labels`, row by row."""
-    target_YX = np.pad(np.isin(grid.labels_YX, labels), _padding(grid.shape, grid.padded, grid.offset))
+def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
+    """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
+    wanted_YX = np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0)
+    wanted_YX = np.pad(wanted_YX, _padding(grid.shape, grid.padded, grid.offset))
     for row in axis_starts(grid.padded[0], grid.native, overlap):
         for column in axis_starts(grid.padded[1], grid.native, overlap):
-            tile = Tile(row, column, tuple(labels), blend=True)
-            window = tile_window(tile, grid.padded, grid.native, overlap) > FAINT
-            if (target_YX[row : row + grid.native, column : column + grid.native] & window).any():
-                yield tile
+            here = wanted_YX[row : row + grid.native, column : column + grid.native]
+            window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.native, overlap)
+            if (here[window > FAINT] > 0).any():
+                yield Tile(row, column, tuple(np.unique(here[here > 0]).tolist()), blend=True)
 
 
 def _padding(

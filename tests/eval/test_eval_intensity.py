@@ -5,11 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from conftest import SmoothInpainter, phantom
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from cocodiff.errors import UserError
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.filling import fill_from_outside
 from cocodiff_eval.intensity import IntensityRange, check_finite, compose_native, intensity_range, prepare_slice
@@ -18,6 +13,11 @@ from cocodiff_eval.pyramid import downsample, halve_shape, upsample
 from cocodiff_eval.report import with_hole
 from cocodiff_eval.restore import restore_slice
 from cocodiff_eval.slices import Stack, open_stack
+from eval_helpers import SmoothInpainter, phantom
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodiff.errors import UserError
 
 
 def save(path: Path, array: np.ndarray) -> Stack:

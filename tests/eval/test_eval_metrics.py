@@ -5,13 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from conftest import phantom
-from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
-
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
 from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_document, metrics_row, psnr_db, summary
 from cocodiff_eval.table import grouped, size, terminal_table
+from eval_helpers import phantom
+from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
 SCALE = IntensityRange(100.0, 1100.0)
 MASK_YX = block_mask((48, 60), 2)
@@ -103,7 +102,9 @@ def rows() -> list[dict]:
         metrics_row("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
         metrics_row("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
         metrics_row("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
-        metrics_row("a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False),
+        metrics_row(
+            "a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False
+        ),
     ]
 
 
@@ -128,13 +129,35 @@ def test_summary_means() -> None:
     assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 2, **BASELINE}]
 
 
+def test_slices_of_a_stack_are_one_line() -> None:
+    per_slice = [
+        metrics_row(f"scan[{n}]", "block", mode, {**QUALITY, "psnr_db": 20.0 + n}, 1.5, {"node": 10},
+                    psnr_vs_exact_db=None if mode == "flat" else 40.0 + n, baseline=BASELINE)
+        for n in range(3)
+        for mode in ("flat", "cocodiff")
+    ]  # fmt: skip
+    ((name, mask, slices, (flat, lossy)),) = grouped(per_slice)
+    assert (name, mask, slices) == ("scan", "block", 3)
+    assert (flat["psnr_db"], flat["psnr_vs_exact_db"], flat["seconds"], flat["bytes"]["node"]) == (21.0, None, 4.5, 30)
+    assert lossy["psnr_vs_exact_db"] == 41.0 and lossy["baseline"]["seconds"] == pytest.approx(1.2)
+    lines = terminal_table(metrics_document({}, 1, per_slice)).split("\n")
+    assert len(lines) == 4 and lines[1].startswith("scan (3 slices)  block  flat")
+    assert per_slice[0]["name"] == "scan[0]"
+
+
 def test_terminal_table() -> None:
     lines = terminal_table(metrics_document({}, 1, rows())).split("\n")
     assert lines[0].split() == ["image", "mask", "preset", "PSNR", "dB", "SSIM", "vs", "exact", "seconds", "bytes"]
     assert lines[1].split() == ["a", "block", "flat", "21.50", "0.650", "identical", "2.0", "105", "B"]
     assert lines[2].split()[3:] == ["21.50", "0.650", "41.0", "dB", "1.0", "50", "B"]
-    assert lines[3].split() == ["a", "block", "biharmonic", "18.00", "0.500", "–", "0.4", "–"]
-    assert lines[-1].startswith("a very long …scan, 2024-05-17  scratch") and "–" in lines[-1]
-    assert len({line.index("–") for line in lines if "scratch" in line}) == 1
+    assert lines[3].split() == ["a", "block", "biharmonic", "18.00", "0.500", "-", "0.4", "-"]
+    assert lines[-1].startswith("a very long ...n, 2024-05-17  scratch") and " - " in lines[-1]
+    assert len({line.index(" - ") for line in lines if "scratch" in line}) == 1
     assert len(lines) == 7 and len(grouped(rows())) == 3
-    assert [size(count) for count in (0, 1023, 1536, 5 * 2**30, 2**45)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "32.0 TiB"]
+    assert [size(count) for count in (0, 1023, 1536, 5 * 2**30, 2**45)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "32.0 TiB",
+    ]

@@ -1,5 +1,6 @@
 """Every format and dtype goes in and comes out unchanged; every mistake ends in one helpful line."""
 
+import os
 import struct
 import tracemalloc
 import warnings
@@ -11,11 +12,6 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from PIL import Image
-
-from cocodiff.errors import UserError
 from cocodiff_eval.slices import (
     Stack,
     StackWriter,
@@ -27,6 +23,11 @@ from cocodiff_eval.slices import (
     to_grey8,
     write_stack,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from cocodiff.errors import UserError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32", "float64"]
 
@@ -115,6 +116,30 @@ def test_a_stack_is_never_wholly_in_memory(tmp_path: Path) -> None:
     assert peak < 20 * slice_bytes
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("options", [{}, {"compression": "zlib"}])
+def test_forked_ranks_read_the_same_file_at_once(tmp_path: Path, options: dict) -> None:
+    """A file opened before the fork must not share its position with the children."""
+    expected = voxels((40, 64, 64), "uint16")
+    tifffile.imwrite(tmp_path / "a.tif", expected, photometric="minisblack", **options)
+    stack = open_stack(str(tmp_path / "a.tif"))
+    stack.read(0)
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for _ in range(4):
+                    code = int(any(not np.array_equal(stack.read(n), expected[n]) for n in range(40)))
+                    if code:
+                        break
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_png_goes_in(tmp_path: Path, dtype: str) -> None:
     expected = voxels((17, 23), dtype)
@@ -160,7 +185,7 @@ def test_writer_notices_missing_slices(tmp_path: Path) -> None:
     writer = StackWriter(tmp_path / "x.tif", (2, 16, 16), np.dtype("uint8"), 3)
     with pytest.raises(RuntimeError, match="1 of 2 slices"), writer:
         writer.write(np.zeros((16, 16), np.uint8))
-    with pytest.raises(UserError, match="cannot be written.*--out"):
+    with pytest.raises(UserError, match=r"cannot be written.*--out"):
         StackWriter(tmp_path / "no" / "x.tif", (2, 16, 16), np.dtype("uint8"), 3).__enter__()
 
 
@@ -220,12 +245,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "corrupt png": (lambda d: _text(d / "a.png", b"\x89PNG\r\n\x1a\nxxxx"), "not a readable PNG .*; save it again"),
     "text as png": (lambda d: _text(d / "a.png", b"hello"), "not a readable PNG"),
     "empty png": (lambda d: _text(d / "a.png", b""), "not a readable PNG"),
-    "corrupt tiff": (lambda d: _text(d / "a.tif", b"II*\x00\xff\xff\xff\xff"), r"damaged TIFF, cut short perhaps \(invalid offset"),
+    "corrupt tiff": (
+        lambda d: _text(d / "a.tif", b"II*\x00\xff\xff\xff\xff"),
+        r"damaged TIFF, cut short perhaps \(invalid offset",
+    ),
     "text as tiff": (lambda d: _text(d / "a.tif", b"hello"), "not a readable TIFF .*; save it again"),
     "corrupt hdf5": (lambda d: _text(d / "a.h5", b"hello") + ":/x", "not a readable HDF5 file .*h5ls"),
     "hdf5 without path": (
         lambda d: _h5(d / "a.h5", None),
-        r"name the dataset as .*a\.h5:/path; it holds /entry/data \(3 x 20 x 20 float32\), /entry/flat \(20 x 20 uint16\)",
+        r"name the dataset as .*a\.h5:/path; it holds /entry/data \(3 x 20 x 20 float32\), /entry/flat \(20 x 20 uint",
     ),
     "hdf5 path absent": (lambda d: _h5(d / "a.h5", "/data"), r"/data is not there; it holds /entry/data"),
     "hdf5 group": (lambda d: _h5(d / "a.h5", "/entry"), "/entry is a group; it holds"),
@@ -280,7 +308,7 @@ def test_truncated_png_is_an_error(tmp_path: Path) -> None:
 
 
 def test_no_input_and_another_truth(tmp_path: Path, stack: Stack) -> None:
-    with pytest.raises(UserError, match="no input given.*--input"):
+    with pytest.raises(UserError, match=r"no input given.*--input"):
         open_stacks([])
     other = _tiff(tmp_path / "t.tif", np.zeros((3, 40, 51), np.float32))
     with pytest.raises(UserError, match=r"the truth has shape 3 x 40 x 51 but .* has 3 x 40 x 52"):

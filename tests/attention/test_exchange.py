@@ -1,0 +1,93 @@
+"""What an exchange delivers: the very bits of slicing one global tensor, whatever the route."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import topologies, topology_of
+
+from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.layout import Layout
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.topology import Topology
+from cocodiff.trace import Trace
+
+
+def check_exchange(
+    exchange: str, topology: Topology, image: int, text: int, heads: int, tensors: int, dtype: torch.dtype, B: int = 2
+) -> None:
+    """Forward gives all rows of the own heads, back gives the own rows of all heads, of random global tensors."""
+    layout = Layout.build(topology, image, text, heads)
+    generator = torch.Generator().manual_seed(image * 100 + heads)
+    shape = (B, image + text, heads, 2)
+    wholes_BSHD = [torch.randn(shape, generator=generator).to(dtype) for _ in range(tensors)]
+
+    def work(transport: LoopbackTransport) -> None:
+        rows, own_heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
+        ours = Exchange(exchange, topology, transport, Trace(transport.rank))
+        received = ours.forward([x[:, rows] for x in wholes_BSHD], layout).wait()
+        assert len(received) == tensors
+        for whole, x_BSGD in zip(wholes_BSHD, received, strict=True):
+            assert torch.equal(x_BSGD, whole[:, :, own_heads])
+            assert torch.equal(ours.back(x_BSGD, layout).wait(), whole[:, rows])
+
+    run_ranks(topology.size, work, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 12])
+def test_uneven_tokens_and_heads(size, exchange):
+    check_exchange(exchange, topology_of("local", size), size + 8, 3, 2 * size + 1, 3, torch.float32)
+
+
+@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("machine", ["aurora", "local-6x2"])
+def test_two_nodes_in_bf16(machine, exchange):
+    check_exchange(exchange, topology_of(machine, 24), 37, 5, 38, 3, torch.bfloat16)
+
+
+@given(data=st.data(), exchange=st.sampled_from(("flat", "tapa")), topology=topologies(largest=7))
+@settings(max_examples=25, deadline=None)
+def test_any_tokens_and_heads(data, exchange, topology):
+    if topology.size == 1:
+        return  # nothing to exchange; see the engine's tests
+    image = data.draw(st.integers(topology.size, 40), label="image tokens")
+    text = data.draw(st.integers(0, 20), label="text tokens")
+    heads = data.draw(st.integers(topology.size, 20), label="heads")
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), label="dtype")
+    check_exchange(exchange, topology, image, text, heads, data.draw(st.integers(1, 4)), dtype, B=1)
+
+
+@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+def test_calls_under_way_together_do_not_mix(exchange):
+    topology = topology_of("local", 4)
+    layout = Layout.build(topology, 10, 3, 6)
+    wholes_BSHD = [torch.full((1, 13, 6, 2), float(n)) for n in range(5)]
+
+    def work(transport: LoopbackTransport) -> None:
+        ours = Exchange(exchange, topology, transport, Trace(transport.rank))
+        rows = layout.row_slices[transport.rank]
+        under_way = [ours.forward([whole[:, rows]], layout) for whole in wholes_BSHD]
+        for n, pending in enumerate(under_way):
+            (x_BSGD,) = pending.wait()
+            assert torch.equal(x_BSGD, torch.full((1, 13, layout.heads[transport.rank], 2), float(n)))
+
+    run_ranks(topology.size, work, timeout_s=60.0)
+
+
+def test_non_contiguous_parts_are_packed():
+    """Rows and heads arrive as views of larger tensors; the exchange must not care."""
+    topology = topology_of("local", 3)
+    layout = Layout.build(topology, 6, 0, 3)
+    whole_BSHD = torch.arange(2 * 6 * 3 * 4.0).view(2, 3, 6, 4).transpose(1, 2)
+
+    def work(transport: LoopbackTransport) -> None:
+        ours = Exchange("tapa", topology, transport, Trace(transport.rank))
+        x_BLHD = whole_BSHD[:, layout.row_slices[transport.rank]]
+        assert not x_BLHD.is_contiguous()
+        (x_BSGD,) = ours.forward([x_BLHD], layout).wait()
+        assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
+        out_BSGD = x_BSGD.transpose(1, 2).contiguous().transpose(1, 2)
+        assert torch.equal(ours.back(out_BSGD, layout).wait(), x_BLHD)
+
+    run_ranks(3, work, timeout_s=60.0)

@@ -1,0 +1,142 @@
+"""Plans as pure data: what ranks send is what their peers receive, and every block arrives, without communication."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import is_full, topologies, topology_of
+
+from cocodiff.attention.layout import PLANS, Block, Layout, Plan, deal, reverse, share_image, share_text, slices
+from cocodiff.errors import UserError
+from cocodiff.topology import Topology
+
+MODEST = settings(max_examples=60, deadline=None)
+
+
+def all_plans(name: str, topology: Topology) -> list[Plan]:
+    return [PLANS[name](topology, rank) for rank in range(topology.size)]
+
+
+def check_pairs(plans: list[Plan]) -> None:
+    """Per phase, both ends of a message list the same blocks in the same order, and no message is empty."""
+    for phases in zip(*plans, strict=True):
+        assert len({phase.lane for phase in phases}) == 1
+        sent = {(a, b): blocks for a, phase in enumerate(phases) for b, blocks in phase.sends.items()}
+        received = {(a, b): blocks for b, phase in enumerate(phases) for a, blocks in phase.receives.items()}
+        assert sent == received
+        assert all(sent.values())
+        assert all(a != b for a, b in sent)
+
+
+def simulate(plans: list[Plan], held: list[set[Block]]) -> list[set[Block]]:
+    """Moves blocks along the plans. A rank may only send what it holds when the phase begins, and then holds it no more."""
+    for phases in zip(*plans, strict=True):
+        arriving: list[set[Block]] = [set() for _ in plans]
+        for rank, phase in enumerate(phases):
+            for peer, blocks in phase.sends.items():
+                assert set(blocks) <= held[rank], f"rank {rank} sends blocks that it does not hold to rank {peer}"
+                held[rank] -= set(blocks)
+                arriving[peer] |= set(blocks)
+        held = [mine | new for mine, new in zip(held, arriving, strict=True)]
+    return held
+
+
+def by_rows(topology: Topology) -> list[set[Block]]:
+    return [{Block(me, heads) for heads in range(topology.size)} for me in range(topology.size)]
+
+
+def by_heads(topology: Topology) -> list[set[Block]]:
+    return [{Block(rows, me) for rows in range(topology.size)} for me in range(topology.size)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@given(topology=topologies())
+@MODEST
+def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
+    plans = all_plans(name, topology)
+    check_pairs(plans)
+    assert simulate(plans, by_rows(topology)) == by_heads(topology)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@given(topology=topologies())
+@MODEST
+def test_the_reversed_plan_is_the_way_back(name, topology):
+    plans = [reverse(plan) for plan in all_plans(name, topology)]
+    check_pairs(plans)
+    assert simulate(plans, by_heads(topology)) == by_rows(topology)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("size", range(1, 25))
+def test_every_world_size_on_the_local_machine(name, size):
+    topology = topology_of("local", size)
+    plans = all_plans(name, topology)
+    check_pairs(plans)
+    assert simulate(plans, by_rows(topology)) == by_heads(topology)
+
+
+@given(topology=topologies())
+@MODEST
+def test_tapa_keeps_to_siblings_then_planes(topology):
+    for rank, (swap, across) in enumerate(all_plans("tapa", topology)):
+        assert (swap.lane, across.lane) == ("sibling", "plane")
+        assert {topology.link_class(rank, peer) for peer in swap.sends} <= {"sibling"}
+        links = {topology.link_class(rank, peer) for peer in across.sends}
+        assert "sibling" not in links
+        if is_full(topology):
+            assert {topology.places[peer].plane for peer in across.sends} <= {topology.places[rank].plane}
+            assert "cross_plane" not in links
+
+
+def test_flat_sends_each_block_straight_to_its_owner():
+    (phase,) = PLANS["flat"](topology_of("local", 3), 1)
+    assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}
+    assert phase.receives == {0: (Block(0, 1),), 2: (Block(2, 1),)}
+
+
+@given(topology=topologies(), image=st.integers(24, 300), text=st.integers(0, 300), heads=st.integers(24, 64))
+@MODEST
+def test_shares_differ_by_at_most_one(topology, image, text, heads):
+    layout = Layout.build(topology, image, text, heads)
+    for shares, total in ((layout.image, image), (layout.text, text), (layout.heads, heads), (layout.rows, image + text)):
+        assert sum(shares) == total
+        assert max(shares) - min(shares) <= 1
+    assert min(layout.image) >= 1 and min(layout.heads) >= 1
+
+
+@given(topology=topologies(), text=st.integers(0, 60))
+@MODEST
+def test_extra_text_is_dealt_from_the_other_end(topology, text):
+    extra = text % topology.size
+    shares = share_text(topology, text)
+    assert {rank for rank, share in enumerate(shares) if share > text // topology.size} == set(
+        topology.deal_order[topology.size - extra :]
+    )
+
+
+def test_38_heads_over_12_ranks_of_aurora():
+    layout = Layout.build(topology_of("aurora", 12), 1025, 333, 38)
+    assert layout.heads == (4, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3)
+    assert sum(layout.rows) == 1358
+    assert layout.row_slices[-1].stop == 1358 and layout.head_slices[0] == slice(0, 4)
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=12))
+@MODEST
+def test_slices_tile_the_whole(sizes):
+    covered = [index for part in slices(sizes) for index in range(part.start, part.stop)]
+    assert covered == list(range(sum(sizes)))
+
+
+def test_deal_follows_its_order():
+    assert deal(7, (2, 0, 1)) == (2, 2, 3)
+    assert deal(2, (2, 0, 1)) == (1, 0, 1)
+
+
+def test_too_many_ranks_are_refused_with_values():
+    topology = topology_of("local", 6)
+    with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*at most 5 ranks or a larger image"):
+        share_image(topology, 5)
+    with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*at most 4 ranks"):
+        Layout.build(topology, 100, 10, 4)
+    assert share_text(topology, 2) == (0, 0, 0, 1, 0, 1)

@@ -1,0 +1,239 @@
+"""What every transport promises, checked from inside its ranks. `contract` runs on each rank of a world of 4.
+
+As a program: `contract.py forked NAME` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job and
+checks one transport after the other; `contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import Group, Transport
+
+SIZE = 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+
+
+def contract(transport: Transport) -> None:
+    assert transport.size == SIZE and 0 <= transport.rank < SIZE
+    everybody = transport.group(range(SIZE))
+    for check in (
+        check_all_to_all, check_send_recv_to_some, check_messages_stay_in_order, check_all_gather, check_all_reduce,
+        check_barrier, check_refusals,
+    ):  # fmt: skip
+        check(everybody)
+    for check_more in (check_groups, check_objects, check_lane, check_lanes_are_independent, check_lane_errors):
+        check_more(transport)
+    everybody.barrier()
+
+
+def message(sender: int, receiver: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Content that tells who sent it to whom; exact in every dtype."""
+    return (torch.arange(length) % 16 + 16 * sender + 64 * (receiver % 2)).to(dtype)
+
+
+def check_all_to_all(group: Group) -> None:
+    """Uneven sizes, also none at all, in every dtype; the own part is copied."""
+
+    def length(sender: int, receiver: int) -> int:
+        return 0 if (sender + receiver) % 3 == 0 else 5 * sender + receiver + 1
+
+    me, peers = group.index, range(len(group.ranks))
+    for dtype in DTYPES:
+        sends = [message(me, peer, length(me, peer), dtype) for peer in peers]
+        recvs = [torch.full((length(peer, me),), -1, dtype=dtype) for peer in peers]
+        group.all_to_all(sends, recvs).wait()
+        for peer in peers:
+            assert torch.equal(recvs[peer], message(peer, me, length(peer, me), dtype)), (dtype, peer)
+        for peer in peers:
+            assert torch.equal(sends[peer], message(me, peer, length(me, peer), dtype))
+    large = [torch.full((300_000,), float(me)) for _ in peers]
+    arrived = [torch.empty(300_000) for _ in peers]
+    group.all_to_all(large, arrived).wait()
+    assert [part.unique().tolist() for part in arrived] == [[float(peer)] for peer in peers]
+
+
+def check_send_recv_to_some(group: Group) -> None:
+    """A ring: everybody sends to the next peer only; and a call without messages."""
+    size = len(group.ranks)
+    after, before = (group.index + 1) % size, (group.index - 1) % size
+    arrived = torch.zeros(7)
+    group.send_recv([(message(group.index, after, 7), after)], [(arrived, before)]).wait()
+    assert torch.equal(arrived, message(before, group.index, 7))
+    group.send_recv([], []).wait()
+    group.send_recv([(torch.empty(0), after)], [(torch.empty(0), before)]).wait()
+
+
+def check_messages_stay_in_order(group: Group) -> None:
+    """Several messages between two peers, of one call and of the next, arrive in the order in which they are listed."""
+    if group.index > 1:
+        return
+    peer = 1 - group.index
+    first = [torch.empty(n + 1) for n in range(5)]
+    later = [torch.empty(3) for _ in range(3)]
+    pending = group.send_recv([(torch.full((n + 1,), float(n)), peer) for n in range(5)], [(t, peer) for t in first])
+    next_one = group.send_recv([(torch.full((3,), 10.0 + n), peer) for n in range(3)], [(t, peer) for t in later])
+    pending.wait()
+    next_one.wait()
+    assert [t.unique().tolist() for t in first] == [[float(n)] for n in range(5)]
+    assert [t.unique().tolist() for t in later] == [[10.0 + n] for n in range(3)]
+
+
+def check_all_gather(group: Group) -> None:
+    for dtype in DTYPES:
+        parts = [torch.empty(peer, 2, dtype=dtype) for peer in range(len(group.ranks))]
+        group.all_gather(torch.full((group.index, 2), group.index, dtype=dtype), parts).wait()
+        assert [part.tolist() for part in parts] == [[[peer, peer]] * peer for peer in range(len(group.ranks))]
+
+
+def check_all_reduce(group: Group) -> None:
+    """Sums, and every peer holds the same bits of a sum that depends on its order."""
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        ones = torch.arange(5).to(dtype) + group.index
+        group.all_reduce(ones).wait()
+        assert ones.tolist() == [4 * n + 6 for n in range(5)]
+    generator = torch.Generator().manual_seed(group.index)
+    total = torch.randn(1001, generator=generator) * 10.0 ** (3 * group.index)
+    group.all_reduce(total).wait()
+    every = [torch.empty(1001) for _ in group.ranks]
+    group.all_gather(total, every).wait()
+    assert all(torch.equal(one, total) for one in every)
+
+
+def check_barrier(group: Group) -> None:
+    """Nobody leaves a barrier before the last one came."""
+    if group.index == 0:
+        time.sleep(0.3)
+    came = time.time()
+    group.barrier()
+    left = time.time()
+    times = [torch.empty(2, dtype=torch.float64) for _ in group.ranks]
+    group.all_gather(torch.tensor([came, left], dtype=torch.float64), times).wait()
+    assert max(float(t[0]) for t in times) <= min(float(t[1]) for t in times) + 1e-3
+
+
+def check_refusals(group: Group) -> None:
+    """Wrong numbers of tensors and tensors that are not contiguous are refused before anything is sent."""
+    good = [torch.zeros(2, 3) for _ in group.ranks]
+    askew = [torch.zeros(3, 2).T for _ in group.ranks]
+    expect(ValueError, "not contiguous", lambda: group.all_to_all(askew, good))
+    expect(ValueError, "not contiguous", lambda: group.all_to_all(good, askew))
+    expect(ValueError, "not contiguous", lambda: group.all_gather(good[0], askew))
+    expect(ValueError, f"2 tensors for a group of {len(group.ranks)}", lambda: group.all_to_all(good[:2], good))
+
+
+def check_groups(transport: Transport) -> None:
+    """Groups of some ranks, made side by side by different members, overlapping ones too, and the same one twice."""
+    rank = transport.rank
+    parity = transport.group([r for r in range(SIZE) if r % 2 == rank % 2])
+    card = transport.group([rank // 2 * 2, rank // 2 * 2 + 1])
+    again = transport.group(card.ranks)
+    assert parity.ranks == (rank % 2, rank % 2 + 2) and parity.index == rank // 2
+    assert card.index == rank % 2
+    for group in (parity, card, again):
+        theirs = [torch.empty(3) for _ in group.ranks]
+        group.all_gather(torch.full((3,), float(rank)), theirs).wait()
+        assert [part[0].item() for part in theirs] == list(group.ranks)
+        group.barrier()
+    if rank != 2:
+        without = transport.group([0, 1, 3])
+        total = torch.tensor([float(rank)])
+        without.all_reduce(total).wait()
+        assert total.item() == 4.0
+
+
+def check_objects(transport: Transport) -> None:
+    gathered = transport.gather_object({"rank": transport.rank, "text": "x" * transport.rank})
+    if transport.rank == 0:
+        assert gathered == [{"rank": rank, "text": "x" * rank} for rank in range(SIZE)]
+    else:
+        assert gathered is None
+    word = ("from", 0, [1.5]) if transport.rank == 0 else None
+    assert transport.broadcast_object(word) == ("from", 0, [1.5])
+
+
+def check_lane(transport: Transport) -> None:
+    """Jobs of a lane run in order, in the background, while the main thread goes on."""
+    lane, order = transport.lane("order"), []
+    go, main = threading.Event(), threading.get_ident()
+
+    def job(number: int) -> int:
+        assert threading.get_ident() != main
+        assert go.wait(30)
+        order.append(number)
+        return number * number
+
+    pending = [lane.submit(lambda n=number: job(n)) for number in range(4)]
+    assert torch.ones(100, 100).mm(torch.ones(100, 100)).sum() == 1e6  # the lane is blocked, this thread is not
+    assert order == []
+    go.set()
+    assert [one.wait() for one in pending] == [0, 1, 4, 9]
+    assert order == [0, 1, 2, 3]
+    assert pending[2].wait() == 4
+
+
+def check_lanes_are_independent(transport: Transport) -> None:
+    """Two lanes with a group each may be served in a different order on different ranks."""
+    lanes = [transport.lane("one"), transport.lane("two")]
+    groups = [transport.group(range(SIZE)), transport.group(range(SIZE))]
+
+    def reduce(which: int) -> float:
+        total = torch.tensor([float(transport.rank + 10 * which)])
+        groups[which].all_reduce(total).wait()
+        return total.item()
+
+    order = (0, 1) if transport.rank % 2 else (1, 0)
+    pending = {which: lanes[which].submit(lambda w=which: reduce(w)) for which in order}
+    assert [pending[which].wait() for which in (0, 1)] == [6.0, 46.0]
+
+
+def check_lane_errors(transport: Transport) -> None:
+    """A job's error reaches the one who waits; the lane goes on with the next job."""
+    lane = transport.lane("errors")
+
+    def bad() -> None:
+        raise KeyError("a job's own error")
+
+    failed, good = lane.submit(bad), lane.submit(lambda: 5)
+    expect(KeyError, "a job's own error", failed.wait)
+    assert good.wait() == 5
+
+
+def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), str(error)
+        return
+    raise AssertionError(f"no {kind.__name__} with {text!r}")
+
+
+def main(how: str, names: list[str]) -> int:
+    from cocodiff.commands.ranks import run_ranks
+    from cocodiff.comm.launch import Launch, detect
+    from cocodiff.config import Config
+
+    def with_a_bad_rank(transport: Transport) -> None:
+        assert transport.rank != 2, "as it was told"
+        transport.group(range(SIZE)).barrier()
+
+    for name in names:
+        config = Config(transport=name, device="cpu", timeout_s=60.0)
+        if how == "launched":
+            code = run_ranks(None, detect(), config, {}, contract)
+        else:
+            code = run_ranks(SIZE, Launch(), config, {}, contract if how == "forked" else with_a_bad_rank)
+        if code:
+            return code
+    print("contract holds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,47 @@
+"""One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either."""
+
+from pathlib import Path
+
+from contract import SIZE, contract
+from launching import assert_succeeded, mpiexec, python
+
+from cocodiff.comm.loopback import run_ranks
+
+PROGRAM = Path(__file__).with_name("contract.py")
+
+
+def test_loopback():
+    assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
+
+
+def test_gloo_between_forked_ranks():
+    done = python(PROGRAM, "forked", "gloo")
+    assert_succeeded(done)
+    assert "contract holds" in done.stdout
+
+
+def test_mpi_then_gloo_under_mpiexec():
+    done = mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo")
+    assert_succeeded(done)
+    assert done.stdout.count("contract holds") == SIZE
+
+
+def test_a_bad_rank_is_not_overlooked():
+    done = python(PROGRAM, "forked-with-a-bad-rank", "gloo")
+    assert done.returncode == 1
+    assert "rank 2 failed: AssertionError: as it was told" in done.stderr
+    assert "3 of 3 other ranks noticed" in done.stderr
+
+
+def test_loopback_names_the_rank_that_failed():
+    def work(transport):
+        if transport.rank == 1:
+            raise RuntimeError("out of order")
+        transport.group(range(3)).barrier()
+
+    try:
+        run_ranks(3, work, timeout_s=30.0)
+    except RuntimeError as error:
+        assert str(error) == "out of order" and error.__notes__ == ["in rank 1 of 3"]
+    else:
+        raise AssertionError("the failure of rank 1 was lost")

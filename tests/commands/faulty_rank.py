@@ -1,0 +1,32 @@
+"""Ranks that disagree, for tests: run by mpiexec or torchrun, or forking ranks itself. Argument: what goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from cocodiff.comm.launch import detect
+from cocodiff.commands.ranks import run_ranks
+from cocodiff.config import Config
+
+
+def work(fault: str, transport: Any) -> None:
+    transport.broadcast_object("met")
+    if fault == "exception" and transport.rank == 1:
+        raise RuntimeError("the disk is on fire")
+    for _ in range(1000):
+        transport.gather_object(transport.rank)
+        time.sleep(0.05)
+
+
+def main() -> int:
+    fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
+    launch = detect()
+    settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
+    config = Config(transport=transport, timeout_s=5.0)
+    return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

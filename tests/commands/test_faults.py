@@ -1,0 +1,118 @@
+"""Ranks that die, hang, fail or differ: every survivor ends, the rank is named, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tifffile
+
+RANKS = 3
+TIMEOUT_S = 5.0
+ENDLESS = 100_000  # steps that no test waits for
+
+
+@pytest.fixture(scope="module")
+def slice_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("input") / "slice.tif"
+    tifffile.imwrite(path, np.random.default_rng(0).integers(0, 60000, (96, 96), dtype=np.uint16))
+    return path
+
+
+class Run:
+    """A `cocodiff inpaint` that would go on for hours, with its output in a file."""
+
+    def __init__(self, slice_file: Path, folder: Path, *extra: str, prefix: tuple[str, ...] = ()) -> None:
+        self.out, self.log = folder / "out", folder / "log"
+        command = [
+            *prefix, sys.executable, "-m", "cocodiff", "inpaint", "--input", str(slice_file), "--out", str(self.out),
+            "--steps", str(ENDLESS), "--timeout-s", str(TIMEOUT_S), "--quiet", *extra,
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "I_MPI_FABRICS": "shm", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def ready(self, word: str = "ready after", limit_s: float = 180.0) -> Run:
+        deadline = time.monotonic() + limit_s
+        while word not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, f"not ready after {limit_s} s: {self.text()}"
+            time.sleep(0.1)
+        return self
+
+    def ranks(self, limit_s: float = 120.0) -> list[psutil.Process]:
+        """The forked ranks, in rank order."""
+        deadline = time.monotonic() + limit_s
+        while len(found := psutil.Process(self.process.pid).children()) < RANKS:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text()
+            time.sleep(0.02)
+        return sorted(found, key=lambda process: process.pid)
+
+    def end(self, limit_s: float) -> int:
+        try:
+            return self.process.wait(limit_s)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def assert_nothing_left(self, ranks: list[psutil.Process]) -> None:
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        assert not self.out.exists()
+        assert [path.name for path in self.out.parent.iterdir()] == ["log"]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_run_and_is_named(slice_file: Path, tmp_path: Path, victim: int) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
+    ranks = run.ranks()
+    ranks[victim].send_signal(signal.SIGKILL)
+    assert run.end(TIMEOUT_S + 5) == 1
+    assert f"rank {victim} was killed by SIGKILL; {RANKS - 1} of {RANKS - 1} other ranks noticed" in run.text()
+    run.assert_nothing_left(ranks)
+
+
+def test_a_rank_killed_before_the_ranks_have_met_ends_the_run(slice_file: Path, tmp_path: Path) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS))
+    ranks = run.ranks()
+    ranks[1].send_signal(signal.SIGKILL)
+    assert run.end(TIMEOUT_S + 5) == 1
+    assert "rank 1 was killed by SIGKILL" in run.text()
+    run.assert_nothing_left(ranks)
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout(slice_file: Path, tmp_path: Path) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
+    ranks = run.ranks()
+    ranks[1].send_signal(signal.SIGSTOP)
+    assert run.end(TIMEOUT_S + 5) == 1
+    assert f"rank 1 has been silent for {TIMEOUT_S:g} s" in run.text()
+    run.assert_nothing_left(ranks)
+
+
+def test_no_rank_outlives_its_launcher(slice_file: Path, tmp_path: Path) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
+    ranks = run.ranks()
+    run.process.kill()
+    gone, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    assert not run.out.exists()
+
+
+def test_an_interrupt_stops_all_ranks_and_writes_nothing(slice_file: Path, tmp_path: Path) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
+    ranks = run.ranks()
+    os.killpg(run.process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+    assert run.end(10) == 130
+    assert "interrupted; nothing was written" in run.text()
+    run.assert_nothing_left(ranks)

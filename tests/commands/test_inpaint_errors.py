@@ -1,0 +1,132 @@
+"""Every mistake a user can make with `cocodiff inpaint`: one line that says what to do, exit 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import tifffile
+
+from cocodiff.cli import main
+
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs `cocodiff inpaint` with a good input unless told otherwise and returns its one line of error."""
+    good = tmp_path / "good.tif"
+    tifffile.imwrite(good, np.random.default_rng(0).integers(0, 60000, (96, 96), dtype=np.uint16))
+
+    def run(*words: str, input: str | Path = good) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        code = main(["inpaint", "--input", str(input), "--out", str(tmp_path / "out"), *map(str, words)])
+        captured = capsys.readouterr()
+        assert code == 2
+        assert captured.out == ""
+        lines = captured.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("cocodiff: "), captured.err
+        assert sorted(tmp_path.rglob("*")) == before
+        return lines[0]
+
+    return run
+
+
+def test_input_that_is_missing(refused: Check, tmp_path: Path) -> None:
+    assert "no such file" in refused(input=tmp_path / "absent.tif")
+
+
+@pytest.mark.parametrize("name", ["broken.tif", "broken.png", "broken.h5:/data"])
+def test_input_that_is_corrupt(refused: Check, tmp_path: Path, name: str) -> None:
+    (tmp_path / name.split(":")[0]).write_bytes(b"II*\0 this is no image")
+    assert name.split(":")[0] in refused(input=tmp_path / name)
+
+
+def test_hdf5_dataset_that_is_absent(refused: Check, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "volume.h5", "w") as file:
+        file["exchange/data"] = np.ones((2, 96, 96), np.float32)
+    assert "/exchange/data" in refused(input=f"{tmp_path}/volume.h5:/exchange/dat")
+
+
+def test_mask_of_another_shape(refused: Check, tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "mask.tif", np.eye(64, dtype=np.uint8))
+    line = refused("--mask", tmp_path / "mask.tif")
+    assert "64 x 64" in line and "96 x 96" in line
+
+
+@pytest.mark.parametrize(("value", "said"), [(0, "empty"), (255, "nothing is left")])
+def test_mask_that_is_empty_or_full(refused: Check, tmp_path: Path, value: int, said: str) -> None:
+    tifffile.imwrite(tmp_path / "mask.tif", np.full((96, 96), value, np.uint8))
+    assert said in refused("--mask", tmp_path / "mask.tif")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_voxels_outside_the_mask_that_are_not_finite(refused: Check, tmp_path: Path, bad: float) -> None:
+    image = np.ones((96, 96), np.float32)
+    image[2, 3] = bad
+    tifffile.imwrite(tmp_path / "bad.tif", image)
+    assert "row 2, column 3" in refused("--mask", "center", input=tmp_path / "bad.tif")
+
+
+def test_unknown_names_come_with_a_suggestion(refused: Check, tmp_path: Path) -> None:
+    assert "did you mean tapa?" in refused("--preset", "tappa")
+    assert "did you mean steps?" in refused("--stepz", "5")
+    assert "did you mean aurora?" in refused("--machine", "arora", "--ranks", "12")
+    (tmp_path / "run.yaml").write_text("strenght: 0.5\n")
+    assert "did you mean strength?" in refused("--config", tmp_path / "run.yaml")
+
+
+def test_values_out_of_range(refused: Check) -> None:
+    assert "at least 1" in refused("--steps", "0")
+    assert "not a number" in refused("--steps", "many")
+    assert "above 0 and up to 1" in refused("--strength", "1.5")
+    assert "timeout_s" in refused("--timeout-s", "-1")
+
+
+def test_more_ranks_than_the_model_can_use(refused: Check, tmp_path: Path) -> None:
+    assert "attention heads" in refused("--ranks", "1000")
+    folder = model_folder(tmp_path / "model", heads=64, side=4)
+    assert "16 image tokens" in refused("--ranks", "20", "--model", folder)
+
+
+def test_machine_that_does_not_match_the_ranks(refused: Check, tmp_path: Path) -> None:
+    line = refused("--machine", "aurora", "--ranks", "5")
+    assert "12" in line and "--machine local" in line
+    (tmp_path / "mine.yaml").write_text("name: mine\ncards: 2\ntiles: 2\nplanes: [0, 1]\n")
+    assert "start 4 ranks" in refused("--machine", tmp_path / "mine.yaml", "--ranks", "3")
+
+
+def test_model_folder_without_weights_or_with_pickles_only(refused: Check, tmp_path: Path) -> None:
+    assert "no such folder" in refused("--model", tmp_path / "absent")
+    folder = model_folder(tmp_path / "model")
+    assert "no .safetensors weights" in refused("--model", folder)
+    (folder / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"pickle")
+    assert "pickle weights only" in refused("--model", folder)
+
+
+def test_model_of_an_unknown_family(refused: Check, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", family="SanaPipeline")
+    assert "SanaPipeline" in refused("--model", folder)
+
+
+def test_results_are_not_overwritten_unasked(refused: Check, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    assert "--overwrite" in refused()
+    assert "not ours to overwrite" in refused("--overwrite")
+
+
+def model_folder(
+    folder: Path, heads: int = 12, side: int = 12, family: str = "StableDiffusion3InpaintPipeline"
+) -> Path:
+    """A folder in diffusers' layout without any weights."""
+    for part in ("transformer", "vae"):
+        (folder / part).mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": family}))
+    shape = {"num_attention_heads": heads, "sample_size": side, "patch_size": 1}
+    (folder / "transformer" / "config.json").write_text(json.dumps(shape))
+    return folder

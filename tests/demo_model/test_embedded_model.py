@@ -1,0 +1,79 @@
+"""The shipped checkpoint and its pipeline, and the script that makes them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from cocodiff import demo_model
+from cocodiff.demo_model import evaluate, slices, train
+from cocodiff.demo_model.masks import center_mask
+
+
+def test_checkpoint_is_small_and_float16() -> None:
+    file = demo_model.WEIGHTS / "diffusion_pytorch_model.safetensors"
+    assert file.stat().st_size <= 8e6
+    with safe_open(file, "pt") as checkpoint:
+        assert {checkpoint.get_slice(name).get_dtype() for name in checkpoint.keys()} == {"F16"}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module")
+def restored_and_truth() -> tuple[np.ndarray, np.ndarray]:
+    pipeline = demo_model.load_pipeline()
+    assert pipeline.vae_scale_factor == 8
+    assert pipeline.transformer.config.num_attention_heads % 12 == 0
+    pipeline.set_progress_bar_config(disable=True)
+    truth_NHW = np.stack([slices.make_slice(seed) for seed in slices.HELD_OUT_SEEDS[:2]])
+    masks_NHW = np.stack([center_mask()] * 2)
+    return evaluate.restore(pipeline, truth_NHW, masks_NHW, steps=2), truth_NHW
+
+
+def test_two_steps_already_beat_the_mean(restored_and_truth: tuple[np.ndarray, np.ndarray]) -> None:
+    restored_NHW, truth_NHW = restored_and_truth
+    masks_NHW = np.stack([center_mask()] * 2)
+    assert restored_NHW.shape == (2, 96, 96) and np.isfinite(restored_NHW).all()
+    filled_NHW = evaluate.fill_mean(truth_NHW, masks_NHW)
+    for restored, filled, truth in zip(restored_NHW, filled_NHW, truth_NHW, strict=True):
+        assert evaluate.metrics(restored, truth, center_mask())[0] > evaluate.metrics(filled, truth, center_mask())[0]
+
+
+def test_pixels_under_the_mask_do_not_matter(restored_and_truth: tuple[np.ndarray, np.ndarray]) -> None:
+    restored_NHW, truth_NHW = restored_and_truth
+    pipeline = demo_model.load_pipeline()
+    pipeline.set_progress_bar_config(disable=True)
+    masks_NHW = np.stack([center_mask()] * 2)
+    random_NHW = np.random.default_rng(0).random(truth_NHW.shape, np.float32)
+    again_NHW = evaluate.restore(pipeline, np.where(masks_NHW, random_NHW, truth_NHW), masks_NHW, steps=2)
+    assert np.array_equal(again_NHW, restored_NHW)
+
+
+def test_bfloat16_and_other_sizes() -> None:
+    pipeline = demo_model.load_pipeline(torch.bfloat16)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.transformer.dtype == pipeline.vae.dtype == torch.bfloat16
+    images_NHW = np.full((1, 64, 128), 0.5, np.float32)
+    masks_NHW = np.zeros((1, 64, 128), bool)
+    masks_NHW[:, 16:40, 32:80] = True
+    assert np.isfinite(evaluate.restore(pipeline, images_NHW, masks_NHW, steps=2)).all()
+
+
+def test_loading_says_nothing() -> None:
+    code = "from cocodiff.demo_model import load_pipeline; load_pipeline()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "" and done.stderr == "", done.stderr
+
+
+def test_training_runs_and_repeats_itself(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train.train(tmp_path / name, seed=3, iterations=2, images=4)
+    files = ["config.json", "diffusion_pytorch_model.safetensors", "scheduler_config.json", "vae_config.json"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    shipped = (demo_model.WEIGHTS / "config.json").read_text()
+    assert (tmp_path / "a" / "config.json").read_text() == shipped
+    demo_model.load_pipeline(weights=tmp_path / "a")

@@ -1,0 +1,60 @@
+"""The lapped transform: orthonormal, reversible, overlapping, and usable where AutoencoderKL is."""
+
+import pytest
+import torch
+
+from cocodiff.demo_model.vae import LappedTransformVAE, lapped_matrix
+
+
+@pytest.mark.parametrize("size", [8, 16, 96, 200])
+def test_full_transform_is_orthogonal(size: int) -> None:
+    matrix = lapped_matrix(size)
+    assert matrix.shape == (size, size)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), atol=1e-6, rtol=0)
+    image = torch.rand(size, size)
+    torch.testing.assert_close(matrix.T @ (matrix @ image @ matrix.T) @ matrix, image, atol=1e-5, rtol=0)
+
+
+def test_constant_image_needs_one_coefficient_per_block() -> None:
+    coefficients = (lapped_matrix(48) @ torch.ones(48)).view(6, 8)
+    torch.testing.assert_close(coefficients[:, 0], torch.full((6,), 8**0.5))
+    assert coefficients[:, 1:].abs().max() < 1e-6
+
+
+def test_basis_overlaps_the_neighbouring_blocks_and_fades_out() -> None:
+    lowest = lapped_matrix(48)[16].abs()
+    assert (lowest > 0).nonzero().flatten().tolist() == list(range(12, 28))
+    assert lowest[12] < 0.1 * lowest.max() and lowest[27] < 0.1 * lowest.max()
+
+
+@pytest.mark.parametrize("size", [0, 12, 4])
+def test_size_must_be_a_multiple_of_8(size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size} pixels"):
+        lapped_matrix(size)
+
+
+def test_decoding_keeps_latents() -> None:
+    vae = LappedTransformVAE()
+    latents_BCHW = torch.randn(2, 16, 5, 12)
+    image_B3HW = vae.decode(latents_BCHW, return_dict=False)[0]
+    assert image_B3HW.shape == (2, 3, 40, 96)
+    again_BCHW = vae.encode(image_B3HW).latent_dist.sample()
+    torch.testing.assert_close(again_BCHW, latents_BCHW, atol=2e-5, rtol=1e-4)
+
+
+def test_grey_is_the_mean_of_the_channels() -> None:
+    vae = LappedTransformVAE()
+    image_B3HW = torch.rand(1, 3, 16, 16)
+    grey_B3HW = image_B3HW.mean(1, keepdim=True).repeat(1, 3, 1, 1)
+    torch.testing.assert_close(vae.encode(image_B3HW).latent_dist.mode(), vae.encode(grey_B3HW).latent_dist.mode())
+
+
+def test_bfloat16_in_and_out() -> None:
+    vae = LappedTransformVAE()
+    image_B3HW = torch.rand(1, 3, 32, 32)
+    latents_BCHW = vae.encode(image_B3HW.bfloat16()).latent_dist.mode()
+    assert latents_BCHW.dtype == torch.bfloat16
+    exact_BCHW = vae.encode(image_B3HW).latent_dist.mode()
+    # Rounding image and latents to 8 bits of mantissa: 2^-8 of the largest coefficient each.
+    assert (latents_BCHW - exact_BCHW).abs().max() <= 2 * 2**-8 * exact_BCHW.abs().max()
+    assert vae.decode(latents_BCHW).sample.dtype == torch.bfloat16

@@ -1,0 +1,179 @@
+"""Plans of tiles: pure data, so their promises are checked for many shapes without a model."""
+
+import itertools
+
+import numpy as np
+import pytest
+from cocodiff_eval.masks import block_mask, center_mask
+from cocodiff_eval.tiling import (
+    RestorationPlan,
+    TilingSettings,
+    axis_starts,
+    axis_window,
+    level_padding,
+    plan_restoration,
+    steps_at,
+    tile_window,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SHAPES = [(97, 131), (640, 640), (700, 512), (20, 500), (500, 20), (16, 16), (96, 96), (64, 300), (333, 97)]
+
+
+def masks(shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    border = np.zeros(shape, bool)
+    border[:5], border[:, -4:] = True, True
+    scratch = np.zeros(shape, bool)
+    rows = np.arange(shape[0])
+    scratch[rows, (rows * (shape[1] - 1)) // max(1, shape[0] - 1)] = True
+    dots = np.zeros(shape, bool)
+    dots[2::13, 3::11] = True
+    lone = np.zeros(shape, bool)
+    lone[-1, -1] = True
+    almost = np.ones(shape, bool)
+    almost[0, 0] = False
+    return {
+        "block": block_mask(shape, 1),
+        "center": center_mask(shape),
+        "border": border,
+        "scratch": scratch,
+        "dots": dots,
+        "lone": lone,
+        "almost all": almost,
+    }
+
+
+def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
+    """Every masked voxel of every level is written by some tile, and every tile lies inside its level and has work."""
+    np.testing.assert_array_equal(plan.levels[0].mask_YX, mask_YX)
+    written_first: set[int] = set()
+    for level in reversed(plan.levels):
+        assert min(level.padded) >= plan.native
+        assert level.shape == tuple(-(-side // 2**level.exponent) for side in mask_YX.shape)
+        np.testing.assert_array_equal(level.labels_YX > 0, level.mask_YX)
+        labels_padded = np.pad(level.labels_YX, level_padding(level))
+        assert labels_padded.shape == level.padded
+        for tile_pass in level.passes:
+            assert all(1 <= len(tiles) <= batch for tiles in tile_pass.batches)
+            assert [tile for tiles in tile_pass.batches for tile in tiles] == list(tile_pass.tiles)
+            best = np.zeros(level.padded)
+            for tile in tile_pass.tiles:
+                assert 0 <= tile.row <= level.padded[0] - plan.native
+                assert 0 <= tile.column <= level.padded[1] - plan.native
+                here = np.s_[tile.row : tile.row + plan.native, tile.column : tile.column + plan.native]
+                weight = tile_window(tile, level.padded, plan.native, plan.overlap)
+                weight = weight * np.isin(labels_padded[here], tile.holes)
+                assert weight.max() > 0
+                best[here] = np.maximum(best[here], weight)
+            labels = sorted({label for tile in tile_pass.tiles for label in tile.holes})
+            target = np.isin(labels_padded, labels)
+            assert (best[target] >= 0.24).all()
+            (top, _), (left, _) = level_padding(level)
+            hidden = np.pad(tile_pass.hidden_YX, level_padding(level))
+            assert hidden[target].all() and top >= 0 and left >= 0
+            if tile_pass.strength == 1:
+                assert not written_first & set(labels)
+                written_first |= set(labels)
+            else:
+                assert set(labels) <= written_first
+    assert written_first == set(np.unique(plan.levels[0].labels_YX)) - {0}
+
+
+@pytest.mark.parametrize(("shape", "native"), [(shape, 96) for shape in SHAPES] + [((97, 131), 32), ((20, 500), 32)])
+def test_plans_cover_the_mask(shape: tuple[int, int], native: int) -> None:
+    for mask_YX in masks(shape).values():
+        check_plan(plan_restoration(mask_YX, native, 5), mask_YX, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(16, 150),
+    columns=st.integers(16, 150),
+    native=st.sampled_from([16, 24, 48]),
+    batch=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    grain=st.integers(1, 40),
+    share=st.floats(0.01, 0.95),
+)
+def test_plans_cover_any_mask(
+    rows: int, columns: int, native: int, batch: int, seed: int, grain: int, share: float
+) -> None:
+    cells = np.random.default_rng(seed).random((-(-rows // grain), -(-columns // grain))) < share
+    mask_YX = np.kron(cells, np.ones((grain, grain), bool))[:rows, :columns]
+    check_plan(plan_restoration(mask_YX, native, batch), mask_YX, batch)
+
+
+def test_dust_is_planned_in_seconds() -> None:
+    mask_YX = np.zeros((1500, 1500), bool)
+    mask_YX[2::7, 3::7] = True
+    plan = plan_restoration(mask_YX, 96, 16)
+    assert plan.levels[0].labels_YX.max() > 40000 and len(plan.levels) == 1
+    assert len(plan.levels[0].passes[0].tiles) < 2 * (1500 / 57) ** 2
+
+
+def test_a_large_slice_is_planned_in_seconds() -> None:
+    plan = plan_restoration(block_mask((1600, 1300), 0), 96, 16)
+    check_plan(plan, block_mask((1600, 1300), 0), 16)
+
+
+def test_small_slices_are_one_tile() -> None:
+    for shape in ((96, 96), (20, 90), (16, 16)):
+        plan = plan_restoration(center_mask(shape), 96, 8)
+        (level,) = plan.levels
+        ((tile,),) = [one.tiles for one in level.passes]
+        assert (tile.row, tile.column, level.padded, level.passes[0].strength) == (0, 0, (96, 96), 1.0)
+    assert plan_restoration(np.zeros((50, 50), bool), 96, 8).calls == 0
+
+
+def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
+    mask_YX = np.zeros((640, 640), bool)
+    mask_YX[100:140, 300:340] = mask_YX[110:120, 342:347] = mask_YX[600:602, 0:4] = True
+    plan = plan_restoration(mask_YX, 96, 8)
+    (level,) = plan.levels
+    ((first, second),) = [one.tiles for one in level.passes]
+    assert (first.row, first.column) == (72, 275) and len(first.holes) == 2
+    assert (second.row, second.column) == (640 - 96, 0)
+
+
+def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
+    plan = plan_restoration(center_mask((640, 640)), 96, 8)
+    assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.4], [0.4], [0.4], [1.0]]
+    assert [level.shape for level in plan.levels] == [(640, 640), (320, 320), (160, 160), (80, 80)]
+    scratch = plan_restoration(masks((640, 640))["scratch"], 96, 8)
+    assert [[one.strength for one in level.passes] for level in scratch.levels] == [[1.0]]
+
+
+def test_holes_of_different_size_start_on_different_levels() -> None:
+    mask_YX = np.zeros((400, 400), bool)
+    mask_YX[20:40, 20:40] = mask_YX[100:250, 100:250] = True
+    fine, middle, coarse = plan_restoration(mask_YX, 96, 8, TilingSettings(refine_strength=0.3)).levels
+    assert [one.strength for one in fine.passes] == [1.0, 0.3]
+    assert not fine.passes[1].hidden_YX[30, 30] and fine.passes[0].hidden_YX[150, 150]
+    assert [one.strength for one in middle.passes] == [0.3] and [one.strength for one in coarse.passes] == [1.0]
+
+
+def test_a_lower_strength_holds_on_every_level() -> None:
+    plan = plan_restoration(center_mask((640, 640)), 96, 8, TilingSettings(strength=0.3))
+    assert [one.strength for level in plan.levels for one in level.passes] == [0.3] * 4
+
+
+def test_progress_is_known_beforehand() -> None:
+    plan = plan_restoration(center_mask((640, 640)), 96, 8)
+    assert plan.calls == 4 + 4 + 1 + 1
+    assert plan.denoising_steps(20) == 9 * 8 + 20
+    assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
+
+
+@given(length=st.integers(1, 3000), native=st.sampled_from([32, 96, 1024]))
+def test_axis_windows_leave_no_gap(length: int, native: int) -> None:
+    overlap = native // 4
+    starts = axis_starts(length, native, overlap)
+    padded = max(length, native)
+    assert starts[0] == 0 and starts[-1] + native == padded
+    assert all(0 < b - a <= native - overlap for a, b in itertools.pairwise(starts))
+    best = np.zeros(padded)
+    for start in starts:
+        window = axis_window(start, padded, native, overlap)
+        best[start : start + native] = np.maximum(best[start : start + native], window)
+    assert best.min() >= 0.49

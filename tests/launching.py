@@ -1,0 +1,65 @@
+"""Starts test programs on ranks of their own: under a real mpiexec, or forked by a fresh Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def find_mpiexec() -> str:
+    """The mpiexec of this Python's environment, else the one on PATH. Raises where there is none."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError(f"no mpiexec beside {sys.executable} or on PATH: install the extra local-mpi")
+    return found
+
+
+def mpiexec(ranks: int, file: Path, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Runs a Python file on `ranks` ranks of one MPI job."""
+    return run([find_mpiexec(), "-n", str(ranks), sys.executable, str(file), *arguments], timeout_s)
+
+
+def python(file: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Runs a Python file in a fresh process."""
+    return run([sys.executable, str(file), *arguments], timeout_s)
+
+
+def run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process group of its own, which ends with it, in time or not.
+
+    Raises subprocess.TimeoutExpired with the output so far.
+    """
+    quiet = {"I_MPI_FABRICS": "shm", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        start_new_session=True, env=os.environ | quiet | {"PYTHONPATH": path},
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as late:
+        _end_group(process.pid)
+        output, errors = process.communicate()
+        raise subprocess.TimeoutExpired(command, timeout_s, output, errors) from late
+    finally:
+        _end_group(process.pid)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def assert_succeeded(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
