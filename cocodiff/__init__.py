@@ -1,7 +1,7 @@
 """cocodiff: distributed inference of diffusion transformers on machines with unequal links.
 
-    with cocodiff.parallelize(pipe, preset="tapa", machine="aurora") as engine:
-        image = pipe(...).images[0]
+with cocodiff.parallelize(pipe, preset="tapa", machine="aurora") as engine:
+    image = pipe(...).images[0]
 """
 
 from __future__ import annotations

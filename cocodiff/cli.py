@@ -1,4 +1,4 @@
-"""The command line: finds the subcommand, hands it its options, turns a user's mistake into one line and exit code 2."""
+"""The command line: finds the subcommand, hands it its options, turns a user's mistake into one line and exit 2."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") 
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """", did you mean X?" for the nearest known word, else ""."""
+    """ ", did you mean X?" for the nearest known word, else ""."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {near[0]}?" if near else ""
 

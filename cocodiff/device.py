@@ -30,7 +30,7 @@ def rank_device(name: str, local_rank: int) -> torch.device:
 
 
 class StreamMark:
-    """A point in the current stream of a device. On CPU work is done when its call returns, so there is nothing to mark."""
+    """A point in the current stream of a device. On CPU work is done when its call returns: there is nothing to mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None
@@ -59,7 +59,7 @@ def lane_stream(device: torch.device) -> Iterator[None]:
 
 
 def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells the allocator that the current stream uses a tensor made on another one, so its memory is not reused early."""
+    """Tells the allocator that the current stream uses a tensor made on another one, so that its memory is kept."""
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
     return tensor

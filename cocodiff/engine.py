@@ -75,9 +75,10 @@ class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
     def __init__(self, target: Any, config: Config, transport: Transport | None = None) -> None:
-        self.model: nn.Module = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
-        if not isinstance(self.model, nn.Module):
+        model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+        if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
+        self.model: nn.Module = model
         self.config = config
         self.adapter: Adapter = adapter_for(self.model)
         _check_not_compiled(self.model)
@@ -113,9 +114,7 @@ class Engine:
         self._restore += [hook.remove for hook in hooks]
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         while self._restore:
             self._restore.pop()()
         if error is not None and not isinstance(error, PeerLost):

@@ -6,7 +6,7 @@ class UserError(ValueError):
 
 
 class PeerLost(RuntimeError):
-    """Another rank died, failed or fell silent. The message names it; every survivor raises this and the job exits with 1."""
+    """Another rank died, failed or fell silent. The message names it; every survivor raises this and exits with 1."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} {reason}")

@@ -38,7 +38,9 @@ class Exchange:
         self._back: Plan = reverse(self._forward)
         self._lanes: dict[str, tuple[Lane, Group]] = {}
         for phase in plan:  # every rank meets here, also one without a part in the phase
-            members = topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
+            members = (
+                topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
+            )
             if len(members) > 1:
                 self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
 

@@ -1,7 +1,7 @@
 """Who holds which tokens and heads, and the routes of an exchange: lists of slices, pure data.
 
 The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, rank `rows` starts
-with its blocks for all `heads` and every rank ends with the blocks of its own heads; on the way back it is the reverse.
+with its blocks for all `heads` and every rank ends with the blocks of its own heads; on the way back the reverse.
 An exchange is nothing but the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends
 and receives, phase by phase; it can be printed and checked without any communication.
 """
@@ -18,7 +18,7 @@ from cocodiff.topology import Topology
 
 
 def deal(total: int, order: Sequence[int]) -> tuple[int, ...]:
-    """Shares of `total` for len(order) ranks: sizes differ by at most one, the first ranks of `order` get the extras."""
+    """Shares of `total` for len(order) ranks: sizes differ by at most one, the first ranks of `order` get extras."""
     base, extra = divmod(total, len(order))
     shares = [base] * len(order)
     for rank in order[:extra]:
@@ -69,7 +69,7 @@ class Layout:
         """
         if topology.size > heads:
             raise UserError(
-                f"{topology.size} ranks for {heads} attention heads: a rank needs at least one; use at most {heads} ranks"
+                f"{topology.size} ranks for {heads} attention heads: each needs at least one; use at most {heads} ranks"
             )
         return cls(
             share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)

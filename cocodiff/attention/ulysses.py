@@ -1,5 +1,5 @@
-"""Ulysses sequence parallelism (CoCoDiff section II-A): exchange q, k and v, attend to all tokens with some of the heads,
-exchange the output back. Which way the messages take is the exchange's business."""
+"""Ulysses sequence parallelism (CoCoDiff section II-A): exchange q, k and v, attend to all tokens with some of
+the heads, exchange the output back. Which way the messages take is the exchange's business."""
 
 from __future__ import annotations
 

@@ -38,12 +38,10 @@ class _LateHealth:
         self.actual.close()
 
 
-def connect(
-    launch: Launch, name: str, device: torch.device, settings: dict[str, str], timeout_s: float
-) -> Transport:
+def connect(launch: Launch, name: str, device: torch.device, settings: dict[str, str], timeout_s: float) -> Transport:
     """The transport of this rank, with a watch over its peers.
 
-    name: one of cocodiff.config.TRANSPORTS; "auto" takes MPI under an MPI launcher on CPU, else the backend of the device.
+    name: one of cocodiff.config.TRANSPORTS; "auto" is MPI under an MPI launcher on CPU, else the backend of the device.
     settings: what every rank must have been started with alike.
     Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
     does not show up within `timeout_s`.

@@ -33,7 +33,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """kind: "alone", "forked", "torchrun" or "mpi". Rank and size may be None under an MPI launcher that does not say."""
+    """kind: "alone", "forked", "torchrun" or "mpi". Rank and size may be None where an MPI launcher does not say."""
 
     kind: str = "alone"
     rank: int | None = 0

@@ -60,7 +60,9 @@ class _Receipts:
         for tensor, peer, mailbox in self._receipts:
             letter = self._world.take(mailbox, peer)
             if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
-                raise ValueError(f"rank {peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited")
+                raise ValueError(
+                    f"rank {peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited"
+                )
             tensor.copy_(letter)
         self._receipts = []
 

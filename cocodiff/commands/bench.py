@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cocodiff.comm.launch import Launch
 from cocodiff.commands.inpaint import DTYPES, import_before_fork, pick_dtype
 from cocodiff.commands.options import RUN_OPTIONS, Option, engine_config, parse
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, check_model, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.terminal import limit_threads, progress_bar, quiet_libraries, say
-from cocodiff.comm.launch import Launch
 from cocodiff.config import Config, check_choice, preset_names
 from cocodiff.errors import UserError
 
@@ -88,7 +88,10 @@ def measure_step(values: dict[str, Any], output: OutputFolder, transport: Any) -
     if transport.size == 1:
         variants = {PLAIN: call} | variants  # on several ranks the plain pipeline would do everything on each
     rounds = values["repeats"] + 1
-    with torch.no_grad(), progress_bar("bench step", rounds * len(variants), not values["quiet"] and not transport.rank) as bar:
+    with (
+        torch.no_grad(),
+        progress_bar("bench step", rounds * len(variants), not values["quiet"] and not transport.rank) as bar,
+    ):
         seconds = interleave(variants, rounds, values["steps"], lambda: transport.broadcast_object(None), bar.update)
     traffic = {name: engine.bytes() for name, engine in engines.items()}
     if transport.rank == 0:
@@ -145,10 +148,16 @@ def rows(
         cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
         result.append(
             {
-                "case": case, "variant": name, "median_s": statistics.median(values), "p10_s": cuts[0],
-                "p90_s": cuts[-1], "n": len(values), "bytes": sent.get(name), "ratio_vs_flat": ratio(name, "flat"),
+                "case": case,
+                "variant": name,
+                "median_s": statistics.median(values),
+                "p10_s": cuts[0],
+                "p90_s": cuts[-1],
+                "n": len(values),
+                "bytes": sent.get(name),
+                "ratio_vs_flat": ratio(name, "flat"),
                 f"ratio_vs_{baseline}": ratio(name, baseline),
-            }  # fmt: skip
+            }
         )
     return result
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff import __version__
+from cocodiff.comm.launch import Launch
 from cocodiff.commands.options import RUN_OPTIONS, Option, engine_config, parse
 from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, check_model, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
-from cocodiff.comm.launch import Launch
 from cocodiff.config import Config, check_choice, load_machine, preset_names
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
@@ -24,10 +24,14 @@ EXACT = "flat"
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 OPTIONS = (
     Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
-    Option("mask", "block, center or a mask file whose non-zero voxels are restored; one or more", ["block"], many=True),
+    Option(
+        "mask", "block, center or a mask file whose non-zero voxels are restored; one or more", ["block"], many=True
+    ),
     Option("preset", "how ranks exchange tokens: one or more presets, as A,B or A B", ["tapa"], many=True),
     Option("steps", "denoising steps that run", 50, type=int),
-    Option("strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float),
+    Option(
+        "strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float
+    ),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
     Option("prompt", "what the slices show, for models with text encoders", ""),
     Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
@@ -102,7 +106,7 @@ def prepare(values: dict[str, Any], ranks: int) -> Job:
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not Path(masks[0]).exists():
         masks = list(dict.fromkeys(masks[0].split(",")))
-    tasks = []
+    tasks: list[Task] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack) if values["truth"] else None
         for number, word in enumerate(masks):
@@ -116,30 +120,27 @@ def prepare(values: dict[str, Any], ranks: int) -> Job:
 
 def import_before_fork() -> None:
     """What every rank needs, imported once in the process that ranks are forked from."""
-    import diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint
+    import cocodiff_eval.report  # noqa: F401
     import skimage.metrics
     import skimage.restoration  # noqa: F401
-
-    import cocodiff.commands.restore_stack
-    import cocodiff.engine
-    import cocodiff_eval.report  # noqa: F401
 
 
 def work(job: Job, started: float, transport: Any) -> None:
     """One rank's part: the model once, then every stack under every mask in every preset. Rank 0 judges and writes."""
     import torch
+    from cocodiff_eval.pipeline_inpainter import PipelineInpainter
+    from cocodiff_eval.tiling import TilingSettings
 
     from cocodiff.commands.restore_stack import Restorer, restore_stack
     from cocodiff.engine import Engine
-    from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 
     values, speaks = job.values, transport.rank == 0
     dtype = pick_dtype(values["dtype"], transport.device.type)
     model = load_model(values["model"], dtype, values["prompt"], values["guidance"])
     model.pipe.to(transport.device)
-    inpainter = PipelineInpainter(
-        model.pipe, model.prompt_kwargs, values["steps"], values["seed"], model.guidance_scale
-    )
+    # `--steps` counts the steps that run, also where a strength below 1 skips the first part of the schedule.
+    steps = round(values["steps"] / values["strength"])
+    inpainter = PipelineInpainter(model.pipe, model.prompt_kwargs, steps, values["seed"], model.guidance_scale)
     modes = dict(job.presets)
     if values["exact"] and EXACT not in modes:
         modes[EXACT] = next(iter(job.presets.values())).with_(exchange="flat")
@@ -151,8 +152,8 @@ def work(job: Job, started: float, transport: Any) -> None:
     if speaks:
         say(f"{transport.size} rank(s) ready after {time.monotonic() - started:.1f} s")
     restorer = Restorer(
-        inpainter, engines, list(job.presets), EXACT if EXACT in engines else None, values["batch"], speaks,
-        bars=not values["quiet"],
+        inpainter, engines, list(job.presets), EXACT if EXACT in engines else None, values["batch"],
+        TilingSettings(strength=values["strength"]), speaks, bars=not values["quiet"],
     )  # fmt: skip
     rows, pictures = [], []
     with torch.no_grad():
@@ -180,11 +181,11 @@ def write_results(
     import json
 
     import yaml
-
-    from cocodiff.trace import save_traces
     from cocodiff_eval.metrics import metrics_document
     from cocodiff_eval.report import write_report
     from cocodiff_eval.table import terminal_table
+
+    from cocodiff.trace import save_traces
 
     document = metrics_document(job.values, ranks, rows)
     (folder / "metrics.json").write_text(json.dumps(document, indent=1))

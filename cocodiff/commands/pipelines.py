@@ -28,7 +28,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline ready to be called. prompt_kwargs: batch size -> prompt arguments; guidance_scale None: its default."""
+    """A pipeline ready to be called. prompt_kwargs: batch size -> prompt arguments; guidance_scale None: its own."""
 
     name: str
     pipe: Any

@@ -59,7 +59,9 @@ def run_ranks(ranks: int | None, launch: Launch, config: Config, settings: dict[
         _say(end, "")
         return end.code
     if config.device not in ("auto", "cpu"):
-        raise UserError(f"--ranks forks ranks for the CPU; for device {config.device} start them with mpiexec or torchrun")
+        raise UserError(
+            f"--ranks forks ranks for the CPU; for device {config.device} start them with mpiexec or torchrun"
+        )
     return _fork(ranks, config, settings, work)
 
 
@@ -136,9 +138,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> i
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _child(
-    launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int
-) -> None:
+def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
     """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
     code = 1
     try:
@@ -171,7 +171,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _attend_children(children: dict[int, int], ranks: int, folder: Path) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who is stuck before or behind it is killed."""
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed."""
     ends: dict[int, End] = {}
     deadline: float | None = None
     interrupted = ended_by_us = False
@@ -213,7 +213,9 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     if record.exists():
         return End(**json.loads(record.read_text()))
     log = folder / f"rank{rank}.log"
-    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", log.read_text() if log.exists() else "")
+    return End(
+        "failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", log.read_text() if log.exists() else ""
+    )
 
 
 def _report(ends: dict[int, End], ranks: int) -> int:

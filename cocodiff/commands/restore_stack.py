@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from cocodiff.commands.terminal import progress_bar
-from cocodiff.engine import Engine
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.masks import Mask
@@ -20,6 +17,10 @@ from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.restore import plan_slice, restore_slice
 from cocodiff_eval.slices import Stack, StackWriter, save_preview_png
+from cocodiff_eval.tiling import TilingSettings
+
+from cocodiff.commands.terminal import progress_bar
+from cocodiff.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,19 @@ class Restorer:
     presets: list[str]
     exact: str | None
     batch: int
+    tiling: TilingSettings
     speaks: bool
     bars: bool
 
     def run(self, task: Task, prepared_YX: np.ndarray, mask_YX: np.ndarray, mode: str) -> Run:
         """One slice in one mode, on all ranks."""
-        steps = plan_slice(mask_YX, self.inpainter, self.batch).denoising_steps(self.inpainter.steps)
+        steps = plan_slice(mask_YX, self.inpainter, self.batch, self.tiling).denoising_steps(self.inpainter.steps)
         engine, shown = self.engines[mode], self.speaks and self.bars
         before = engine.bytes()
         started = time.perf_counter()
         with progress_bar(f"{task.stack.name} {task.mask.name} {mode}", steps, shown) as bar, engine:
             self.inpainter.on_step = bar.update
-            restored01_YX = restore_slice(prepared_YX, mask_YX, self.inpainter, batch=self.batch)
+            restored01_YX = restore_slice(prepared_YX, mask_YX, self.inpainter, batch=self.batch, settings=self.tiling)
         seconds = time.perf_counter() - started
         sent = {link: count - before[link] for link, count in engine.bytes().items()}
         return Run(restored01_YX, seconds, sent)
@@ -89,9 +91,10 @@ def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restor
     shown = shown_slices([int(np.count_nonzero(task.mask.read(index))) for index in range(len(stack))])
     with ExitStack() as files:
         writers = {}
-        for preset in restorer.presets if folder is not None else []:
-            path = folder / "images" / f"{stack.name}_{task.mask.name}_{preset}.tif"
-            writers[preset] = files.enter_context(StackWriter(path, stack.shape, stack.dtype, stack.ndim))
+        if folder is not None:
+            for preset in restorer.presets:
+                path = folder / "images" / f"{stack.name}_{task.mask.name}_{preset}.tif"
+                writers[preset] = files.enter_context(StackWriter(path, stack.shape, stack.dtype, stack.ndim))
         for index in range(len(stack)):
             original_YX, mask_YX = stack.read(index), task.mask.read(index)
             runs = restorer.run_all(task, original_YX, mask_YX)
@@ -117,7 +120,7 @@ class Judged:
 def judge_slice(
     task: Task, restorer: Restorer, index: int, original_YX: np.ndarray, mask_YX: np.ndarray, runs: dict[str, Run]
 ) -> Judged:
-    """Restored slices in the input's dtype, their rows of metrics.json with the biharmonic baseline, and the picture."""
+    """Restored slices in the input's dtype, their rows of metrics.json with the biharmonic baseline, the picture."""
     stack, scale = task.stack, task.scale
     name = stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"
     truth_YX = task.truth.read(index) if task.truth is not None else None
@@ -137,14 +140,21 @@ def judge_slice(
         run, against = runs[preset], None
         if restorer.exact is not None:
             distance = ExactDistance(scale)
-            pair = (runs[restorer.exact].restored01_YX, run.restored01_YX)
-            distance.add(*(scale.denormalise(one) for one in pair), mask_YX)
+            exact_YX = scale.denormalise(runs[restorer.exact].restored01_YX)
+            distance.add(exact_YX, scale.denormalise(run.restored01_YX), mask_YX)
             against = distance.psnr_vs_exact_db()
         rows.append(
             metrics_row(
-                name, task.mask.name, preset, quality(native[preset]), run.seconds, run.sent,
-                psnr_vs_exact_db=against, exact_compared=restorer.exact is not None, baseline=baseline,
-            )  # fmt: skip
+                name,
+                task.mask.name,
+                preset,
+                quality(native[preset]),
+                run.seconds,
+                run.sent,
+                psnr_vs_exact_db=against,
+                exact_compared=restorer.exact is not None,
+                baseline=baseline,
+            )
         )
     restored = {preset: native[preset] for preset in restorer.presets} | {"biharmonic": smooth_YX}
     return Judged(native, rows, Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))

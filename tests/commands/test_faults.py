@@ -104,7 +104,7 @@ def test_no_rank_outlives_its_launcher(slice_file: Path, tmp_path: Path) -> None
     run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
     ranks = run.ranks()
     run.process.kill()
-    gone, alive = psutil.wait_procs(ranks, timeout=5)
+    _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not alive
     assert not run.out.exists()
 
