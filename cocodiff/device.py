@@ -30,7 +30,7 @@ def rank_device(name: str, local_rank: int) -> torch.device:
 
 
 class StreamMark:
-    """A point in the current stream of a device. On CPU work is done when its call returns: there is nothing to mark."""
+    """A point in the current stream of a device. On CPU work is done when its call returns: nothing to mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None

@@ -1,7 +1,7 @@
 """Who holds which tokens and heads, and the routes of an exchange: lists of slices, pure data.
 
-The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, rank `rows` starts
-with its blocks for all `heads` and every rank ends with the blocks of its own heads; on the way back the reverse.
+The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, every
+rank starts with the blocks of its own rows and ends with those of its own heads; on the way back it is the reverse.
 An exchange is nothing but the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends
 and receives, phase by phase; it can be printed and checked without any communication.
 """

@@ -168,12 +168,16 @@ class Watch:
         line.socket.settimeout(5.0)
         messages: list[dict[str, Any]] = []
         while not messages:
-            received = line.receive()
+            try:
+                received = line.receive()
+            except ValueError:
+                return None  # no JSON: no rank of ours
             if received is None:
                 return None
             messages += received
         line.socket.settimeout(None)
-        return messages[0] if isinstance(messages[0].get("hello"), int) else None
+        hello = messages[0]
+        return hello if isinstance(hello, dict) and isinstance(hello.get("hello"), int) else None
 
     def _join(self, address: tuple[str, int], key: str, settings: dict[str, str]) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -24,7 +24,7 @@ def quiet_libraries(level: str) -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     }.items():
         os.environ.setdefault(name, value)
-    for name in ("torch", "diffusers", "transformers", "huggingface_hub", "tifffile", "PIL"):
+    for name in ("torch", "diffusers", "transformers", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -190,11 +190,12 @@ def _open_tiff(file: str) -> RawVolume:
         raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
     reader = _TiffReader(file)
     stem, dtype = Path(file).stem, first.dtype.newbyteorder("=")
-    if "S" in first.axes:
-        if first.axes not in ("YXS", "SYX") or len(series) > 1:
+    # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
+    # images themselves come with their channels interleaved (YXS).
+    if "S" in first.axes and (first.axes != "SYX" or len(series) > 1):
+        if first.axes != "YXS" or len(series) > 1:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
-        pixels = reader.whole()
-        image_YX = same_channels(np.moveaxis(pixels, 0, -1) if first.axes == "SYX" else pixels, file)
+        image_YX = same_channels(reader.whole(), file)
         return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one

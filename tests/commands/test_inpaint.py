@@ -1,0 +1,176 @@
+"""`cocodiff inpaint` as a user runs it, with a random model in diffusers' layout and with the embedded one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import tifffile
+import yaml
+from PIL import Image
+from tiny_models import sd3_inpaint_pipeline
+
+from cocodiff.cli import main
+
+LINKS = ["sibling", "plane", "node", "cross_plane"]
+Restore = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    sd3_inpaint_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def restore(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Restore:
+    """Runs `cocodiff inpaint` here, with the random model and 2 steps, and returns the folder of results."""
+    runs = 0
+
+    def run(*words: Any) -> Path:
+        nonlocal runs
+        runs += 1
+        out = tmp_path / f"out{runs}"
+        fixed = ["--model", str(model), "--steps", "2", "--quiet", "--out", str(out)]
+        code = main(["inpaint", *map(str, words), *fixed])
+        assert code == 0, capsys.readouterr().err
+        return out
+
+    return run
+
+
+def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).random(shape)
+    return (values * (1 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max)).astype(dtype)
+
+
+def cocodiff(*words: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cocodiff", *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Restore, tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", noise((64, 64), np.uint16))
+    out = restore("--input", tmp_path / "scan.tif", "--mask", "block", "center", "--preset", "flat,tapa")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "images", "metrics.json", "report.html", "run.yaml", "trace.json",
+    ]  # fmt: skip
+    stems = [f"scan_{mask}_{preset}" for mask in ("block", "center") for preset in ("flat", "tapa")]
+    assert sorted(path.name for path in (out / "images").iterdir()) == sorted(
+        f"{stem}.{suffix}" for stem in stems for suffix in ("png", "tif")
+    )
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["schema"], metrics["ranks"]) == (1, 1)
+    assert [(row["name"], row["mask"], row["mode"]) for row in metrics["images"]] == [
+        ("scan", mask, preset) for mask in ("block", "center") for preset in ("flat", "tapa")
+    ]
+    for row in metrics["images"]:
+        assert list(row["bytes"]) == LINKS and row["seconds"] > 0
+        assert row["psnr_vs_exact_db"] is None and math.isfinite(row["psnr_db"])
+        assert -1 <= row["ssim"] <= 1 and math.isclose(row["psnr_db"], -10 * math.log10(row["mse"]))
+    json.loads((out / "trace.json").read_text())
+    again = yaml.safe_load((out / "run.yaml").read_text()) | {"out": str(tmp_path / "again")}
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(again))
+    assert main(["inpaint", "--config", str(tmp_path / "again.yaml")]) == 0
+    for stem in stems:
+        name = f"images/{stem}.tif"
+        assert np.array_equal(tifffile.imread(out / name), tifffile.imread(tmp_path / "again" / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("a.png", (64, 70), np.uint8),
+        ("a.png", (50, 64), np.uint16),
+        ("a.tif", (30, 41), np.uint8),
+        ("a.tif", (3, 64, 64), np.float32),
+        ("a.tif", (97, 131), np.uint16),
+        ("a.h5:/scan/data", (2, 64, 64), np.int16),
+    ],
+)
+def test_voxels_outside_the_mask_keep_bits_dtype_and_shape(
+    restore: Restore, tmp_path: Path, name: str, shape: tuple[int, ...], dtype: Any
+) -> None:
+    volume, path = noise(shape, dtype), tmp_path / name.split(":")[0]
+    if name.endswith(".png"):
+        Image.fromarray(volume).save(path)
+    elif name.endswith(".tif"):
+        tifffile.imwrite(path, volume)
+    else:
+        with h5py.File(path, "w") as file:
+            file["scan/data"] = volume
+    hidden = np.zeros(shape[-2:], bool)
+    hidden[3:19, 5:30] = True
+    tifffile.imwrite(tmp_path / "hole.tif", hidden.astype(np.uint8))
+    out = restore("--input", tmp_path / name, "--mask", tmp_path / "hole.tif")
+    restored = tifffile.imread(out / "images" / "a_hole_tapa.tif") if ":" not in name else None
+    if restored is None:
+        (written,) = (out / "images").glob("*_hole_tapa.tif")
+        restored = tifffile.imread(written)
+    assert restored.dtype == volume.dtype and restored.shape == volume.shape
+    assert np.array_equal(restored[..., ~hidden], volume[..., ~hidden])
+    assert not np.array_equal(restored[..., hidden], volume[..., hidden])
+    rows = json.loads((out / "metrics.json").read_text())["images"]
+    assert len(rows) == (shape[0] if len(shape) == 3 else 1)
+    assert all(row["psnr_db"] is row["ssim"] is row["mse"] is None for row in rows)  # no truth under a mask file
+
+
+def test_the_truth_under_the_mask_cannot_reach_the_output(restore: Restore, tmp_path: Path) -> None:
+    known, hidden = noise((100, 140), np.float32), np.zeros((100, 140), bool)
+    hidden[20:60, 30:90] = True
+    tifffile.imwrite(tmp_path / "hole.tif", hidden.astype(np.uint8))
+    results = []
+    for number, under in enumerate((noise(known.shape, np.float32, 1) * 1e4, np.full(known.shape, np.nan), known * 0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tifffile.imwrite(folder / "scan.tif", np.where(hidden, under, known).astype(np.float32))
+        out = restore("--input", folder / "scan.tif", "--mask", tmp_path / "hole.tif")
+        results.append(tifffile.imread(out / "images" / "scan_hole_tapa.tif"))
+    assert np.isfinite(results[0]).all()
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+
+
+def test_a_mask_file_with_its_truth_is_judged(restore: Restore, tmp_path: Path) -> None:
+    image = noise((64, 64), np.uint8)
+    tifffile.imwrite(tmp_path / "scan.tif", image)
+    tifffile.imwrite(tmp_path / "truth.tif", image)
+    hole = np.zeros((64, 64), np.uint8)
+    hole[8:24, 8:24] = 1
+    tifffile.imwrite(tmp_path / "hole.tif", hole)
+    out = restore("--input", tmp_path / "scan.tif", "--mask", tmp_path / "hole.tif", "--truth", tmp_path / "truth.tif")
+    (row,) = json.loads((out / "metrics.json").read_text())["images"]
+    assert row["psnr_db"] > 0 and row["baseline"]["psnr_db"] > 0
+
+
+def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -> None:
+    """The embedded model's pipeline: over 80 dB inside the mask in fp32, and quiet but for our own lines."""
+    image = noise((96, 96), np.float32)
+    tifffile.imwrite(tmp_path / "scan.tif", image)
+    restored = {}
+    for ranks in (1, 12):
+        out = tmp_path / f"out{ranks}"
+        words = ("--input", tmp_path / "scan.tif", "--steps", 5, "--ranks", ranks, "--quiet", "--out", out)
+        done = cocodiff("inpaint", *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert all(word in done.stdout for word in (f"{ranks} rank(s) ready", "biharmonic", "report.html"))
+        assert len(done.stdout.splitlines()) == 8
+        restored[ranks] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
+    differs = restored[1] != image
+    error = float(np.mean(np.square(restored[1].astype(float) - restored[12])[differs]))
+    assert error == 0 or -10 * math.log10(error / float(np.ptp(image)) ** 2) > 80
+    (row,) = json.loads((tmp_path / "out12" / "metrics.json").read_text())["images"]
+    assert row["psnr_vs_exact_db"] is None
+    assert row["bytes"]["sibling"] > 0 and row["bytes"]["plane"] > 0
+    assert row["bytes"]["cross_plane"] == row["bytes"]["node"] == 0
