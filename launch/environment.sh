@@ -8,14 +8,15 @@ fail() {
 }
 
 prepare_environment() {
-    local python=${COCODIFF_PYTHON:-python3} extras=test,local-mpi wanted pins
+    local python=${COCODIFF_PYTHON:-python3} extras=test,local-mpi mpi wanted pins
     command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer (Debian: apt install python3 python3-venv)"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$("$python" --version) is too old: Python 3.10 or newer is needed; name one with COCODIFF_PYTHON=python3.11"
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         fail "this Python cannot make virtual environments: install python3-venv (Debian: apt install python3-venv)"
     # A machine with an MPI of its own keeps it: the one from PyPI would be picked up instead.
-    if command -v mpicc >/dev/null || command -v mpiexec >/dev/null; then extras=test; fi
+    mpi=$(command -v mpiexec || true)
+    if [ -n "$mpi" ] && [ "$mpi" != "$PWD/.venv/bin/mpiexec" ]; then extras=test; fi
 
     wanted=$(cat pyproject.toml launch/constraints.txt | sha256sum | cut -c1-16)-$extras-${COCODIFF_TORCH:-pinned}
     if [ -e .venv/ready ] && [ "$(cat .venv/ready)" = "$wanted" ]; then return; fi

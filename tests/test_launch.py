@@ -1,0 +1,93 @@
+"""The two commands of the README, as far as they can be tested without installing everything again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ("launch/demo", "launch/test", ".ci/run")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the scripts read, with fake tools in `.venv` that say what they were asked."""
+    for name in (*SCRIPTS, "launch/environment.sh", "launch/constraints.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def launch(checkout: Path, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [checkout / script, *words], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def fake(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_scripts_are_executable_and_parse() -> None:
+    for script in SCRIPTS:
+        assert os.access(ROOT / script, os.X_OK), script
+        subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_a_missing_venv_module_is_named_with_its_package(checkout: Path) -> None:
+    fake(checkout / "python", 'case "$*" in *venv*) exit 1;; *) exit 0;; esac')
+    done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
+    assert done.returncode == 1
+    assert "python3-venv" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_old_python_is_refused(checkout: Path) -> None:
+    fake(checkout / "python", 'case "$*" in *version_info*) exit 1;; --version) echo Python 3.8;; esac')
+    done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
+    assert done.returncode == 1 and "3.10 or newer" in done.stderr
+
+
+def installed(checkout: Path) -> Path:
+    """A fake environment whose pip writes down its arguments. Returns that record."""
+    record = checkout / "pip.record"
+    fake(checkout / ".venv/bin/python", f'echo "$*" >>{record}')
+    fake(checkout / ".venv/bin/cocodiff", 'echo "cocodiff $*"')
+    (checkout / "cocodiff/demo_model/samples").mkdir(parents=True)
+    (checkout / "cocodiff/demo_model/samples/one.tif").touch()
+    return record
+
+
+def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path) -> None:
+    record = installed(checkout)
+    first = launch(checkout, "launch/demo")
+    assert first.returncode == 0, first.stderr
+    assert "to download" in first.stdout.splitlines()[0]
+    assert "cocodiff inpaint --input cocodiff/demo_model/samples/one.tif" in first.stdout
+    calls = record.read_text().splitlines()
+    assert calls[0].endswith(" torch") and "--constraint" not in calls[0] and "-c .venv/constraints.txt" in calls[0]
+    assert "torch==" in (checkout / ".venv/constraints.txt").read_text()
+    second = launch(checkout, "launch/demo", "--steps", "3")
+    assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--steps 3")
+    assert record.read_text().splitlines() == calls
+
+
+def test_another_torch_replaces_the_pinned_one(checkout: Path) -> None:
+    record = installed(checkout)
+    launch(checkout, "launch/demo", COCODIFF_TORCH="torch-xpu.whl")
+    assert record.read_text().splitlines()[0].endswith(" torch-xpu.whl")
+    assert "torch==" not in (checkout / ".venv/constraints.txt").read_text()
+
+
+def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
+    installed(checkout)
+    fake(checkout / ".venv/bin/python", "echo no such version >&2; exit 1")
+    done = launch(checkout, "launch/demo")
+    assert done.returncode == 1
+    assert "no such version" in done.stderr and ".venv/install.log" in done.stderr
+    assert not (checkout / ".venv/ready").exists()
