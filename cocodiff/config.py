@@ -41,8 +41,8 @@ class Config:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
-        if not self.timeout_s > 0:
-            raise UserError(f"timeout_s is {self.timeout_s}: give a number of seconds above 0")
+        if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
+            raise UserError(f"timeout_s is {self.timeout_s!r}: give a number of seconds above 0")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:

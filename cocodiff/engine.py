@@ -7,6 +7,7 @@ and leaving the context puts everything back as it was.
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import Any
 
@@ -80,8 +81,9 @@ class Engine:
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
         self.model: nn.Module = model
         self.config = config
-        self.adapter: Adapter = adapter_for(self.model)
         _check_not_compiled(self.model)
+        self.adapter: Adapter = adapter_for(self.model)
+        self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
@@ -138,8 +140,9 @@ class Engine:
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.adapter.check_call(kwargs)
-        timestep = kwargs.get("timestep")
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        self.adapter.check_call(arguments)
+        timestep = arguments.get("timestep")
         if isinstance(timestep, Tensor):
             self.counter.call(float(timestep.flatten()[0]))
 

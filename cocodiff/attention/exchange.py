@@ -37,12 +37,11 @@ class Exchange:
         self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
         self._back: Plan = reverse(self._forward)
         self._lanes: dict[str, tuple[Lane, Group]] = {}
-        for phase in plan:  # every rank meets here, also one without a part in the phase
+        for phase in plan:  # every rank makes a group here, also one without a part in the phase or a sibling
             members = (
                 topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
             )
-            if len(members) > 1:
-                self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
+            self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
 
     def forward(self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv") -> LanePending[list[Tensor]]:
         """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""

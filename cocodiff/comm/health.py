@@ -100,7 +100,9 @@ class Watch:
         threading.Thread(target=watch._listen, name="watch", daemon=True).start()
         threading.Thread(target=watch._beat, name="watch-beat", daemon=True).start()
         with watch._changed:
-            ready = watch._changed.wait_for(lambda: watch._lost or watch._agreed, timeout=timeout_s)
+            # Rank 0 waits as long for whoever is missing, and knows who it is.
+            patience_s = timeout_s + BLAME_S
+            ready = watch._changed.wait_for(lambda: watch._lost or watch._agreed, timeout=patience_s)
         if not ready:
             raise PeerLost(0, "did not answer at the start")
         watch.check()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import CHECK_S, LaneOwner, PeerGroup, Pending
-from cocodiff.errors import PeerLost
+from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class LoopbackWorld:
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        self.failure: PeerLost | None = None
+        self.failure: PeerLost | UserError | None = None
         self._mailboxes: dict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
 
@@ -32,9 +32,9 @@ class LoopbackWorld:
         with self._lock:
             return self._mailboxes[key]
 
-    def fail(self, rank: int, reason: str) -> None:
+    def fail(self, failure: PeerLost | UserError) -> None:
         with self._lock:
-            self.failure = self.failure or PeerLost(rank, reason)
+            self.failure = self.failure or failure
 
     def check(self) -> None:
         if self.failure is not None:
@@ -106,7 +106,7 @@ class LoopbackHealth:
         return error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        self._world.fail(self._rank, f"failed: {reason}")
+        self._world.fail(UserError(reason) if mistake else PeerLost(self._rank, f"failed: {reason}"))
 
     def close(self) -> None:
         return

@@ -92,7 +92,7 @@ class MpiTransport(LaneOwner):
 
     def group(self, ranks: Sequence[int]) -> MpiGroup:
         members = self._communicator.Get_group().Incl(list(ranks))
-        communicator = self._communicator.Create_group(members)  # only the members meet
+        communicator = self.blocking(lambda: self._communicator.Create_group(members))  # only the members meet
         self._communicators.append(communicator)
         return MpiGroup(self._mpi, communicator, tuple(ranks), self.health)
 

@@ -66,7 +66,9 @@ class TorchDistTransport(LaneOwner):
 
     def group(self, ranks: Sequence[int]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
-        process_group = dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+        process_group = self.blocking(
+            lambda: dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+        )
         self._groups.append(process_group)
         return TorchDistGroup(process_group, tuple(ranks), self.rank, self.device)
 

@@ -95,7 +95,8 @@ class Transport(Protocol):
     health: Health
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Called by every member, by all members in the same order."""
+        """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
+        torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
         ...
 
     def lane(self, name: str) -> Lane: ...

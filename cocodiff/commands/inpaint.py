@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 
 EXACT = "flat"
+EVERY_RANK_IMPORTS = (
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
+    "skimage.metrics",
+    "skimage.restoration",
+    "cocodiff.commands.restore_stack",
+    "cocodiff.demo_model.vae",
+    "cocodiff.engine",
+    "cocodiff_eval.report",
+)
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 OPTIONS = (
     Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
@@ -57,6 +67,7 @@ class Job:
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
     values = parse("inpaint", "Restore masked regions of slices with a diffusion transformer.", OPTIONS, words)
     quiet_libraries(values["log_level"])
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
@@ -70,7 +81,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
     alike |= {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in job.tasks}
     code = 1
     try:
-        started = time.monotonic()
         code = run_ranks(values["ranks"], launch, next(iter(job.presets.values())), alike, partial(work, job, started))
     finally:
         if code:
@@ -119,10 +129,9 @@ def prepare(values: dict[str, Any], ranks: int) -> Job:
 
 
 def import_before_fork() -> None:
-    """What every rank needs, imported once in the process that ranks are forked from."""
-    import cocodiff_eval.report  # noqa: F401
-    import skimage.metrics
-    import skimage.restoration  # noqa: F401
+    """Imports what every rank needs once, in the process that ranks are forked from."""
+    for name in EVERY_RANK_IMPORTS:
+        import_module(name)
 
 
 def work(job: Job, started: float, transport: Any) -> None:

@@ -3,7 +3,8 @@
     python -m cocodiff.demo_model.train --out DIR [--seed 0] [--threads 1]
 
 Flow matching on the latents of `LappedTransformVAE`, with the 33 input channels that `StableDiffusion3InpaintPipeline`
-feeds: noisy latents, the mask at every 8th pixel, and the latents of the image with masked pixels set to 0 in [-1, 1].
+feeds: noisy latents, the mask at every 8th pixel, and the latents of the image whose masked pixels were set to 0 in
+[-1, 1] (which `encode` then fills smoothly).
 """
 
 import argparse
@@ -27,8 +28,8 @@ from .slices import HELD_OUT_SEEDS, make_slice
 from .vae import LappedTransformVAE
 
 IMAGES = 4000
-BATCH = 16
-ITERATIONS = 1500
+BATCH = 8
+ITERATIONS = 2500
 WARM_UP = 60
 DECAY_FROM = 0.3
 """Part of the run after which the rate falls linearly to zero."""
@@ -49,7 +50,7 @@ TRANSFORMER: dict[str, Any] = {
     "pos_embed_max_size": 16,
     "qk_norm": "rms_norm",
 }
-SCHEDULER: dict[str, Any] = {"num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False}
+SCHEDULER: dict[str, Any] = {"num_train_timesteps": 1000, "shift": 4.0, "use_dynamic_shifting": False}
 
 
 def training_images(count: int, seed: int) -> NDArray[np.float32]:
@@ -104,7 +105,8 @@ class Batches:
         image_BHW = torch.from_numpy(np.stack(turned)) * 2 - 1
         mask_BHW = torch.from_numpy(np.stack([training_mask(self.generator) for _ in chosen])).float()
         clean_BCHW = self.vae.transform(image_BHW)
-        masked_BCHW = self.vae.transform(image_BHW * (mask_BHW < 0.5))
+        masked_BHW = image_BHW * (mask_BHW < 0.5)
+        masked_BCHW = self.vae.encode(masked_BHW[:, None]).latent_dist.mode()
         sigma_B = self.draw_sigma()
         sigma_B111 = sigma_B[:, None, None, None]
         noise_BCHW = NOISE * torch.randn(clean_BCHW.shape, generator=self.noise)
@@ -154,7 +156,7 @@ def train(out: Path, seed: int, iterations: int, images: int) -> float:
     batches = Batches(training_images(images, seed), vae, seed)
     print(f"{images} slices after {time.process_time():.0f} CPU s", flush=True)
     model = build_model()
-    optimizer = Optimizer(model, muon_rate=3e-3, adam_rate=1.2e-3, average=0.998)
+    optimizer = Optimizer(model, muon_rate=6e-3, adam_rate=2e-3, average=0.998)
     prompt = prompt_embeddings(BATCH)
     # Half-way between equal weight for latents and equal weight for pixels.
     weight_C11 = 1 / torch.tensor(vae.config.channel_scale)[:, None, None]

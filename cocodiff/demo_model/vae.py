@@ -5,6 +5,10 @@ block border, then an orthonormal DCT in every block, give basis functions 16 pi
 neighbouring block (Malvar's lapped orthogonal transform in its pre-filter form: Tran, Liang and Tu, 2003). So an error
 in one latent does not end in a visible edge, as it does with a plain block DCT. Of the 8 x 8 coefficients of a block
 the 4 x 4 lowest are kept: 16 latent channels at an eighth of the resolution, as SD3's.
+
+Inpainting pipelines set hidden pixels to exactly 0 before they encode. Encoding takes such pixels for unknown and
+continues the image smoothly into them (`fill.py`), so the transformer starts from a classical restoration and learns
+what it lacks.
 """
 
 from functools import lru_cache
@@ -16,6 +20,8 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
+
+from .fill import fill_holes
 
 BLOCK = 8
 KEPT = 4
@@ -98,6 +104,7 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         shift_factor: float = 0.0,
         channel_scale: tuple[float, ...] = CHANNEL_SCALE,
         overlap_angles: tuple[float, ...] = OVERLAP_ANGLES,
+        fill_hidden: bool = True,
     ) -> None:
         super().__init__()
         if latent_channels != KEPT * KEPT or len(channel_scale) != latent_channels:
@@ -130,8 +137,16 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         return rows.T @ kept_BHW @ columns
 
     def encode(self, x: Tensor, return_dict: bool = True) -> Any:
-        """Images [B, 3, H, W] (H, W multiples of 8) to a one-point distribution of latents [B, 16, H/8, W/8]."""
-        latents = ExactLatents(self.transform(x.float().mean(1)).to(x.dtype))
+        """Images [B, 3, H, W] (H, W multiples of 8) to a one-point distribution of latents [B, 16, H/8, W/8].
+
+        With `fill_hidden`, pixels that are exactly 0 are taken as hidden and filled from around them; an image of zeros
+        stays zero.
+        """
+        grey_BHW = x.float().mean(1)
+        known_BHW = grey_BHW != 0
+        if self.config.fill_hidden and not known_BHW.all():
+            grey_BHW = fill_holes(grey_BHW, known_BHW)
+        latents = ExactLatents(self.transform(grey_BHW).to(x.dtype))
         return AutoencoderKLOutput(latent_dist=latents) if return_dict else (latents,)
 
     def decode(self, z: Tensor, return_dict: bool = True, generator: torch.Generator | None = None) -> Any:

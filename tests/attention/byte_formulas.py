@@ -8,8 +8,8 @@ from cocodiff.trace import LINK_CLASSES
 
 
 class Formulas:
-    """Symbols as in the design: L_i rows and h_i heads of rank i, S_c rows of card c, H_k heads of plane k on all nodes,
-    K_i the planes that rank i serves on its card."""
+    """Symbols as in the design: L_i rows and h_i heads of rank i, S_c rows of card c, H_k heads of plane k on all
+    nodes, K_i the planes that rank i serves on its card."""
 
     def __init__(self, topology: Topology, layout: Layout) -> None:
         self.places = topology.places

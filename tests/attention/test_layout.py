@@ -28,7 +28,7 @@ def check_pairs(plans: list[Plan]) -> None:
 
 
 def simulate(plans: list[Plan], held: list[set[Block]]) -> list[set[Block]]:
-    """Moves blocks along the plans. A rank may only send what it holds when the phase begins, and then holds it no more."""
+    """Moves blocks along the plans. A rank may only send what it holds when the phase begins, and loses it."""
     for phases in zip(*plans, strict=True):
         arriving: list[set[Block]] = [set() for _ in plans]
         for rank, phase in enumerate(phases):
@@ -98,7 +98,12 @@ def test_flat_sends_each_block_straight_to_its_owner():
 @MODEST
 def test_shares_differ_by_at_most_one(topology, image, text, heads):
     layout = Layout.build(topology, image, text, heads)
-    for shares, total in ((layout.image, image), (layout.text, text), (layout.heads, heads), (layout.rows, image + text)):
+    for shares, total in (
+        (layout.image, image),
+        (layout.text, text),
+        (layout.heads, heads),
+        (layout.rows, image + text),
+    ):
         assert sum(shares) == total
         assert max(shares) - min(shares) <= 1
     assert min(layout.image) >= 1 and min(layout.heads) >= 1

@@ -129,7 +129,7 @@ def check_refusals(group: Group) -> None:
 
 
 def check_groups(transport: Transport) -> None:
-    """Groups of some ranks, made side by side by different members, overlapping ones too, and the same one twice."""
+    """Groups of some ranks, made side by side by different members, the same one twice, and one rank by itself."""
     rank = transport.rank
     parity = transport.group([r for r in range(SIZE) if r % 2 == rank % 2])
     card = transport.group([rank // 2 * 2, rank // 2 * 2 + 1])
@@ -141,11 +141,14 @@ def check_groups(transport: Transport) -> None:
         group.all_gather(torch.full((3,), float(rank)), theirs).wait()
         assert [part[0].item() for part in theirs] == list(group.ranks)
         group.barrier()
-    if rank != 2:
-        without = transport.group([0, 1, 3])
-        total = torch.tensor([float(rank)])
-        without.all_reduce(total).wait()
-        assert total.item() == 4.0
+    apart = transport.group([2] if rank == 2 else [0, 1, 3])
+    total = torch.tensor([float(rank)])
+    apart.all_reduce(total).wait()
+    assert total.item() == (2.0 if rank == 2 else 4.0)
+    if rank == 2:
+        mine = [torch.empty(2)]
+        apart.all_to_all([torch.ones(2)], mine).wait()
+        assert mine[0].tolist() == [1.0, 1.0]
 
 
 def check_objects(transport: Transport) -> None:
@@ -215,13 +218,14 @@ def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None
 
 
 def main(how: str, names: list[str]) -> int:
-    from cocodiff.commands.ranks import run_ranks
     from cocodiff.comm.launch import Launch, detect
+    from cocodiff.commands.ranks import run_ranks
     from cocodiff.config import Config
 
     def with_a_bad_rank(transport: Transport) -> None:
+        group = transport.group(range(SIZE))
         assert transport.rank != 2, "as it was told"
-        transport.group(range(SIZE)).barrier()
+        transport.lane("waiting").submit(group.barrier).wait()
 
     for name in names:
         config = Config(transport=name, device="cpu", timeout_s=60.0)

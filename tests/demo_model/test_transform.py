@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cocodiff.demo_model.fill import fill_holes
 from cocodiff.demo_model.vae import LappedTransformVAE, lapped_matrix
 
 
@@ -47,6 +48,28 @@ def test_grey_is_the_mean_of_the_channels() -> None:
     image_B3HW = torch.rand(1, 3, 16, 16)
     grey_B3HW = image_B3HW.mean(1, keepdim=True).repeat(1, 3, 1, 1)
     torch.testing.assert_close(vae.encode(image_B3HW).latent_dist.mode(), vae.encode(grey_B3HW).latent_dist.mode())
+
+
+def test_hidden_pixels_are_continued_from_around_them() -> None:
+    vae = LappedTransformVAE()
+    ramp_B1HW = torch.linspace(0.1, 0.9, 64).expand(1, 1, 64, 64).contiguous()
+    hidden_B1HW = ramp_B1HW.clone()
+    hidden_B1HW[..., 20:45, 20:45] = 0
+    expected, found = (vae.encode(x).latent_dist.mode() for x in (ramp_B1HW, hidden_B1HW))
+    # A ramp is its own soap film; what remains is how far the relaxation was carried.
+    assert (vae.inverse(found) - vae.inverse(expected)).abs().max() < 0.05
+    assert vae.encode(torch.zeros(1, 3, 16, 16)).latent_dist.mode().abs().max() == 0
+
+
+@pytest.mark.parametrize(("height", "width"), [(96, 96), (40, 72), (8, 24)])
+def test_fill_keeps_known_pixels_and_their_range(height: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    image_BHW = torch.rand(3, height, width, generator=generator) - 0.3
+    known_BHW = torch.rand(3, 1, width, generator=generator).expand(3, height, width) > 0.6
+    filled_BHW = fill_holes(image_BHW, known_BHW)
+    assert torch.equal(filled_BHW[known_BHW], image_BHW[known_BHW])
+    assert filled_BHW.min() >= image_BHW[known_BHW].min() - 1e-6
+    assert filled_BHW.max() <= image_BHW[known_BHW].max() + 1e-6
 
 
 def test_bfloat16_in_and_out() -> None:

@@ -1,0 +1,121 @@
+"""Options of a subcommand: the command line over a settings file over defaults, and mistakes in one line."""
+
+import pytest
+
+from cocodiff.commands.options import RUN_OPTIONS, Option, engine_config, parse
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+
+OPTIONS = (
+    Option("input", "files to read", many=True, required=True),
+    Option("steps", "denoising steps", 20, type=int),
+    Option("strength", "how much noise", 1.0, type=float),
+    Option("noise_seed", "where noise starts", 0, type=int),
+    Option("mask", "what to restore", "block", choices=("block", "center")),
+    Option("exact", "compare with the exact run", True, type=bool),
+    Option("overwrite", "replace results", False, type=bool),
+)
+
+
+def values(*words: str) -> dict:
+    return parse("inpaint", "restores slices", OPTIONS, ("--input", "a.png", *words))
+
+
+def mistake(*words: str, options: tuple[Option, ...] = OPTIONS) -> str:
+    with pytest.raises(UserError) as caught:
+        parse("inpaint", "restores slices", options, words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults():
+    assert values() == {
+        "input": ["a.png"], "steps": 20, "strength": 1.0, "noise_seed": 0, "mask": "block", "exact": True,
+        "overwrite": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("--noise-seed", "7"), ("--noise_seed", "7"), ("--noise-seed=7",)])
+def test_hyphen_and_underscore_are_the_same(words):
+    assert values(*words)["noise_seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "exact", "overwrite"),
+    [
+        (("--overwrite",), True, True),
+        (("--no-exact",), False, False),
+        (("--no_exact", "--overwrite"), False, True),
+        (("--exact", "false", "--overwrite", "true"), False, True),
+        (("--exact=false", "--overwrite", "--steps", "3"), False, True),
+        (("--no-overwrite",), True, False),
+    ],
+)
+def test_booleans(words, exact, overwrite):
+    found = values(*words)
+    assert (found["exact"], found["overwrite"]) == (exact, overwrite)
+
+
+def test_several_values():
+    assert parse("inpaint", "", OPTIONS, ("--input", "a.png", "b.tif", "--steps", "3"))["input"] == ["a.png", "b.tif"]
+
+
+def test_numbers_are_typed():
+    found = values("--steps", "3", "--strength", "0.5")
+    assert (found["steps"], found["strength"]) == (3, 0.5)
+    assert values("--strength", "1")["strength"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--stpes", "3"), ("unknown option --stpes", "did you mean steps?", "cocodiff inpaint --help")),
+        (("--no-stesp",), ("unknown option --no_stesp",)),
+        (("--input", "a", "--steps", "many"), ("--steps many: not a number", "cocodiff inpaint --help")),
+        (("--input", "a", "--strength", "high"), ("--strength high: not a number",)),
+        (("--input", "a", "--mask", "blok"), ("mask", "blok", "block", "center")),
+        (("--steps", "3"), ("--input is missing: files to read", "cocodiff inpaint --help")),
+        (("--config", "absent.yaml"), ("cannot read absent.yaml: No such file",)),
+    ],
+)
+def test_mistakes_on_the_command_line(words, parts):
+    message = mistake(*words)
+    for part in parts:
+        assert part in message
+
+
+def test_a_settings_file_and_the_command_line_over_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("input: scan.tif\nsteps: 5\nstrength: 1\nmask: center\nexact: false\n")
+    found = parse("inpaint", "", OPTIONS, ("--config", str(path), "--steps", "7", "--exact"))
+    assert found == {
+        "input": ["scan.tif"], "steps": 7, "strength": 1, "noise_seed": 0, "mask": "center", "exact": True,
+        "overwrite": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("input: [a]\nstpes: 3\n", ("unknown key stpes", "did you mean steps?")),
+        ("input: [a]\nsteps: many\n", ("steps: 'many' is not of type int",)),
+        ("input: [a]\nsteps: true\n", ("steps: True is not of type int",)),
+        ("input: [a]\nexact: 3\n", ("exact: 3 is not of type bool",)),
+        ("input: [1]\n", ("input: 1 is not of type str",)),
+        ("input: [a]\nmask: centre\n", ("mask: 'centre', did you mean center?", "choose from block, center")),
+        ("input: [a\n", ("not valid YAML",)),
+        ("- input\n", ("no key: value pairs",)),
+    ],
+)
+def test_mistakes_in_a_settings_file(tmp_path, text, parts):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    message = mistake("--config", str(path))
+    for part in (*parts, "run.yaml"):
+        assert part in message
+
+
+def test_run_options_become_the_engines_settings():
+    found = parse("inpaint", "", RUN_OPTIONS, ("--machine", "aurora", "--timeout-s", "9", "--transport", "gloo"))
+    assert engine_config(found) == Config(machine="aurora", timeout_s=9.0, transport="gloo")
+    assert found["ranks"] is None and found["quiet"] is False

@@ -1,0 +1,51 @@
+"""One rank of an MPI job: checks parallel transformers over MPI and gloo against its own one-process result.
+
+exactness_rank.py MACHINE
+"""
+
+import hashlib
+import sys
+
+import torch
+from exactness import Case, Expected, parallel_outputs
+
+from cocodiff.comm.launch import detect
+from cocodiff.comm.transport import Transport
+from cocodiff.commands.ranks import run_ranks
+from cocodiff.config import Config
+
+CASES = (
+    Case(38, 3, 5, 5, batch=2, dual=(0,)),
+    Case(24, 5, 5, 7, dtype=torch.bfloat16),
+    Case(12, 3, 7, 13),
+)
+
+
+def main(machine: str) -> int:
+    expected = [Expected.of(case) for case in CASES]
+    digests: list[str] = []
+
+    def work(transport: Transport) -> None:
+        digest = hashlib.sha256()
+        for case, of_case in zip(CASES, expected, strict=True):
+            flat, tapa = parallel_outputs(transport, of_case.model, case, machine)
+            of_case.check(flat)
+            assert torch.equal(flat, tapa)
+            digest.update(flat.float().numpy().tobytes())
+        gathered = transport.gather_object(digest.hexdigest())
+        if transport.rank == 0:
+            assert len(gathered) == transport.size and len(set(gathered)) == 1, gathered
+        digests.append(digest.hexdigest())
+
+    for name in ("mpi", "gloo"):
+        code = run_ranks(None, detect(), Config(transport=name, device="cpu", timeout_s=120.0), {}, work)
+        if code:
+            return code
+    assert digests[0] == digests[1], "MPI and gloo gave different bits"
+    if detect().rank == 0:
+        print("all ranks agree")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

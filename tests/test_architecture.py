@@ -1,0 +1,155 @@
+"""The house rules: who imports whom, how long files and functions are, and what no file of ours may name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAVES = ("cocodiff.errors",)
+
+# Module or package -> what it may import of ours, besides itself and the leaves. A name covers what is below it.
+MAY_IMPORT = {
+    "cocodiff.errors": (),
+    "cocodiff.topology": (),
+    "cocodiff.device": (),
+    "cocodiff.trace": (),
+    "cocodiff.config": ("cocodiff.topology",),
+    "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
+    "cocodiff.kernels": (),
+    "cocodiff.attention": (
+        "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
+    ),
+    "cocodiff.models": ("cocodiff.attention.strategy",),
+    "cocodiff.engine": (
+        "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",
+        "cocodiff.kernels", "cocodiff.attention", "cocodiff.models",
+    ),
+    "cocodiff.demo_model": (),
+    "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine"),
+    "cocodiff.__main__": ("cocodiff.cli",),
+    "cocodiff.cli": ("cocodiff.__init__", "cocodiff.commands", "cocodiff.comm.launch", "cocodiff.config"),
+    "cocodiff.commands": ("cocodiff", "cocodiff_eval"),
+    "cocodiff_eval": ("cocodiff.engine", "cocodiff.config"),
+}  # fmt: skip
+SOURCES = sorted([*(ROOT / "cocodiff").rglob("*.py"), *(ROOT / "eval").rglob("*.py")])
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT / "eval" if path.is_relative_to(ROOT / "eval") else ROOT).with_suffix("").parts
+    return ".".join(parts) if len(parts) == 2 else ".".join(parts).removesuffix(".__init__")
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports_of_ours(path: Path) -> set[str]:
+    """The modules of ours that a file imports, anywhere in it; of a package the names that are modules of it."""
+    found: set[str] = set()
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package(path, node.level), *filter(None, [node.module])])
+            below = {f"{base}.{alias.name}" for alias in node.names}
+            inner = {name for name in below if is_module(name)}
+            found |= inner if len(inner) == len(below) else inner | {base}
+    ours = {name for name in found if name.split(".")[0] in ("cocodiff", "cocodiff_eval")}
+    return {"cocodiff.__init__" if name == "cocodiff" else name for name in ours}
+
+
+def package(path: Path, level: int) -> list[str]:
+    """What a relative import of this file starts from; nothing for an absolute one."""
+    top = ROOT / "eval" if path.is_relative_to(ROOT / "eval") else ROOT
+    return list(path.relative_to(top).parts[:-level]) if level else []
+
+
+def is_module(name: str) -> bool:
+    base = ROOT / ("eval" if name.startswith("cocodiff_eval") else "")
+    path = base.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def covers(rule: str, name: str) -> bool:
+    return name == rule or name.startswith(rule + ".")
+
+
+def rule_of(module: str) -> str:
+    """The longest entry of the table that covers a module."""
+    return max((rule for rule in MAY_IMPORT if covers(rule, module)), key=len, default="")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_table(path):
+    rule = rule_of(module_name(path))
+    assert rule, f"{module_name(path)} stands in no row of the import table"
+    allowed = (rule, *MAY_IMPORT[rule], *LEAVES)
+    unfit = {name for name in imports_of_ours(path) if not any(covers(other, name) for other in allowed)}
+    assert not unfit, f"{module_name(path)} imports {sorted(unfit)}"
+
+
+def test_the_table_is_about_modules_that_exist():
+    assert {rule for rule in MAY_IMPORT if rule_of(rule) != rule or not is_module(rule)} == set()
+    assert {rule_of(module_name(path)) for path in SOURCES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("inner", "users"),
+    [
+        ("cocodiff_eval", ("cocodiff_eval", "cocodiff.commands")),
+        ("cocodiff.commands", ("cocodiff.commands", "cocodiff.cli")),
+        ("cocodiff.cli", ("cocodiff.cli", "cocodiff.__main__")),
+    ],
+)
+def test_outer_rooms_are_used_by_few(inner, users):
+    importers = {module_name(path) for path in SOURCES if any(covers(inner, name) for name in imports_of_ours(path))}
+    assert {name for name in importers if not any(covers(user, name) for user in users)} == set()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+    functions = [node for node in ast.walk(syntax(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {node.name: lines for node in functions if (lines := node.end_lineno - node.lineno + 1) > 60}
+    assert long == {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_globals_that_change(path):
+    changed = [name for node in ast.walk(syntax(path)) if isinstance(node, ast.Global) for name in node.names]
+    assert changed == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_peers_name_in_the_engine(path):
+    peers = re.compile("x" + r"dit\b|cache_" + r"dit|x" + "fuser", re.IGNORECASE)
+    assert not peers.search(path.read_text())
+
+
+def tracked_texts() -> dict[str, str]:
+    """Every text file that git keeps, or that the folder holds where there is no git."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        names = listed.stdout.splitlines()
+    else:
+        names = [str(path.relative_to(ROOT)) for top in ("cocodiff", "eval", "configs", "tests") for path in
+                 (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml", ".md", ".j2")]  # fmt: skip
+    texts = {}
+    for name in names:
+        data = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b""
+        if b"\0" not in data:
+            texts[name] = data.decode(errors="replace")
+    return texts
+
+
+def test_no_paths_of_one_machine():
+    absolute = re.compile("/" + r"work/|/" + r"root/|/" + r"tmp/w\b|/" + r"home/\w")
+    found = {name: absolute.findall(text) for name, text in tracked_texts().items() if absolute.search(text)}
+    assert found == {}

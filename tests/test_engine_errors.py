@@ -1,0 +1,163 @@
+"""What the engine refuses, in words that help, and how it counts steps and guidance branches."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
+from tiny_models import sd3_inputs, sd3_transformer
+from torch import nn
+
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.engine import StepCounter, parallelize
+from cocodiff.errors import UserError
+
+
+@pytest.fixture
+def alone():
+    """The transport of a world of one rank."""
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    yield transport
+    transport.close()
+
+
+def refused(size: int, model: nn.Module, **inputs: object) -> str:
+    """The error of a call on `size` ranks that share `model`'s weights, each with a model of its own."""
+    weights = model.state_dict()
+
+    def work(transport: LoopbackTransport) -> None:
+        own = type(model).from_config(model.config).eval()
+        own.load_state_dict(weights)
+        with parallelize(own, transport=transport):
+            own(**inputs)
+
+    with pytest.raises(UserError) as caught:
+        run_ranks(size, work, timeout_s=30.0)
+    return str(caught.value)
+
+
+def test_unknown_models_are_refused_with_the_known_families(alone):
+    with pytest.raises(UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5"):
+        parallelize(nn.Linear(2, 2), transport=alone)
+
+
+def test_a_pipeline_without_transformer_is_refused(alone):
+    class UnetPipeline:
+        unet = nn.Linear(2, 2)
+
+    with pytest.raises(UserError, match="a UnetPipeline has no transformer: give a DiT pipeline or its transformer"):
+        parallelize(UnetPipeline(), transport=alone)
+
+
+def test_a_pipelines_transformer_is_taken(alone):
+    class Pipeline:
+        transformer = sd3_transformer(3)
+
+    assert parallelize(Pipeline(), transport=alone).model is Pipeline.transformer
+
+
+def test_a_custom_attention_processor_is_refused_by_name(alone):
+    model = sd3_transformer(3)
+    names = list(model.attn_processors)
+    model.set_attn_processor({**model.attn_processors, names[1]: FusedJointAttnProcessor2_0()})
+    with pytest.raises(UserError) as caught, parallelize(model, transport=alone):
+        raise AssertionError("entered")
+    assert names[1] in str(caught.value) and "FusedJointAttnProcessor2_0" in str(caught.value)
+    assert "unload the adapter or unfuse" in str(caught.value)
+    assert type(model.attn_processors[names[0]]).__name__ == "JointAttnProcessor2_0"
+
+
+def test_attention_that_the_adapter_does_not_know_is_refused(alone):
+    model = sd3_transformer(3)
+    model.extra = nn.Linear(2, 2)
+    model.extra.processor = object()
+    before = dict(model.attn_processors)
+    with pytest.raises(UserError, match="attention module extra keeps its object"), parallelize(model, transport=alone):
+        raise AssertionError("entered")
+    assert model.attn_processors == before
+    assert not model._forward_pre_hooks and not model.pos_embed._forward_hooks
+
+
+def compiled_in_place() -> nn.Module:
+    model = sd3_transformer(3)
+    model.compile()
+    return model
+
+
+def compiled_block() -> nn.Module:
+    model = sd3_transformer(3)
+    model.transformer_blocks[1].compile()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (compiled_in_place, "the transformer"),
+        (compiled_block, r"transformer_blocks\.1"),
+        (lambda: torch.compile(sd3_transformer(3)), "the transformer"),
+    ],
+    ids=["in place", "one block", "wrapped"],
+)
+def test_a_compiled_model_is_refused(make, name, alone):
+    with pytest.raises(UserError, match=f"^{name} is compiled by torch.compile.*model that is not compiled"):
+        parallelize(make(), transport=alone)
+
+
+def test_more_ranks_than_image_tokens():
+    message = refused(6, sd3_transformer(8), **sd3_inputs(1, 1, 5, 3))
+    assert "6 ranks for 5 image tokens" in message and "at most 5 ranks or a larger image" in message
+
+
+def test_more_ranks_than_heads():
+    message = refused(4, sd3_transformer(3), **sd3_inputs(1, 3, 3, 2))
+    assert "4 ranks for 3 attention heads" in message and "use at most 3 ranks" in message
+
+
+def test_ranks_that_do_not_fill_the_machine():
+    with pytest.raises(UserError, match="start 12 ranks, or use --machine local"):
+        run_ranks(2, lambda transport: parallelize(sd3_transformer(3), transport=transport, machine="aurora"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"block_controlnet_hidden_states": [torch.zeros(1)]}, "run without a ControlNet"),
+        ({"joint_attention_kwargs": {"scale": 2.0}}, r"joint_attention_kwargs \(scale\) reach no parallel attention"),
+    ],
+)
+def test_call_arguments_that_a_shard_would_misread(extra, message, alone):
+    model = sd3_transformer(3)
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone), torch.no_grad():
+        model(**sd3_inputs(1, 2, 3, 2), **extra)
+
+
+def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
+    model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
+    with torch.no_grad(), parallelize(model, transport=alone) as engine:
+        model(*inputs.values())
+        assert engine.counter.step == 0
+        with pytest.raises(UserError, match="run without a ControlNet"):
+            model(*inputs.values(), [torch.zeros(1)])
+
+
+def test_an_unknown_preset_is_refused(alone):
+    with pytest.raises(UserError, match="did you mean flat"):
+        parallelize(sd3_transformer(3), preset="flatt", transport=alone)
+
+
+def test_steps_branches_and_runs_are_counted_from_timesteps():
+    counter, seen = StepCounter(), []
+    for timestep in (900.0, 900.0, 500.0, 500.0, 100.0, 100.0, 900.0, 900.0, 500.0):
+        counter.call(timestep)
+        seen.append((counter.step, counter.branch))
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0)]
+
+
+def test_the_engine_counts_a_models_calls(alone):
+    model, inputs = sd3_transformer(3), sd3_inputs(2, 2, 3, 2)
+    with torch.no_grad(), parallelize(model, transport=alone) as engine:
+        assert engine.counter.step == -1
+        for step, timestep in enumerate((900.0, 600.0, 300.0)):
+            model(**inputs | {"timestep": torch.full((2,), timestep)})
+            assert (engine.counter.step, engine.counter.branch) == (step, 0)
+        model(**inputs | {"timestep": torch.full((2,), 300.0)})
+        assert (engine.counter.step, engine.counter.branch) == (2, 1)
