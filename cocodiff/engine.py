@@ -22,7 +22,7 @@ from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
-from cocodiff.device import rank_device
+from cocodiff.device import rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Tokens
@@ -173,7 +173,7 @@ class Engine:
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return self._gather_lane.submit(gather).wait()
+        return used_on_current_stream(self._gather_lane.submit(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 

@@ -27,12 +27,14 @@ class Ulysses:
         if self._exchange is None:
             return local_attention(q_BLHD, k_BLHD, v_BLHD)
         layout = self.layout(qkv)
-        q_BSGD, k_BSGD, v_BSGD = map(
-            used_on_current_stream, self._exchange.forward([q_BLHD, k_BLHD, v_BLHD], layout).wait()
-        )
+        with self._trace.span("wait for qkv"):
+            received = self._exchange.forward([q_BLHD, k_BLHD, v_BLHD], layout).wait()
+        q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, received)
         with self._trace.span("attention"):
             out_BSGD = local_attention(q_BSGD, k_BSGD, v_BSGD)
-        return used_on_current_stream(self._exchange.back(out_BSGD, layout).wait())
+        with self._trace.span("wait for o"):
+            out_BLHD = self._exchange.back(out_BSGD, layout).wait()
+        return used_on_current_stream(out_BLHD)
 
     def layout(self, qkv: LazyQKV) -> Layout:
         key = (qkv.image_tokens, qkv.text_tokens, qkv.heads)

@@ -1,6 +1,6 @@
 """Measures the demo model on held-out slices against mean fill and biharmonic inpainting.
 
-    python -m cocodiff.demo_model.evaluate [--steps 20] [--count 20] [--sheet FILE.png] [--weights DIR]
+    python -m cocodiff.demo_model.evaluate [--steps 20] [--count 20] [--family organ] [--sheet FILE.png] [--weights DIR]
 
 PSNR (decibels, over masked pixels on the [0, 1] range, clipped) and SSIM (scikit-image, window 7, its map averaged in
 the mask) are computed per slice and averaged over slices. One sample per slice, strength 1.
@@ -19,7 +19,7 @@ from skimage.restoration import inpaint_biharmonic
 
 from . import WEIGHTS, load_pipeline, prompt_embeddings
 from .masks import Mask, block_mask, center_mask
-from .slices import HELD_OUT_SEEDS, make_slice
+from .slices import FAMILIES, HELD_OUT_SEEDS, make_slice
 
 Stack = NDArray[np.float32]
 Masks = NDArray[np.bool_]
@@ -76,13 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the demo model on held-out slices.")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--family", default="organ", choices=[*FAMILIES, "mixed"])
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--sheet", type=Path, help="PNG to write: original, masked, restored, error")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     seeds = HELD_OUT_SEEDS[: arguments.count]
-    truth_NHW = np.stack([make_slice(seed) for seed in seeds])
+    truth_NHW = np.stack([make_slice(seed, family=arguments.family) for seed in seeds])
     pipeline = load_pipeline(weights=arguments.weights)
     pipeline.set_progress_bar_config(disable=True)
     sheets = []

@@ -52,18 +52,18 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A mask of random kind, never empty: 35% block, 25% center (some shifted), the rest irregular. bool [size,
+    """A mask of random kind, never empty: 45% block, 30% center (some shifted), the rest irregular. bool [size,
     size]."""
     kind = generator.random()
-    if kind < 0.35:
+    if kind < 0.45:
         mask = block_mask(generator, size)
-    elif kind < 0.55:
+    elif kind < 0.70:
         mask = center_mask(size)
-    elif kind < 0.60:
+    elif kind < 0.75:
         mask = np.roll(center_mask(size), tuple(generator.integers(-size // 4, size // 4 + 1, 2)), (0, 1))
-    elif kind < 0.74:
+    elif kind < 0.84:
         mask = rectangles_mask(generator, size)
-    elif kind < 0.87:
+    elif kind < 0.92:
         mask = blob_mask(generator, size)
     else:
         mask = half_plane_mask(generator, size)

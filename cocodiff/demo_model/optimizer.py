@@ -11,13 +11,22 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(updates_NRC: Tensor, steps: int = 5) -> Tensor:
-    """Matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz)."""
+    """Matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz).
+
+    Every step multiplies the matrix by a polynomial of its Gram matrix: the steps run on the small square Gram matrix
+    alone and the (maybe long) matrix itself is multiplied once, at the end.
+    """
     wide = updates_NRC.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else updates_NRC
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = NEWTON_SCHULZ
+    gram = wide @ wide.mT
+    eye = torch.eye(gram.shape[1])
+    total = eye.expand_as(gram)
     for _ in range(steps):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
+        total = factor @ total
+        gram = factor @ gram @ factor
+    wide = total @ wide
     return wide.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else wide
 
 
@@ -47,7 +56,13 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, average: float) -> None:
         named = list(model.named_parameters())
-        matrices = [p for name, p in named if p.ndim == 2 and "transformer_blocks" in name and "norm" not in name]
+        # The stream of the constant prompt is left to AdamW: Muon would spend half of its time there.
+        other = ("norm", "context", "add_")
+        matrices = [
+            p
+            for name, p in named
+            if p.ndim == 2 and name.startswith("transformer_blocks") and not any(o in name for o in other)
+        ]
         chosen = {id(p) for p in matrices}
         self.parameters: list[Tensor] = [p for _, p in named]
         self.muon = Muon(matrices)

@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 SIZE = 96
 HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
 """Seeds kept for tests and reports. Training uses `range(n)` with n far below the first of them."""
-MINERAL_SHARE = 0.2
+MINERAL_SHARE = 0.12
 
 
 class View:
@@ -178,6 +178,9 @@ def mineral(view: View, generator: np.random.Generator) -> Array:
     return image
 
 
+FAMILIES = {"organ": organ, "mineral": mineral}
+
+
 def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
     """What the scanner adds: cupping, rings around the rotation axis, grainy and white noise."""
     axis = generator.normal(0, 0.03, 2)
@@ -195,18 +198,20 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
     return image + generator.uniform(0.006, 0.015) * (share * grain / 0.4 + (1 - share) * noise)
 
 
-def make_slice(seed: int, zoom: float = 1.0) -> Image:
+def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:
     """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1.
 
     `zoom` > 1 shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big
-    slices do.
+    slices do. `family` is "organ", "mineral", or "mixed" for the training mixture.
     """
     if zoom < 1:
         raise ValueError(f"zoom {zoom}: must be at least 1")
+    if family not in ("mixed", *FAMILIES):
+        raise ValueError(f"family {family!r}: choose mixed, {' or '.join(FAMILIES)}")
     generator = np.random.default_rng(seed)
     view = View(generator, zoom)
-    family = mineral if generator.random() < MINERAL_SHARE else organ
-    image = scan(view, generator, family(view, generator))
+    drawn = "mineral" if generator.random() < MINERAL_SHARE else "organ"
+    image = scan(view, generator, FAMILIES[drawn if family == "mixed" else family](view, generator))
     image -= image.min()
     image /= max(image.max(), 1e-6)
     return image.astype(np.float32)
@@ -217,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out synthetic slices.")
     parser.add_argument("--count", type=int, default=20, help=f"how many, at most {len(HELD_OUT_SEEDS)}")
     parser.add_argument("--out", type=Path, required=True, help="TIFF stack to write (uint16)")
+    parser.add_argument("--family", default="organ", choices=sorted(FAMILIES), help="kind of specimen")
     parser.add_argument("--png", type=Path, help="folder for one 8-bit PNG per slice")
     arguments = parser.parse_args()
     if not 1 <= arguments.count <= len(HELD_OUT_SEEDS):
@@ -224,7 +230,7 @@ def main() -> None:
     import tifffile
     from PIL import Image as PngImage
 
-    stack_NHW = np.stack([make_slice(seed) for seed in HELD_OUT_SEEDS[: arguments.count]])
+    stack_NHW = np.stack([make_slice(seed, family=arguments.family) for seed in HELD_OUT_SEEDS[: arguments.count]])
     tifffile.imwrite(arguments.out, np.round(stack_NHW * 65535).astype(np.uint16), photometric="minisblack")
     if arguments.png:
         arguments.png.mkdir(parents=True, exist_ok=True)

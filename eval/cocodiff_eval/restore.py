@@ -128,12 +128,15 @@ def _run_pass(
     for tiles in tile_pass.batches:
         keys = range(key, key + len(tiles))
         key += len(tiles)
-        outputs = _call(inpainter, image_padded, hidden_padded, tiles, tile_pass.strength, keys, plan.native)
+        windows = [tile_window(tile, level.padded, plan.native, plan.overlap) for tile in tiles]
+        places = [_window(tile, plan.native) for tile in tiles]
+        images = [image_padded[here] for here in places]
+        hidden = [hidden_padded[here] for here in places]
+        outputs = _call(inpainter, images, hidden, tile_pass.strength, keys)
         counter.step()
-        for tile, output in zip(tiles, outputs, strict=True):
-            here = _window(tile, plan.native)
-            matched = match_surroundings(output, image_padded[here], hidden_padded[here])
-            weight = tile_window(tile, level.padded, plan.native, plan.overlap)
+        for number, (tile, here) in enumerate(zip(tiles, places, strict=True)):
+            matched = match_surroundings(outputs[number], images[number], hidden[number])
+            weight = windows[number]
             weight = weight * np.isin(labels_padded[here], tile.holes)
             total[here] += weight * matched
             weights[here] += weight
@@ -148,21 +151,18 @@ def _window(tile: Tile, native: int) -> tuple[slice, slice]:
 
 def _call(
     inpainter: Inpainter,
-    image: np.ndarray,
-    hidden: np.ndarray,
-    tiles: Sequence[Tile],
+    images: Sequence[np.ndarray],
+    hidden: Sequence[np.ndarray],
     strength: float,
     keys: Sequence[int],
-    native: int,
 ) -> np.ndarray:
-    """One call of the model: crops a batch of tiles and returns what it restored, float64 [B, native, native]."""
+    """One call of the model on a batch of tiles [native, native]; what it restored, float64 [B, native, native]."""
     import torch
 
-    images = np.stack([image[_window(tile, native)] for tile in tiles]).astype(np.float32)
-    masks = np.stack([hidden[_window(tile, native)] for tile in tiles]).astype(np.float32)
-    outputs = inpainter(torch.from_numpy(np.clip(images, 0.0, 1.0)), torch.from_numpy(masks), strength, keys)
-    expected = (len(tiles), native, native)
-    assert tuple(outputs.shape) == expected, f"the model returned {tuple(outputs.shape)} for {expected}"
+    images_BHW = torch.from_numpy(np.clip(np.stack(images), 0.0, 1.0).astype(np.float32))
+    masks_BHW = torch.from_numpy(np.stack(hidden).astype(np.float32))
+    outputs = inpainter(images_BHW, masks_BHW, strength, keys)
+    assert outputs.shape == images_BHW.shape, f"the model returned {tuple(outputs.shape)} for {tuple(images_BHW.shape)}"
     return outputs.detach().to("cpu", torch.float32).numpy().astype(np.float64)
 
 

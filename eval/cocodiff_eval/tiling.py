@@ -35,7 +35,7 @@ class TilingSettings:
     hole_limit: float = 0.5
     depth_limit: float = 0.125
     overlap: float = 0.25
-    refine_strength: float = 0.4
+    refine_strength: float = 0.2
     strength: float = 1.0
 
 
@@ -231,7 +231,8 @@ def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: 
         # Whatever is not being refined is by now as good as it gets here, and serves as context.
         hidden_YX = np.isin(grid.labels_YX, older_K)
         tiles = tuple(_grid_tiles(grid, older_K, overlap))
-        passes.append(TilePass(min(settings.refine_strength, settings.strength), hidden_YX, tiles, batch))
+        strength = min(settings.refine_strength, settings.strength)
+        passes.append(TilePass(strength, hidden_YX, tiles, batch))
     return Level(grid.exponent, grid.shape, grid.padded, grid.offset, grid.mask_YX, grid.labels_YX, tuple(passes))
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def test_voxels_outside_the_mask_keep_bits_dtype_and_shape(
     if name.endswith(".png"):
         Image.fromarray(volume).save(path)
     elif name.endswith(".tif"):
-        tifffile.imwrite(path, volume)
+        with warnings.catch_warnings():  # a stack of 3 is written as the planes of a colour image, as users do
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tifffile.imwrite(path, volume)
     else:
         with h5py.File(path, "w") as file:
             file["scan/data"] = volume

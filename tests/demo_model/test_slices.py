@@ -47,7 +47,7 @@ def test_command_writes_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     slices.main()
     stack = tifffile.imread(out)
     assert stack.shape == (3, 96, 96) and stack.dtype == np.uint16
-    expected = slices.make_slice(slices.HELD_OUT_SEEDS[1])
+    expected = slices.make_slice(slices.HELD_OUT_SEEDS[1], family="organ")
     assert np.abs(stack[1] / 65535 - expected).max() <= 0.5 / 65535 + 1e-6
     assert len(list((tmp_path / "png").glob("*.png"))) == 3
 

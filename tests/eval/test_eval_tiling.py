@@ -138,7 +138,7 @@ def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
 
 def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
-    assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.4], [0.4], [0.4], [1.0]]
+    assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.2], [0.2], [0.2], [1.0]]
     assert [level.shape for level in plan.levels] == [(640, 640), (320, 320), (160, 160), (80, 80)]
     scratch = plan_restoration(masks((640, 640))["scratch"], 96, 8)
     assert [[one.strength for one in level.passes] for level in scratch.levels] == [[1.0]]
@@ -154,14 +154,15 @@ def test_holes_of_different_size_start_on_different_levels() -> None:
 
 
 def test_a_lower_strength_holds_on_every_level() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8, TilingSettings(strength=0.3))
-    assert [one.strength for level in plan.levels for one in level.passes] == [0.3] * 4
+    plan = plan_restoration(center_mask((640, 640)), 96, 8, TilingSettings(strength=0.1))
+    assert [one.strength for level in plan.levels for one in level.passes] == [0.1] * 4
 
 
 def test_progress_is_known_beforehand() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
-    assert plan.calls == 4 + 4 + 1 + 1
-    assert plan.denoising_steps(20) == 9 * 8 + 20
+    tiles = [len(one.tiles) for level in plan.levels for one in level.passes]
+    assert plan.calls == sum(-(-count // 8) for count in tiles)
+    assert plan.denoising_steps(20) == (plan.calls - 1) * 4 + 20
     assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 
