@@ -22,9 +22,14 @@ def find_mpiexec() -> str:
     return found
 
 
-def mpiexec(ranks: int, file: Path, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """Runs a Python file on `ranks` ranks of one MPI job."""
-    return run([find_mpiexec(), "-n", str(ranks), sys.executable, str(file), *arguments], timeout_s)
+def mpiexec(
+    ranks: int, file: Path | str, *arguments: str, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python file on `ranks` ranks of one MPI job. Hydra, which would kill survivors at once, is told not to."""
+    launcher = find_mpiexec()
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
+    patience = ["-disable-auto-cleanup"] if "Intel" in version or "HYDRA" in version else []
+    return run([launcher, *patience, "-n", str(ranks), sys.executable, str(file), *arguments], timeout_s)
 
 
 def python(file: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -32,7 +37,7 @@ def python(file: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.
     return run([sys.executable, str(file), *arguments], timeout_s)
 
 
-def run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Runs a command in a process group of its own, which ends with it, in time or not.
 
     Raises subprocess.TimeoutExpired with the output so far.

@@ -6,6 +6,7 @@ import atexit
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class _LateHealth:
 
     def fail(self, reason: str, mistake: bool = False) -> None:
         self.actual.fail(reason, mistake)
+
+    def when_lost(self, action: Callable[[BaseException], None]) -> None:
+        self.actual.when_lost(action)
 
     def close(self) -> None:
         self.actual.close()

@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cocodiff.errors import PeerLost, UserError
@@ -30,6 +31,9 @@ class Alone:
         return error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
+        return
+
+    def when_lost(self, action: Callable[[BaseException], None]) -> None:
         return
 
     def close(self) -> None:
@@ -74,6 +78,7 @@ class Watch:
         self._closing = False
         self._agreed = False
         self._beat_s = min(5.0, timeout_s / 4)
+        self._actions: list[Callable[[BaseException], None]] = []
 
     @classmethod
     def open(
@@ -111,6 +116,11 @@ class Watch:
     def check(self) -> None:
         if self._lost is not None:
             raise self._lost
+
+    def when_lost(self, action: Callable[[BaseException], None]) -> None:
+        """Calls `action` with the error, from the watch's thread, at the moment of a loss: launchers kill the whole job
+        soon after one of its processes, and the main thread may be deep in a computation."""
+        self._actions.append(action)
 
     def blame(self, error: BaseException) -> BaseException:
         with self._changed:
@@ -207,8 +217,10 @@ class Watch:
 
     def _settle(self, lost: PeerLost | UserError) -> None:
         with self._changed:
-            self._lost = self._lost or lost
+            first, self._lost = self._lost is None, self._lost or lost
             self._changed.notify_all()
+        for action in self._actions if first else []:
+            action(lost)
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()

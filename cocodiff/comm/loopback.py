@@ -108,6 +108,9 @@ class LoopbackHealth:
     def fail(self, reason: str, mistake: bool = False) -> None:
         self._world.fail(UserError(reason) if mistake else PeerLost(self._rank, f"failed: {reason}"))
 
+    def when_lost(self, action: Callable[[BaseException], None]) -> None:
+        return  # a failed rank ends the call of `run_ranks`, which raises its error
+
     def close(self) -> None:
         return
 

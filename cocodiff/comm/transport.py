@@ -81,6 +81,10 @@ class Health(Protocol):
         """Tells every peer that this rank leaves with an error, or that it found a user's mistake."""
         ...
 
+    def when_lost(self, action: Callable[[BaseException], None]) -> None:
+        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
+        ...
+
     def close(self) -> None:
         """Leaves in good order, after the peers' last messages."""
         ...

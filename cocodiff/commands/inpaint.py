@@ -144,6 +144,7 @@ def work(job: Job, started: float, transport: Any) -> None:
     from cocodiff.engine import Engine
 
     values, speaks = job.values, transport.rank == 0
+    transport.health.when_lost(lambda error: job.output.discard())
     dtype = pick_dtype(values["dtype"], transport.device.type)
     model = load_model(values["model"], dtype, values["prompt"], values["guidance"])
     model.pipe.to(transport.device)

@@ -71,6 +71,8 @@ def _run_rank(launch: Launch, config: Config, settings: dict[str, str], work: Wo
     transport = None
     try:
         transport = open_transport(config, launch, settings)
+        if launch.kind in ("mpi", "torchrun"):
+            transport.health.when_lost(lambda error: _last_words(error, launch))
         work(transport)
         transport.close()
         return End("done")
@@ -98,10 +100,16 @@ def _say(end: End, who: str) -> None:
         print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
 
 
+def _last_words(error: BaseException, launch: Launch) -> None:
+    """Names the lost rank from the watch's thread, in one write: launchers kill survivors a moment later."""
+    if isinstance(error, PeerLost):
+        os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
+
+
 def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
     """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
     end = _run_rank(launch, config, settings, work)
-    if launch.speaks or end.kind not in ("done", "mistake"):
+    if end.kind != "lost" and (launch.speaks or end.kind != "mistake"):  # of a loss `_last_words` has told already
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
     if end.code:
         sys.stdout.flush()

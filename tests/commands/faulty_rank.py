@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -15,6 +17,8 @@ def work(fault: str, transport: Any) -> None:
     transport.broadcast_object("met")
     if fault == "exception" and transport.rank == 1:
         raise RuntimeError("the disk is on fire")
+    if fault == "killed" and transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(1000):
         transport.gather_object(transport.rank)
         time.sleep(0.05)
