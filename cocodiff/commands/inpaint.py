@@ -31,6 +31,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff.engine",
     "cocodiff_eval.report",
 )
+SMALL_MODEL = 256  # pixels on a side
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 OPTIONS = (
     Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
@@ -48,7 +49,7 @@ OPTIONS = (
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
     Option("truth", "the original, where a mask file hides unknown voxels"),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
-    Option("batch", "tiles in one model call", 8, type=int),
+    Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
@@ -161,8 +162,10 @@ def work(job: Job, started: float, transport: Any) -> None:
     transport.broadcast_object(None)  # all ranks have their model
     if speaks:
         say(f"{transport.size} rank(s) ready after {time.monotonic() - started:.1f} s")
+    # More tiles a call mean fewer messages; what limits them is the memory of large models.
+    batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
     restorer = Restorer(
-        inpainter, engines, list(job.presets), EXACT if EXACT in engines else None, values["batch"],
+        inpainter, engines, list(job.presets), EXACT if EXACT in engines else None, batch,
         TilingSettings(strength=values["strength"]), speaks, bars=not values["quiet"],
     )  # fmt: skip
     rows, pictures = [], []

@@ -104,7 +104,6 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         shift_factor: float = 0.0,
         channel_scale: tuple[float, ...] = CHANNEL_SCALE,
         overlap_angles: tuple[float, ...] = OVERLAP_ANGLES,
-        fill_hidden: bool = True,
     ) -> None:
         super().__init__()
         if latent_channels != KEPT * KEPT or len(channel_scale) != latent_channels:
@@ -139,12 +138,11 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
     def encode(self, x: Tensor, return_dict: bool = True) -> Any:
         """Images [B, 3, H, W] (H, W multiples of 8) to a one-point distribution of latents [B, 16, H/8, W/8].
 
-        With `fill_hidden`, pixels that are exactly 0 are taken as hidden and filled from around them; an image of zeros
-        stays zero.
+        Pixels that are exactly 0 are taken as hidden and filled from around them; an image of zeros stays zero.
         """
         grey_BHW = x.float().mean(1)
         known_BHW = grey_BHW != 0
-        if self.config.fill_hidden and not known_BHW.all():
+        if not known_BHW.all():
             grey_BHW = fill_holes(grey_BHW, known_BHW)
         latents = ExactLatents(self.transform(grey_BHW).to(x.dtype))
         return AutoencoderKLOutput(latent_dist=latents) if return_dict else (latents,)
