@@ -129,7 +129,8 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> i
     sys.stderr.flush()
     children: dict[int, int] = {}
     parent = os.getpid()
-    signal.signal(signal.SIGTERM, _interrupt)
+    stop = _StopRequest()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for rank in range(ranks):
             pid = os.fork()
@@ -141,8 +142,10 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> i
                 _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
-        return _attend_children(children, ranks, folder)
+        return _attend_children(children, ranks, folder, stop)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -178,24 +181,31 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)  # it went before we asked
 
 
-def _attend_children(children: dict[int, int], ranks: int, folder: Path) -> int:
+class _StopRequest:
+    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a rank."""
+
+    asked = False
+
+    def __call__(self, *_: Any) -> None:
+        self.asked = True
+
+
+def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed."""
     ends: dict[int, End] = {}
     deadline: float | None = None
     interrupted = ended_by_us = False
     while children:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                if deadline is not None and time.monotonic() > deadline and not ended_by_us:
-                    ended_by_us = True
-                    _signal_all(children, signal.SIGKILL)
-                time.sleep(0.02)
-                continue
-        except KeyboardInterrupt:
+        if stop.asked and not interrupted:
             interrupted = True
             _signal_all(children, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_S
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            if deadline is not None and time.monotonic() > deadline and not ended_by_us:
+                ended_by_us = True
+                _signal_all(children, signal.SIGKILL)
+            time.sleep(0.02)
             continue
         if pid not in children:
             continue
