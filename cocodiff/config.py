@@ -16,6 +16,8 @@ from cocodiff.topology import Device, Links, Machine
 
 T = TypeVar("T")
 EXCHANGES = ("flat", "tapa")
+ORDERS = ("joint", "v_first")
+VAE_RANKS = ("one", "all")
 TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
 DEVICES = ("auto", "cpu", "xpu", "cuda")
 
@@ -25,6 +27,8 @@ class Config:
     """The engine's settings.
 
     exchange: flat (Ulysses' all-to-all, every message straight to its rank) or tapa (siblings, then planes).
+    order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
+    vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
     transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
     machine: a name in configs/machines or the path of a machine file.
     device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
@@ -32,6 +36,8 @@ class Config:
     """
 
     exchange: str = "tapa"
+    order: str = "joint"
+    vae: str = "one"
     transport: str = "auto"
     machine: str = "local"
     device: str = "auto"
@@ -39,6 +45,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("order", self.order, ORDERS)
+        check_choice("vae", self.vae, VAE_RANKS)
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
         if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:

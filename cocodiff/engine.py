@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses
+from cocodiff.attention.ulysses import Ulysses, joint
+from cocodiff.attention.v_first import v_first
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
@@ -25,9 +26,11 @@ from cocodiff.config import Config, load_machine
 from cocodiff.device import rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.models import adapter_for
-from cocodiff.models.adapter import Adapter, Tokens
+from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
+
+ORDERS = {"joint": joint, "v_first": v_first}
 
 
 def parallelize(
@@ -72,6 +75,40 @@ class StepCounter:
         self.step, self.branch, self._timestep = self.step + 1, 0, timestep
 
 
+class RankShard:
+    """One rank's tokens of the current call, cut out of all tokens."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self._topology, self._rank = topology, rank
+        self.tokens = Tokens(0, 0)
+
+    def image(self, whole: Tensor, dim: int = 1) -> Tensor:
+        return self._cut(whole, dim, self.tokens.image, share_image(self._topology, self.tokens.image))
+
+    def text(self, whole: Tensor, dim: int = 1) -> Tensor:
+        return self._cut(whole, dim, self.tokens.text, share_text(self._topology, self.tokens.text))
+
+    def _cut(self, whole: Tensor, dim: int, tokens: int, shares: tuple[int, ...]) -> Tensor:
+        if whole.shape[dim] != tokens:
+            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {tokens}")
+        own = slices(shares)[self._rank]
+        return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
+
+
+def _register(hook: Hook) -> Any:
+    """Registers an adapter's hook; arguments are passed on by name."""
+    if hook.output is not None:
+        change_output = hook.output
+        return hook.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
+    signature, change = inspect.signature(hook.module.forward), hook.arguments
+    assert change is not None, "a hook changes arguments or output"
+
+    def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
+        return (), change(signature.bind(*args, **kwargs).arguments)
+
+    return hook.module.register_forward_pre_hook(rewrite, with_kwargs=True)
+
+
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
@@ -90,28 +127,27 @@ class Engine:
         self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._tokens = Tokens(0, 0)
+        self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
         exchange = None
         if self.size > 1:
             exchange = Exchange(config.exchange, self.topology, self.transport, self.trace)
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = Ulysses(self.topology, exchange, self.trace)
+        self.strategy = Ulysses(self.topology, exchange, self.trace, ORDERS[config.order])
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
         model: Any = self.model
         before = dict(model.attn_processors)
-        ours = self.adapter.processors(model, self._attend, lambda: self._tokens)
+        ours = self.adapter.processors(model, self._attend, lambda: self._shard.tokens)
         model.set_attn_processor(dict(ours))
         self._restore.append(lambda: model.set_attn_processor(dict(before)))
         self._check_replaced(ours)
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
-        hooks.append(self.adapter.image_entry(model).register_forward_hook(self._shard_image))
-        hooks.append(self.adapter.text_entry(model).register_forward_hook(self._shard_text))
         if self.size > 1:
+            hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
             hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
         self._restore += [hook.remove for hook in hooks]
         return self
@@ -142,6 +178,7 @@ class Engine:
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = self._signature.bind(*args, **kwargs).arguments
         self.adapter.check_call(arguments)
+        self._shard.tokens = self.adapter.tokens(self.model, arguments)
         timestep = arguments.get("timestep")
         if isinstance(timestep, Tensor):
             self.counter.call(float(timestep.flatten()[0]))
@@ -149,20 +186,9 @@ class Engine:
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
 
-    def _shard_image(self, _: nn.Module, __: Any, x_BSC: Tensor) -> Tensor:
-        self._tokens = Tokens(x_BSC.shape[1], self._tokens.text)
-        return self._shard(x_BSC, share_image(self.topology, x_BSC.shape[1]))
-
-    def _shard_text(self, _: nn.Module, __: Any, x_BSC: Tensor) -> Tensor:
-        self._tokens = Tokens(self._tokens.image, x_BSC.shape[1])
-        return self._shard(x_BSC, share_text(self.topology, x_BSC.shape[1]))
-
-    def _shard(self, x_BSC: Tensor, shares: tuple[int, ...]) -> Tensor:
-        return x_BSC if self.size == 1 else x_BSC[:, slices(shares)[self.rank]].contiguous()
-
     def _gather_image(self, _: nn.Module, __: Any, x_BLC: Tensor) -> Tensor:
         """All ranks' image tokens [B, S, C] on every rank, so that all go on with the same bits."""
-        shares = share_image(self.topology, self._tokens.image)
+        shares = share_image(self.topology, self._shard.tokens.image)
         B, _L, C = x_BLC.shape
 
         def gather() -> Tensor:

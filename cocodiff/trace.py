@@ -20,12 +20,13 @@ MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 
 class Span(NamedTuple):
-    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock."""
+    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock, kind of layer."""
 
     name: str
     lane: str
     start_ns: int
     end_ns: int
+    layer: str = ""
 
 
 class Trace:
@@ -39,12 +40,12 @@ class Trace:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def span(self, name: str, lane: str = "main") -> Iterator[None]:
+    def span(self, name: str, lane: str = "main", layer: str = "") -> Iterator[None]:
         start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self._keep(Span(name, lane, start, time.perf_counter_ns()))
+            self._keep(Span(name, lane, start, time.perf_counter_ns(), layer))
 
     def _keep(self, span: Span) -> None:
         with self._lock:
@@ -92,9 +93,10 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
     ]
     sent: Counter[str] = Counter()
     for mode, record in every:
-        for name, lane, begin, end in record["spans"]:
+        for name, lane, begin, end, layer in record["spans"]:
             times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
-            events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", "name": name, **times})
+            about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer}}
+            events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", **about, **times})
         sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
     other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for _, record in every)}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))

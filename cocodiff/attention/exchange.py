@@ -43,7 +43,9 @@ class Exchange:
             )
             self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
 
-    def forward(self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv") -> LanePending[list[Tensor]]:
+    def forward(
+        self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv", layer: str = ""
+    ) -> LanePending[list[Tensor]]:
         """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""
 
         def own_blocks() -> Blocks:
@@ -61,9 +63,9 @@ class Exchange:
                     whole[:, rows] = part
             return received_BSGD
 
-        return self._route(self._forward, own_blocks, assemble, layout, name)
+        return self._route(self._forward, own_blocks, assemble, layout, (name, layer))
 
-    def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o") -> LanePending[Tensor]:
+    def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o", layer: str = "") -> LanePending[Tensor]:
         """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""
 
         def own_blocks() -> Blocks:
@@ -76,21 +78,27 @@ class Exchange:
                 out_BLHD[:, :, heads] = blocks[Block(self.rank, peer)][0]
             return out_BLHD
 
-        return self._route(self._back, own_blocks, assemble, layout, name)
+        return self._route(self._back, own_blocks, assemble, layout, (name, layer))
 
     def _route(
-        self, plan: Plan, blocks: Callable[[], Blocks], assemble: Callable[[Blocks], R], layout: Layout, name: str
-    ) -> LanePending[R]:
-        """Submits every phase to its lane; the lane of a later phase waits for the phase before it."""
-        *early, final = [partial(self._take_phase, phase, layout, f"{name} {phase.lane}") for phase in plan]
+        self, plan: Plan, blocks: Callable[[], Blocks], assemble: Callable[[Blocks], R], layout: Layout,
+        about: tuple[str, str],
+    ) -> LanePending[R]:  # fmt: skip
+        """Submits every phase to its lane; the lane of a later phase waits for the phase before it.
+
+        about: what travels, and for which kind of layer; for the trace.
+        """
+        *early, final = [partial(self._take_phase, phase, layout, about) for phase in plan]
         for phase, take in zip(plan, early, strict=False):
             blocks = self._lanes[phase.lane][0].submit(partial(take, blocks)).wait
         return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(blocks)))
 
-    def _take_phase(self, phase: Phase, layout: Layout, name: str, earlier: Callable[[], Blocks]) -> Blocks:
+    def _take_phase(
+        self, phase: Phase, layout: Layout, about: tuple[str, str], earlier: Callable[[], Blocks]
+    ) -> Blocks:
         """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""
         blocks = earlier()
-        with self._trace.span(name, phase.lane):
+        with self._trace.span(f"{about[0]} {phase.lane}", phase.lane, about[1]):
             group = self._lanes[phase.lane][1]
             like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
             B, _, _, D = like.shape

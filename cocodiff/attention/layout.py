@@ -69,7 +69,8 @@ class Layout:
         """
         if topology.size > heads:
             raise UserError(
-                f"{topology.size} ranks for {heads} attention heads: each needs at least one; use at most {heads} ranks"
+                f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
+                f"{heads} ranks (a mesh of Ulysses and Ring, which would take more, is not built yet)"
             )
         return cls(
             share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)

@@ -12,17 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
+
+
+def nothing() -> None:
+    """No work."""
 
 
 @dataclass(frozen=True)
 class LazyQKV:
     """Queries, keys and values that are projected when asked for, so that a strategy decides when.
 
-    Each call returns this rank's rows [B, L, H, D], image and text together, normalised and rotated. The first
-    `image_rows` rows of the call are image tokens; `image_tokens` and `text_tokens` count those of all ranks.
+    Each call returns this rank's rows [B, L, H, D], text and image together in the model's own order, normalised and
+    rotated. `image_tokens` and `text_tokens` count those of all ranks; `text_first` is the model's order of the two.
+
+    text_mask_BT   bool [B, text_tokens] of all ranks: the text tokens that are attended to, None for all of them
+    meanwhile      work of the layer that needs no attention, to be done while something travels; called once
     """
 
     q: Callable[[], Tensor]
@@ -31,6 +39,9 @@ class LazyQKV:
     image_tokens: int
     text_tokens: int
     heads: int
+    text_first: bool = False
+    text_mask_BT: Tensor | None = None
+    meanwhile: Callable[[], object] = nothing
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,11 @@ class Site:
 
     layer: str
     branch: int = 0
+
+    @cached_property
+    def kind(self) -> str:
+        """The layer's name without its number: what layers are summed up by, e.g. "transformer_blocks.attn"."""
+        return ".".join(part for part in self.layer.split(".") if not part.isdigit())
 
 
 class Strategy(Protocol):

@@ -1,39 +1,72 @@
 """Ulysses sequence parallelism (CoCoDiff section II-A): exchange q, k and v, attend to all tokens with some of
-the heads, exchange the output back. Which way the messages take is the exchange's business."""
+the heads, exchange the output back. Which way the messages take is the exchange's business; what is projected and sent
+before what is the order's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
+from cocodiff.attention.layout import Layout, slices
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.device import used_on_current_stream
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 
-class Ulysses:
-    """Exact: with every exchange the result equals one process's up to the rounding of another summation order."""
+class Call(NamedTuple):
+    """One attention call on several ranks, as an order sees it."""
 
-    def __init__(self, topology: Topology, exchange: Exchange | None, trace: Trace) -> None:
+    qkv: LazyQKV
+    exchange: Exchange
+    layout: Layout
+    trace: Trace
+    layer: str
+
+
+Order = Callable[[Call], tuple[Tensor, Tensor, Tensor]]  # -> q, k, v, each [B, S, G, D]
+
+
+def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Projects everything, then sends q, k and v in one message to each peer."""
+    with call.trace.span("project qk", layer=call.layer):
+        q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
+    with call.trace.span("project v", layer=call.layer):
+        v_BLHD = call.qkv.v()
+    travelling = call.exchange.forward([q_BLHD, k_BLHD, v_BLHD], call.layout, "qkv", call.layer)
+    with call.trace.span("meanwhile", layer=call.layer):
+        call.qkv.meanwhile()
+    with call.trace.span("wait for qkv", layer=call.layer):
+        q_BSGD, k_BSGD, v_BSGD = travelling.wait()
+    return q_BSGD, k_BSGD, v_BSGD
+
+
+class Ulysses:
+    """Exact: with every exchange and order the result equals one process's up to the rounding of another summation
+    order."""
+
+    def __init__(self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint) -> None:
         """exchange: None when there is one rank, which has nothing to exchange."""
-        self._topology, self._exchange, self._trace = topology, exchange, trace
+        self._topology, self._exchange, self._trace, self._order = topology, exchange, trace, order
         self._layouts: dict[tuple[int, int, int], Layout] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
-        q_BLHD, k_BLHD, v_BLHD = qkv.q(), qkv.k(), qkv.v()
         if self._exchange is None:
-            return local_attention(q_BLHD, k_BLHD, v_BLHD)
+            out_BLHD = local_attention(qkv.q(), qkv.k(), qkv.v(), mask_in_model_order(qkv))
+            qkv.meanwhile()
+            return out_BLHD
         layout = self.layout(qkv)
-        with self._trace.span("wait for qkv"):
-            received = self._exchange.forward([q_BLHD, k_BLHD, v_BLHD], layout).wait()
-        q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, received)
-        with self._trace.span("attention"):
-            out_BSGD = local_attention(q_BSGD, k_BSGD, v_BSGD)
-        with self._trace.span("wait for o"):
-            out_BLHD = self._exchange.back(out_BSGD, layout).wait()
+        arrived = self._order(Call(qkv, self._exchange, layout, self._trace, site.kind))
+        q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, arrived)
+        with self._trace.span("attention", layer=site.kind):
+            out_BSGD = local_attention(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
+        with self._trace.span("wait for o", layer=site.kind):
+            out_BLHD = self._exchange.back(out_BSGD, layout, "o", site.kind).wait()
         return used_on_current_stream(out_BLHD)
 
     def layout(self, qkv: LazyQKV) -> Layout:
@@ -43,7 +76,25 @@ class Ulysses:
         return self._layouts[key]
 
 
-def local_attention(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """Plain attention of the heads that are here: [B, S, H, D]."""
-    out_BHSD = scaled_dot_product_attention(q_BSHD.transpose(1, 2), k_BSHD.transpose(1, 2), v_BSHD.transpose(1, 2))
-    return out_BHSD.transpose(1, 2)
+def local_attention(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+    """Plain attention of the heads that are here: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
+    q_BHSD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
+    return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
+
+
+def mask_in_model_order(qkv: LazyQKV) -> Tensor | None:
+    """Which keys are attended to, for the sequence as the model concatenates it: [B, 1, 1, S], None for all."""
+    return None if qkv.text_mask_BT is None else _mask(qkv, qkv.text_mask_BT, [slice(None)], [qkv.image_tokens])
+
+
+def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
+    """The same for the sequence after the exchange: rank 0's rows, then rank 1's."""
+    return None if qkv.text_mask_BT is None else _mask(qkv, qkv.text_mask_BT, slices(layout.text), layout.image)
+
+
+def _mask(qkv: LazyQKV, text_mask_BT: Tensor, texts: Sequence[slice], images: Sequence[int]) -> Tensor:
+    parts_BS = []
+    for text, image in zip(texts, images, strict=True):
+        pair = [text_mask_BT[:, text], text_mask_BT.new_ones(len(text_mask_BT), image)]
+        parts_BS += pair if qkv.text_first else pair[::-1]
+    return torch.cat(parts_BS, dim=1)[:, None, None]

@@ -4,9 +4,17 @@ from torch import nn
 
 from cocodiff.errors import UserError
 from cocodiff.models.adapter import Adapter
+from cocodiff.models.flux import FluxAdapter
+from cocodiff.models.flux2 import Flux2Adapter
+from cocodiff.models.qwen_image import QwenImageAdapter
 from cocodiff.models.sd3 import SD3Adapter
 
-ADAPTERS: dict[str, Adapter] = {"SD3 / SD3.5": SD3Adapter()}
+ADAPTERS: dict[str, Adapter] = {
+    "SD3 / SD3.5": SD3Adapter(),
+    "FLUX.1": FluxAdapter(),
+    "FLUX.2": Flux2Adapter(),
+    "Qwen-Image": QwenImageAdapter(),
+}
 
 
 def adapter_for(model: nn.Module) -> Adapter:
@@ -14,4 +22,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     for adapter in ADAPTERS.values():
         if adapter.matches(model):
             return adapter
-    raise UserError(f"no adapter for {type(model).__name__}; known families: {', '.join(ADAPTERS)}")
+    raise UserError(
+        f"no adapter for {type(model).__name__}; known families: {', '.join(ADAPTERS)}; docs/new-model.md tells how one "
+        f"is written"
+    )

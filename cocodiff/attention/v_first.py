@@ -1,0 +1,25 @@
+"""V-First (CoCoDiff section III-C): v needs neither normalisation nor rotation, so it is projected first and travels
+while q and k are still being made. Packing is the lanes' work as well, so v costs this thread its projection alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cocodiff.attention.ulysses import Call
+
+
+def v_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Projects and sends v, then q and k. v is on its way through all phases before q and k are asked for."""
+    with call.trace.span("project v", layer=call.layer):
+        v_BLHD = call.qkv.v()
+    v_travelling = call.exchange.forward([v_BLHD], call.layout, "v", call.layer)
+    with call.trace.span("project qk", layer=call.layer):
+        q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
+    qk_travelling = call.exchange.forward([q_BLHD, k_BLHD], call.layout, "qk", call.layer)
+    with call.trace.span("meanwhile", layer=call.layer):
+        call.qkv.meanwhile()
+    with call.trace.span("wait for v", layer=call.layer):
+        (v_BSGD,) = v_travelling.wait()
+    with call.trace.span("wait for qk", layer=call.layer):
+        q_BSGD, k_BSGD = qk_travelling.wait()
+    return q_BSGD, k_BSGD, v_BSGD

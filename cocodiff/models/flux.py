@@ -1,0 +1,108 @@
+"""FLUX.1: joint attention over text then image tokens in double blocks, one stream of both in single blocks, rotary
+embedding over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.models.adapter import (
+    Arguments,
+    Attend,
+    Hook,
+    Shard,
+    Tokens,
+    check_attention_kwargs,
+    check_processors,
+    refuse,
+)
+from cocodiff.models.streams import Stream, Streams
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
+
+
+class FluxAdapter:
+    def matches(self, model: nn.Module) -> bool:
+        from diffusers import FluxTransformer2DModel
+
+        return isinstance(model, FluxTransformer2DModel)
+
+    def check_call(self, arguments: Arguments) -> None:
+        controlnet = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
+        refuse(arguments, {"controlnet_block_samples": controlnet, "controlnet_single_block_samples": controlnet})
+        check_attention_kwargs(arguments, "joint_attention_kwargs")
+
+    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
+        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
+
+    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
+        return [Hook(model, arguments=partial(shard_call, shard))]
+
+    def image_exit(self, model: Any) -> nn.Module:
+        return model.proj_out
+
+    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+        check_processors(model, (FluxAttnProcessor,))
+        return {
+            name: FluxAttentionProcessor(attend, tokens, name.removesuffix(".processor"))
+            for name in model.attn_processors
+        }
+
+
+def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
+    """Cuts tokens and their positions where the model is called; ids are [S, n], or [B, S, n]."""
+    return arguments | {
+        "hidden_states": shard.image(arguments["hidden_states"]),
+        "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
+        "img_ids": shard.image(arguments["img_ids"], -2),
+        "txt_ids": shard.text(arguments["txt_ids"], -2),
+    }
+
+
+class FluxAttentionProcessor:
+    """Does what diffusers' FluxAttnProcessor (and Flux2AttnProcessor) does; attention itself is asked of the engine.
+
+    In single blocks the hidden states are text and image rows in one.
+    """
+
+    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
+        self._attend, self._tokens, self._layer = attend, tokens, layer
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        text_BLC, text_rows = encoder_hidden_states, 0
+        streams = []
+        if text_BLC is not None:
+            text_rows = text_BLC.shape[1]
+            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
+            streams.append(Stream(text_BLC, *added, rotation(image_rotary_emb, slice(text_rows))))
+        own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
+        streams.append(Stream(hidden_states, *own, rotation(image_rotary_emb, slice(text_rows, None))))
+        of, tokens = Streams(streams, attn.heads), self._tokens()
+        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True)
+        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        if text_BLC is None:
+            return out_BLC
+        image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))
+        return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+
+
+def rotation(rotary: Rotary | None, rows: slice) -> Callable[[Tensor], Tensor] | None:
+    """The rotation of some of this rank's rows."""
+    if rotary is None:
+        return None
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    return partial(apply_rotary_emb, freqs_cis=(rotary[0][rows], rotary[1][rows]), sequence_dim=1)

@@ -1,0 +1,107 @@
+"""Qwen-Image: joint attention over text then image tokens in every block, each stream with its own rotary embedding,
+and a mask over padded text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.models.adapter import (
+    Arguments,
+    Attend,
+    Hook,
+    Shard,
+    Tokens,
+    check_attention_kwargs,
+    check_processors,
+    refuse,
+)
+from cocodiff.models.streams import Stream, Streams
+
+
+class QwenImageAdapter:
+    def matches(self, model: nn.Module) -> bool:
+        from diffusers import QwenImageTransformer2DModel
+
+        return isinstance(model, QwenImageTransformer2DModel)
+
+    def check_call(self, arguments: Arguments) -> None:
+        controlnet = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
+        refuse(arguments, {"controlnet_block_samples": controlnet})
+        check_attention_kwargs(arguments, "attention_kwargs")
+
+    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
+        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
+
+    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
+        """The model derives text positions from its text's length, so tokens are cut at the first block. The text mask
+        stays whole: every rank attends to all tokens."""
+        first, *others = model.transformer_blocks
+
+        def cut_index(arguments: Arguments) -> Arguments:
+            index_BL = arguments.get("modulate_index")
+            return arguments if index_BL is None else arguments | {"modulate_index": shard.image(index_BL)}
+
+        def cut_tokens(arguments: Arguments) -> Arguments:
+            return cut_index(arguments) | {
+                "hidden_states": shard.image(arguments["hidden_states"]),
+                "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
+            }
+
+        def cut_angles(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return shard.image(rotary[0], 0), shard.text(rotary[1], 0)
+
+        yield Hook(model.pos_embed, output=cut_angles)
+        yield Hook(first, arguments=cut_tokens)
+        yield from (Hook(block, arguments=cut_index) for block in others)
+
+    def image_exit(self, model: Any) -> nn.Module:
+        return model.proj_out
+
+    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+        from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+
+        check_processors(model, (QwenDoubleStreamAttnProcessor2_0,))
+        return {
+            name: QwenAttentionProcessor(attend, tokens, name.removesuffix(".processor"))
+            for name in model.attn_processors
+        }
+
+
+class QwenAttentionProcessor:
+    """Does what diffusers' QwenDoubleStreamAttnProcessor2_0 does; attention itself is asked of the engine."""
+
+    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
+        self._attend, self._tokens, self._layer = attend, tokens, layer
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+        def rotation(which: int) -> Callable[[Tensor], Tensor] | None:
+            if image_rotary_emb is None:
+                return None
+            return partial(apply_rotary_emb_qwen, freqs_cis=image_rotary_emb[which], use_real=False)
+
+        image_BLC, text_BLC = hidden_states, encoder_hidden_states
+        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
+        own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
+        of = Streams([Stream(text_BLC, *added, rotation(1)), Stream(image_BLC, *own, rotation(0))], attn.heads)
+        tokens, mask = self._tokens(), encoder_hidden_states_mask
+        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, text_mask_BT=mask)
+        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        text_rows = text_BLC.shape[1]
+        image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
+        image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC
+        return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
