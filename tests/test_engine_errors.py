@@ -35,7 +35,9 @@ def refused(size: int, model: nn.Module, **inputs: object) -> str:
 
 
 def test_unknown_models_are_refused_with_the_known_families(alone):
-    with pytest.raises(UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5"):
+    with pytest.raises(
+        UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/new-model.md"
+    ):
         parallelize(nn.Linear(2, 2), transport=alone)
 
 
@@ -109,7 +111,7 @@ def test_more_ranks_than_image_tokens():
 
 def test_more_ranks_than_heads():
     message = refused(4, sd3_transformer(3), **sd3_inputs(1, 3, 3, 2))
-    assert "4 ranks for 3 attention heads" in message and "use at most 3 ranks" in message
+    assert "4 ranks for 3 attention heads" in message and "at most 3 ranks (a mesh of Ulysses and Ring" in message
 
 
 def test_ranks_that_do_not_fill_the_machine():
@@ -121,7 +123,10 @@ def test_ranks_that_do_not_fill_the_machine():
     ("extra", "message"),
     [
         ({"block_controlnet_hidden_states": [torch.zeros(1)]}, "run without a ControlNet"),
-        ({"joint_attention_kwargs": {"scale": 2.0}}, r"joint_attention_kwargs \(scale\) reach no parallel attention"),
+        (
+            {"joint_attention_kwargs": {"scale": 2.0, "hint": 1}},
+            r"joint_attention_kwargs \(hint\) reach no parallel attention",
+        ),
     ],
 )
 def test_call_arguments_that_a_shard_would_misread(extra, message, alone):

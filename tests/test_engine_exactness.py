@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from exactness import Case, Expected, parallel_outputs
+from exactness import Case, Expected, check_ranks, parallel_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,9 @@ CASES = {
     "38 heads, bf16": Case(38, 5, 5, 7, dtype=torch.bfloat16),
     "24 heads": Case(24, 3, 7, 13, batch=1),
     "12 heads, dual, bf16": Case(12, 3, 5, 1, batch=2, dual=(0, 1), dtype=torch.bfloat16),
+    "FLUX.1": Case(24, 5, 7, 11, batch=2, family="flux"),
+    "FLUX.2": Case(48, 5, 7, 11, batch=2, family="flux2"),
+    "Qwen-Image": Case(24, 5, 7, 11, batch=2, family="qwen"),
 }
 
 
@@ -36,10 +39,7 @@ def expected() -> dict[str, Expected]:
 
 def check_world(case: Case, expected: Expected, size: int, machine: str = "local") -> None:
     of_ranks = run_ranks(size, lambda transport: parallel_outputs(transport, expected.model, case, machine), 120.0)
-    first = of_ranks[0][0]
-    expected.check(first)
-    for flat, tapa in of_ranks:
-        assert torch.equal(flat, first) and torch.equal(tapa, first)
+    check_ranks(of_ranks, expected, case.family)
 
 
 @pytest.mark.parametrize("size", WORLDS)

@@ -23,6 +23,6 @@ def adapter_for(model: nn.Module) -> Adapter:
         if adapter.matches(model):
             return adapter
     raise UserError(
-        f"no adapter for {type(model).__name__}; known families: {', '.join(ADAPTERS)}; docs/new-model.md tells how one "
-        f"is written"
+        f"no adapter for {type(model).__name__}; known families: {', '.join(ADAPTERS)}; "
+        f"docs/new-model.md tells how one is written"
     )
