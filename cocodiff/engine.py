@@ -23,6 +23,7 @@ from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
+from cocodiff.decoding import OneRankVAE
 from cocodiff.device import rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.models import adapter_for
@@ -117,6 +118,7 @@ class Engine:
         if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
         self.model: nn.Module = model
+        self._pipe = target if target is not model and getattr(target, "vae", None) is not None else None
         self.config = config
         _check_not_compiled(self.model)
         self.adapter: Adapter = adapter_for(self.model)
@@ -150,6 +152,11 @@ class Engine:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
             hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
         self._restore += [hook.remove for hook in hooks]
+        if self._pipe is not None and self.size > 1 and self.config.vae == "one":
+            pipe, vae = self._pipe, self._pipe.vae
+            pipe.vae = OneRankVAE(vae, self.transport)
+            self._restore.append(lambda: setattr(pipe, "vae", vae))
+        self.counter = StepCounter()
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

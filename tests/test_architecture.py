@@ -26,9 +26,10 @@ MAY_IMPORT = {
         "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
     ),
     "cocodiff.models": ("cocodiff.attention.strategy",),
+    "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.engine": (
         "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",
-        "cocodiff.kernels", "cocodiff.attention", "cocodiff.models",
+        "cocodiff.kernels", "cocodiff.attention", "cocodiff.models", "cocodiff.decoding",
     ),
     "cocodiff.demo_model": (),
     "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine"),

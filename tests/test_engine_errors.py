@@ -3,7 +3,9 @@
 import pytest
 import torch
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
-from tiny_models import sd3_inputs, sd3_transformer
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
+from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from torch import nn
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
@@ -65,6 +67,67 @@ def test_a_custom_attention_processor_is_refused_by_name(alone):
     assert names[1] in str(caught.value) and "FusedJointAttnProcessor2_0" in str(caught.value)
     assert "unload the adapter or unfuse" in str(caught.value)
     assert type(model.attn_processors[names[0]]).__name__ == "JointAttnProcessor2_0"
+
+
+def ip_adapter() -> nn.Module:
+    model = flux_transformer(4)
+    name = next(iter(model.attn_processors))
+    adapted = FluxIPAdapterAttnProcessor(hidden_size=32, cross_attention_dim=16)
+    model.set_attn_processor({**model.attn_processors, name: adapted})
+    return model
+
+
+def key_value_cache() -> nn.Module:
+    model = flux2_transformer(4)
+    model.set_attn_processor({**model.attn_processors, next(iter(model.attn_processors)): Flux2KVAttnProcessor()})
+    return model
+
+
+def fused() -> nn.Module:
+    model = flux_transformer(4)
+    model.fuse_qkv_projections()
+    return model
+
+
+def with_processor_setting(name: str, value: object) -> nn.Module:
+    model = flux_transformer(4)
+    setattr(next(iter(model.attn_processors.values())), name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ip_adapter, "is a FluxIPAdapterAttnProcessor, which has no parallel form"),
+        (key_value_cache, "is a Flux2KVAttnProcessor, which has no parallel form"),
+        (fused, r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections"),
+        (lambda: with_processor_setting("_attention_backend", "flash"), "uses the attention backend flash.*reset"),
+        (lambda: with_processor_setting("_parallel_config", object()), "is parallel already"),
+    ],
+    ids=["IP-adapter", "KV cache", "fused", "backend", "parallel"],
+)
+def test_attention_that_is_not_the_familys_own_is_refused(make, message, alone):
+    model = make()
+    before = [id(processor) for processor in model.attn_processors.values()]
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone):
+        raise AssertionError("entered")
+    assert [id(processor) for processor in model.attn_processors.values()] == before
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "message"),
+    [
+        ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "run without a ControlNet"),
+        ("flux", {"joint_attention_kwargs": {"ip_hidden_states": 1}}, "ip_hidden_states"),
+        ("flux2", {"kv_cache_mode": "extract"}, "key and value cache of reference images"),
+        ("qwen", {"attention_kwargs": {"hint": 1}}, r"attention_kwargs \(hint\)"),
+    ],
+)
+def test_call_arguments_of_other_families(family, extra, message, alone):
+    make, inputs_of = FAMILIES[family]
+    with pytest.raises(UserError, match=message), parallelize(make(3), transport=alone) as engine, torch.no_grad():
+        engine.model(**inputs_of(1, 2, 3, 2), **extra)
 
 
 def test_attention_that_the_adapter_does_not_know_is_refused(alone):
