@@ -17,6 +17,10 @@ from cocodiff.topology import Device, Links, Machine
 T = TypeVar("T")
 EXCHANGES = ("flat", "tapa")
 ORDERS = ("joint", "v_first")
+SELECTIONS = ("full", "v_major")
+SCORINGS = ("source", "card")
+REFERENCES = ("sent", "prev")
+SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
 VAE_RANKS = ("one", "all")
 TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
 DEVICES = ("auto", "cpu", "xpu", "cuda")
@@ -28,15 +32,34 @@ class Config:
 
     exchange: flat (Ulysses' all-to-all, every message straight to its rank) or tapa (siblings, then planes).
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
+    selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
     transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
     machine: a name in configs/machines or the path of a machine file.
     device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
     timeout_s: a rank that gives no sign of life for so many seconds is lost and ends the run on every rank.
+
+    Of v_major:
+    scoring: source (each rank scores its own tokens before they travel) or card (after v's first phase; tapa only).
+    reference: sent (v as receivers hold it) or prev (v at the step before).
+    schedule: how the fraction of tokens that stay goes over the steps: linear, fixed, reverse, cosine, list, threshold.
+    ratio: that fraction for `fixed`; ratios: one for each step, for `list`; threshold: a relative change.
+    warmup: full steps at the start, None for a tenth of them; sync_interval: a full step every so many, 0 for never.
+    steps: denoising steps that run, for a bare transformer; a pipeline tells by itself.
     """
 
     exchange: str = "tapa"
     order: str = "joint"
+    selection: str = "full"
+    scoring: str = "source"
+    reference: str = "sent"
+    schedule: str = "linear"
+    ratio: float = 0.5
+    ratios: tuple[float, ...] = ()
+    threshold: float = 0.1
+    warmup: int | None = None
+    sync_interval: int = 10
+    steps: int | None = None
     vae: str = "one"
     transport: str = "auto"
     machine: str = "local"
@@ -47,10 +70,33 @@ class Config:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("order", self.order, ORDERS)
         check_choice("vae", self.vae, VAE_RANKS)
+        self._check_selection()
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
         if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise UserError(f"timeout_s is {self.timeout_s!r}: give a number of seconds above 0")
+
+    def _check_selection(self) -> None:
+        check_choice("selection", self.selection, SELECTIONS)
+        check_choice("scoring", self.scoring, SCORINGS)
+        check_choice("reference", self.reference, REFERENCES)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        if not isinstance(self.ratios, tuple):
+            object.__setattr__(self, "ratios", tuple(self.ratios))
+        for name, values in (("ratio", (self.ratio,)), ("ratios", self.ratios)):
+            for value in values:
+                if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                    raise UserError(f"{name} {value!r}: give a fraction from 0 to 1")
+        for name, least in (("warmup", 0), ("sync_interval", 0), ("steps", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UserError(f"{name} is {value!r}: give a whole number of at least {least}")
+        if not isinstance(self.threshold, (int, float)) or not self.threshold >= 0:
+            raise UserError(f"threshold is {self.threshold!r}: give a relative change of at least 0")
+        if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
+            raise UserError("schedule list needs ratios: one stable fraction for each step")
+        if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":
+            raise UserError(f"scoring card needs exchange tapa, not {self.exchange}: choose scoring source")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:

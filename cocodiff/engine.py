@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
+from cocodiff.attention.selection import Schedule
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
+from cocodiff.attention.v_major import Moment, VMajor
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
@@ -64,7 +66,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
-        self.step, self.branch = -1, 0
+        self.run, self.step, self.branch = -1, -1, 0
         self._timestep: float | None = None
 
     def call(self, timestep: float) -> None:
@@ -72,7 +74,7 @@ class StepCounter:
             self.branch += 1
             return
         if self._timestep is None or timestep > self._timestep:
-            self.step = -1
+            self.run, self.step = self.run + 1, -1
         self.step, self.branch, self._timestep = self.step + 1, 0, timestep
 
 
@@ -118,7 +120,7 @@ class Engine:
         if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
         self.model: nn.Module = model
-        self._pipe = target if target is not model and getattr(target, "vae", None) is not None else None
+        self._pipe = target if target is not model else None
         self.config = config
         _check_not_compiled(self.model)
         self.adapter: Adapter = adapter_for(self.model)
@@ -136,7 +138,19 @@ class Engine:
             exchange = Exchange(config.exchange, self.topology, self.transport, self.trace)
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = Ulysses(self.topology, exchange, self.trace, ORDERS[config.order])
+        self.strategy = self._strategy(exchange)
+
+    def _strategy(self, exchange: Exchange | None) -> Ulysses:
+        config, order = self.config, ORDERS[self.config.order]
+        if config.selection == "full":
+            return Ulysses(self.topology, exchange, self.trace, order)
+        schedule = Schedule(
+            config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
+        )
+        return VMajor(
+            self.topology, exchange, self.trace, order, transport=self.transport, schedule=schedule,
+            scoring=config.scoring, reference=config.reference, now=self._moment,
+        )  # fmt: skip
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -152,8 +166,8 @@ class Engine:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
             hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
         self._restore += [hook.remove for hook in hooks]
-        if self._pipe is not None and self.size > 1 and self.config.vae == "one":
-            pipe, vae = self._pipe, self._pipe.vae
+        pipe, vae = self._pipe, getattr(self._pipe, "vae", None)
+        if vae is not None and self.size > 1 and self.config.vae == "one":
             pipe.vae = OneRankVAE(vae, self.transport)
             self._restore.append(lambda: setattr(pipe, "vae", vae))
         self.counter = StepCounter()
@@ -162,6 +176,8 @@ class Engine:
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         while self._restore:
             self._restore.pop()()
+        if isinstance(self.strategy, VMajor):
+            self.strategy.clear()
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
@@ -189,6 +205,13 @@ class Engine:
         timestep = arguments.get("timestep")
         if isinstance(timestep, Tensor):
             self.counter.call(float(timestep.flatten()[0]))
+
+    def _moment(self) -> Moment:
+        """Where denoising stands. How many steps run is known from the settings or from the pipeline."""
+        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        if not steps:
+            raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
+        return Moment(self.counter.run, self.counter.step, int(steps))
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))

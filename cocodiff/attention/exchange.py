@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,13 @@ R = TypeVar("R")
 Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
 
 
+class Freight(NamedTuple):
+    """What a rank holds between two phases: the blocks that pass through it, and the layout that tells their shapes."""
+
+    blocks: Blocks
+    layout: Layout
+
+
 class Exchange:
     """One rank's end of an exchange.
 
@@ -33,7 +40,7 @@ class Exchange:
 
     def __init__(self, name: str, topology: Topology, transport: Transport, trace: Trace) -> None:
         self.rank, self._topology, self._trace = transport.rank, topology, trace
-        plan = PLANS[name](topology, self.rank)
+        self._plan = plan = PLANS[name](topology, self.rank)
         self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
         self._back: Plan = reverse(self._forward)
         self._lanes: dict[str, tuple[Lane, Group]] = {}
@@ -47,57 +54,97 @@ class Exchange:
         self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv", layer: str = ""
     ) -> LanePending[list[Tensor]]:
         """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""
+        return self.forward_when(lambda: (tensors_BLHD, layout), name, layer)
 
-        def own_blocks() -> Blocks:
-            return {
-                Block(self.rank, peer): [x[:, :, heads] for x in tensors_BLHD]
-                for peer, heads in enumerate(layout.head_slices)
-            }
+    def forward_when(
+        self,
+        ready: Callable[[], tuple[Sequence[Tensor], Layout]],
+        name: str,
+        layer: str,
+        after_first: Callable[[Freight], Freight] | None = None,
+    ) -> LanePending[list[Tensor]]:
+        """As `forward`, of tensors and a layout that are asked for on the first lane, which may wait for them.
 
-        def assemble(blocks: Blocks) -> list[Tensor]:
-            B, _, _, D = tensors_BLHD[0].shape
-            shape = (B, sum(layout.rows), layout.heads[self.rank], D)
-            received_BSGD = [x.new_empty(shape) for x in tensors_BLHD]
+        after_first: what becomes of the blocks between TAPA's two phases, on the second one's lane.
+        """
+
+        def own_blocks() -> Freight:
+            tensors_BLHD, layout = ready()
+            return Freight(
+                {
+                    Block(self.rank, peer): [x[:, :, heads] for x in tensors_BLHD]
+                    for peer, heads in enumerate(layout.head_slices)
+                },
+                layout,
+            )
+
+        def assemble(freight: Freight) -> list[Tensor]:
+            blocks, layout = freight
+            first = blocks[Block(self.rank, self.rank)]
+            shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
+            received_BSGD = [x.new_empty(shape) for x in first]
             for peer, rows in enumerate(layout.row_slices):
                 for whole, part in zip(received_BSGD, blocks[Block(peer, self.rank)], strict=True):
                     whole[:, rows] = part
             return received_BSGD
 
-        return self._route(self._forward, own_blocks, assemble, layout, (name, layer))
+        plan = self._forward if after_first is None else self._plan
+        return self._route(plan, own_blocks, assemble, (name, layer), after_first)
+
+    def link_class(self, peer: int) -> str | None:
+        """The class of the link to a peer; None for this rank itself."""
+        return self._topology.link_class(self.rank, peer)
+
+    def carried_heads(self) -> set[int]:
+        """The ranks whose heads this rank has the card's blocks of, after TAPA's first phase."""
+        served = self._topology.served_planes[self.rank]
+        return {place.rank for place in self._topology.places if place.plane in served}
+
+    def scorers(self) -> list[int]:
+        """The first tile of every card, in the order of the cards."""
+        return [min(ranks) for ranks in self._topology.cards.values()]
+
+    def scored_blocks(self) -> tuple[list[int], list[int]]:
+        """The ranks of this rank's card, its first tile first, and the ranks whose heads are of that tile's plane."""
+        card = sorted(self._topology.cards[self._topology.places[self.rank].card])
+        plane = self._topology.places[card[0]].plane
+        return card, [place.rank for place in self._topology.places if place.plane == plane]
 
     def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o", layer: str = "") -> LanePending[Tensor]:
         """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""
 
-        def own_blocks() -> Blocks:
-            return {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
+        def own_blocks() -> Freight:
+            blocks = {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
+            return Freight(blocks, layout)
 
-        def assemble(blocks: Blocks) -> Tensor:
+        def assemble(freight: Freight) -> Tensor:
             B, _, _, D = out_BSGD.shape
             out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
             for peer, heads in enumerate(layout.head_slices):
-                out_BLHD[:, :, heads] = blocks[Block(self.rank, peer)][0]
+                out_BLHD[:, :, heads] = freight.blocks[Block(self.rank, peer)][0]
             return out_BLHD
 
-        return self._route(self._back, own_blocks, assemble, layout, (name, layer))
+        return self._route(self._back, own_blocks, assemble, (name, layer))
 
     def _route(
-        self, plan: Plan, blocks: Callable[[], Blocks], assemble: Callable[[Blocks], R], layout: Layout,
-        about: tuple[str, str],
+        self, plan: Plan, freight: Callable[[], Freight], assemble: Callable[[Freight], R], about: tuple[str, str],
+        after_first: Callable[[Freight], Freight] | None = None,
     ) -> LanePending[R]:  # fmt: skip
         """Submits every phase to its lane; the lane of a later phase waits for the phase before it.
 
         about: what travels, and for which kind of layer; for the trace.
         """
-        *early, final = [partial(self._take_phase, phase, layout, about) for phase in plan]
+        *early, final = [partial(self._take_phase, phase, about) for phase in plan]
         for phase, take in zip(plan, early, strict=False):
-            blocks = self._lanes[phase.lane][0].submit(partial(take, blocks)).wait
-        return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(blocks)))
+            freight = self._lanes[phase.lane][0].submit(partial(take, freight)).wait
+        before_last = freight if after_first is None else partial(_change, after_first, freight)
+        return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(before_last)))
 
-    def _take_phase(
-        self, phase: Phase, layout: Layout, about: tuple[str, str], earlier: Callable[[], Blocks]
-    ) -> Blocks:
+    def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
         """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""
-        blocks = earlier()
+        blocks, layout = earlier()
+        if not phase.sends and not phase.receives:
+            return Freight(blocks, layout)
         with self._trace.span(f"{about[0]} {phase.lane}", phase.lane, about[1]):
             group = self._lanes[phase.lane][1]
             like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
@@ -122,4 +169,8 @@ class Exchange:
             for peer, message in phase.receives.items():
                 parts = iter(unpack(receives[peer], shapes(message)))
                 blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
-        return blocks
+        return Freight(blocks, layout)
+
+
+def _change(change: Callable[[Freight], Freight], earlier: Callable[[], Freight]) -> Freight:
+    return change(earlier())

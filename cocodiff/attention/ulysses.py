@@ -5,7 +5,8 @@ before what is the order's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +20,45 @@ from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 
-class Call(NamedTuple):
+class Arriving(Protocol):
+    """q, k or v on their way."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """The whole sequence of this rank's heads, [B, S, G, D] of each tensor."""
+        ...
+
+
+class Call(Protocol):
     """One attention call on several ranks, as an order sees it."""
+
+    qkv: LazyQKV
+    trace: Trace
+    layer: str
+
+    def know_v(self, v_BLHD: Tensor) -> None:
+        """v is there: what depends on it can start. Called before anything is sent."""
+        ...
+
+    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+        """Starts the exchange of one or more of q, k and v, which `names` spells, in one message to each peer."""
+        ...
+
+
+@dataclass
+class FullCall:
+    """A call in which all tokens travel."""
 
     qkv: LazyQKV
     exchange: Exchange
     layout: Layout
     trace: Trace
     layer: str
+
+    def know_v(self, v_BLHD: Tensor) -> None:
+        return
+
+    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+        return self.exchange.forward(tensors_BLHD, self.layout, names, self.layer)
 
 
 Order = Callable[[Call], tuple[Tensor, Tensor, Tensor]]  # -> q, k, v, each [B, S, G, D]
@@ -38,7 +70,8 @@ def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
     with call.trace.span("project v", layer=call.layer):
         v_BLHD = call.qkv.v()
-    travelling = call.exchange.forward([q_BLHD, k_BLHD, v_BLHD], call.layout, "qkv", call.layer)
+    call.know_v(v_BLHD)
+    travelling = call.send("qkv", [q_BLHD, k_BLHD, v_BLHD])
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
     with call.trace.span("wait for qkv", layer=call.layer):
@@ -61,13 +94,17 @@ class Ulysses:
             qkv.meanwhile()
             return out_BLHD
         layout = self.layout(qkv)
-        arrived = self._order(Call(qkv, self._exchange, layout, self._trace, site.kind))
+        arrived = self._order(self.call(qkv, self._exchange, layout, site))
         q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, arrived)
         with self._trace.span("attention", layer=site.kind):
             out_BSGD = local_attention(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
         with self._trace.span("wait for o", layer=site.kind):
             out_BLHD = self._exchange.back(out_BSGD, layout, "o", site.kind).wait()
         return used_on_current_stream(out_BLHD)
+
+    def call(self, qkv: LazyQKV, exchange: Exchange, layout: Layout, site: Site) -> Call:
+        """What travels in this call: everything."""
+        return FullCall(qkv, exchange, layout, self._trace, site.kind)
 
     def layout(self, qkv: LazyQKV) -> Layout:
         key = (qkv.image_tokens, qkv.text_tokens, qkv.heads)

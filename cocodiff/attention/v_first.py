@@ -12,10 +12,11 @@ def v_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Projects and sends v, then q and k. v is on its way through all phases before q and k are asked for."""
     with call.trace.span("project v", layer=call.layer):
         v_BLHD = call.qkv.v()
-    v_travelling = call.exchange.forward([v_BLHD], call.layout, "v", call.layer)
+    call.know_v(v_BLHD)
+    v_travelling = call.send("v", [v_BLHD])
     with call.trace.span("project qk", layer=call.layer):
         q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
-    qk_travelling = call.exchange.forward([q_BLHD, k_BLHD], call.layout, "qk", call.layer)
+    qk_travelling = call.send("qk", [q_BLHD, k_BLHD])
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
     with call.trace.span("wait for v", layer=call.layer):

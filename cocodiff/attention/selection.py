@@ -1,0 +1,120 @@
+"""Which tokens travel (V-Major, CoCoDiff section III-D): schedules, scores of change, and the choice they lead to.
+
+A token is *active* when it travels at this step and *stable* when every rank uses what it received earlier. Text tokens
+are always active. Pure arithmetic: nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.layout import Layout, slices
+from cocodiff.topology import Topology
+
+SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stable fraction r(t) of image tokens over the steps that run, t from 0.
+
+    kind            linear (0 at the end of the warm-up, 1 at the last step), fixed (`ratio`), reverse (1 - linear),
+                    cosine (half a wave from 0 to 1), list (`ratios`, the last one repeated) or threshold (tokens whose
+                    score is at most `threshold` times the card's mean L1 norm of V are stable)
+    warmup          full steps at the start; None is a tenth of the steps, at least one
+    sync_interval   every so many steps after the warm-up all tokens travel; 1 is at every step, 0 never
+    """
+
+    kind: str = "linear"
+    ratio: float = 0.5
+    ratios: tuple[float, ...] = ()
+    threshold: float = 0.1
+    warmup: int | None = None
+    sync_interval: int = 10
+
+    def warm_steps(self, steps: int) -> int:
+        return max(1, steps // 10) if self.warmup is None else self.warmup
+
+    def is_full(self, step: int, steps: int) -> bool:
+        """Whether all tokens travel, whatever their scores."""
+        since = step - self.warm_steps(steps)
+        if since < 0 or self.sync_interval == 1:
+            return True
+        return self.sync_interval > 0 and since > 0 and since % self.sync_interval == 0
+
+    def stable_fraction(self, step: int, steps: int) -> float | None:
+        """r(t) of a step that is not full; None where the threshold decides."""
+        warm = self.warm_steps(steps)
+        progress = (step - warm) / max(1, steps - 1 - warm)
+        if self.kind == "threshold":
+            return None
+        if self.kind == "list":
+            return self.ratios[min(step, len(self.ratios) - 1)]
+        shapes = {
+            "linear": progress,
+            "fixed": self.ratio,
+            "reverse": 1 - progress,
+            "cosine": (1 - math.cos(math.pi * progress)) / 2,
+        }
+        return min(1.0, max(0.0, shapes[self.kind]))
+
+
+def l1_score(v_BLHD: Tensor, reference_BLHD: Tensor) -> Tensor:
+    """Change of every token, float32 [B, L]: the L1 distance over heads and channels, summed in float64, rounded
+    once."""
+    return (v_BLHD.double() - reference_BLHD.double()).abs().sum((-2, -1)).float()
+
+
+def stable_tokens(score_BN: Tensor, fraction: float) -> Tensor:
+    """The floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
+    count = math.floor(score_BN.shape[1] * fraction)
+    order_BN = torch.sort(score_BN, dim=1, stable=True).indices
+    return torch.zeros_like(score_BN, dtype=torch.bool).scatter_(1, order_BN[:, :count], True)
+
+
+def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
+    """The tokens whose score is at most `threshold` times the mean L1 norm of the row's tokens: bool [B, N]."""
+    return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
+
+
+def card_tokens(topology: Topology, image: Sequence[int]) -> list[Tensor]:
+    """Positions of every card's image tokens, ascending. image: the image tokens of every rank."""
+    of_rank = slices(image)
+    return [
+        torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
+        for ranks in topology.cards.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that travel in one attention call, the same on every rank.
+
+    layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
+    own        indices of this rank's rows in its flattened [B * L]
+    arriving   indices of all ranks' rows in the flattened [B * S], rank by rank
+    """
+
+    layout: Layout
+    of_rank: tuple[Tensor, ...]
+    arriving: Tensor
+
+    @classmethod
+    def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
+        """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
+        batch, total = len(active_BS), sum(layout.rows)
+        of_rank, arriving = [], []
+        places = zip(slices(layout.image), layout.text, layout.rows, layout.row_slices, strict=True)
+        for image, text, rows, in_sequence in places:
+            text_BT = active_BS.new_ones(batch, text)
+            pair = (text_BT, active_BS[:, image]) if text_first else (active_BS[:, image], text_BT)
+            batch_N, row_N = torch.cat(pair, 1).nonzero(as_tuple=True)
+            of_rank.append(batch_N * rows + row_N)
+            arriving.append(batch_N * total + in_sequence.start + row_N)
+        counts = tuple(len(index) for index in of_rank)
+        return cls(Layout(counts, (0,) * len(counts), layout.heads), tuple(of_rank), torch.cat(arriving))

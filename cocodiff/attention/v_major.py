@@ -1,0 +1,353 @@
+"""V-Major (CoCoDiff section III-D): only tokens whose v changed travel; the others are what they were when they last
+did, for every rank alike.
+
+Each rank keeps, for every site, the q, k and v it received: whole sequences of its own heads. A selective step gathers
+the active rows, sends them through the very exchange that carries full ones, and writes what arrives into those caches.
+The output always travels whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.exchange import Exchange, Freight
+from cocodiff.attention.layout import Block, Layout, slices
+from cocodiff.attention.selection import Schedule, Selection, card_tokens, l1_score, quiet_tokens, stable_tokens
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Ulysses, joint
+from cocodiff.comm.transport import LanePending, Transport
+from cocodiff.topology import Topology
+from cocodiff.trace import Trace
+
+
+class Moment(NamedTuple):
+    """Where denoising stands: which run of the model, which of its steps."""
+
+    run: int
+    step: int
+    steps: int
+
+
+@dataclass
+class Drift:
+    """Of one step, over this rank's sites: change of v (sums of L1 distances and norms), tokens and stable tokens."""
+
+    change: float = 0.0
+    norm: float = 0.0
+    tokens: int = 0
+    stable: int = 0
+
+
+@dataclass
+class SiteCache:
+    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D]."""
+
+    shape: tuple[int, ...] = ()
+    layout: Layout | None = None
+    last_step: int = -2
+    reference: Tensor | None = None
+    received: dict[str, Tensor] = field(default_factory=dict)
+
+
+class VMajor(Ulysses):
+    """Ulysses that sends active tokens only. On one rank nothing travels, and nothing is selected."""
+
+    def __init__(
+        self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint, *,
+        transport: Transport, schedule: Schedule, scoring: str, reference: str, now: Callable[[], Moment],
+    ) -> None:  # fmt: skip
+        """scoring: "source" (each rank scores its own tokens over all heads before they travel) or "card" (after v's
+        first phase the card's first tile scores the card's tokens with its plane's heads; TAPA only).
+        reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
+        super().__init__(topology, exchange, trace, order)
+        self.schedule, self.scoring, self.reference = schedule, scoring, reference
+        self.rank = transport.rank
+        self._now, self._run = now, -1
+        self._caches: dict[Site, SiteCache] = {}
+        self._cards: dict[tuple[int, ...], list[Tensor]] = {}
+        self.drift: dict[int, Drift] = {}
+        if exchange is not None:
+            self.group, self.lane = transport.group(range(transport.size)), transport.lane("select")
+
+    def call(self, qkv: LazyQKV, exchange: Exchange, layout: Layout, site: Site) -> Call:
+        moment = self._now()
+        if moment.run != self._run:  # a new image: nothing of the last one may be seen
+            self.clear()
+            self._run = moment.run
+        cache = self._caches.setdefault(site, SiteCache())
+        kind = SourceCall if self.scoring == "source" else CardCall
+        return kind(qkv, exchange, layout, self._trace, site.kind, self, cache, moment)
+
+    def clear(self) -> None:
+        """Frees all caches."""
+        self._caches.clear()
+
+    def cache_bytes(self) -> int:
+        """Bytes that this rank's caches hold now."""
+        caches = self._caches.values()
+        return sum(t.nbytes for c in caches for t in [*c.received.values(), c.reference] if t is not None)
+
+    def select(self, score_BS: Tensor, norm_BS: Tensor, layout: Layout, step: int, steps: int) -> Tensor:
+        """The active image tokens, bool [B, S_img], from every token's score (and norm, for a threshold)."""
+        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
+        for positions in self.cards(layout):
+            chosen = positions.to(score_BS.device)
+            active_BS[:, chosen] = ~self.stable(score_BS[:, chosen], norm_BS[:, chosen], step, steps)
+        return active_BS
+
+    def stable(self, score_BN: Tensor, norm_BN: Tensor, step: int, steps: int) -> Tensor:
+        """Of one card's image tokens those that stay: bool [B, N]."""
+        fraction = self.schedule.stable_fraction(step, steps)
+        if fraction is None:
+            return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
+        return stable_tokens(score_BN, fraction)
+
+    def cards(self, layout: Layout) -> list[Tensor]:
+        if layout.image not in self._cards:
+            self._cards[layout.image] = card_tokens(self._topology, layout.image)
+        return self._cards[layout.image]
+
+    def note(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
+        """Adds a scored call to the drift profile."""
+        drift = self.drift.setdefault(step, Drift())
+        drift.change += float(change_BN.double().sum())
+        drift.norm += float(norm_BN.double().sum())
+
+    def note_selection(self, step: int, active_BN: Tensor) -> None:
+        drift = self.drift.setdefault(step, Drift())
+        drift.tokens += active_BN.numel()
+        drift.stable += int((~active_BN).sum())
+
+
+def norm(v_BLHD: Tensor) -> Tensor:
+    """L1 norm of every token, float32 [B, L]."""
+    return v_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
+
+
+@dataclass
+class SelectiveCall(FullCall):
+    """One attention call of V-Major, full or not; how it scores is the subclass's."""
+
+    strategy: VMajor
+    cache: SiteCache
+    moment: Moment
+    full: bool = True
+
+    def begin(self, v_BLHD: Tensor) -> None:
+        """Decides whether all tokens travel, now that v's shape is known."""
+        cache, step = self.cache, self.moment.step
+        known = cache.last_step == step - 1 and cache.shape == v_BLHD.shape and cache.layout == self.layout
+        self.full = not known or self.strategy.schedule.is_full(step, self.moment.steps)
+        if not known:
+            cache.reference, cache.received = None, {}
+        cache.last_step, cache.shape, cache.layout = step, tuple(v_BLHD.shape), self.layout
+
+    def image_rows(self, rank: int) -> slice:
+        """Where a rank's image tokens stand among its rows."""
+        text = self.layout.text[rank] if self.qkv.text_first else 0
+        return slice(text, text + self.layout.image[rank])
+
+    def remember(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
+        """Updates the reference: all of it (active None, or reference "prev"), or the tokens that travel."""
+        if self.cache.reference is None:
+            self.cache.reference = v_BNHD.clone()
+        elif active_BN is None or self.strategy.reference == "prev":
+            self.cache.reference.copy_(v_BNHD)
+        else:
+            self.cache.reference[active_BN] = v_BNHD[active_BN]
+
+    def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Change and norm of every token against the reference, which must be there; noted in the drift profile."""
+        assert self.cache.reference is not None, "a selective step follows a full one"
+        with self.trace.span("score", "select", self.layer):
+            change_BN, norm_BN = l1_score(v_BNHD, self.cache.reference), norm(self.cache.reference)
+        self.strategy.note(self.moment.step, change_BN, norm_BN)
+        return change_BN, norm_BN
+
+    def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
+        """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
+        with self.trace.span("gather selection", "select", self.layer):
+            self.strategy.group.all_gather(own_BN.contiguous(), parts_BN).wait()
+        for peer in range(len(parts_BN)):
+            self.trace.count(self.exchange.link_class(peer), own_BN.nbytes)
+
+    def arrive(self, names: str, pending: Arriving, selection: Callable[[], Selection] | None) -> Arriving:
+        return Arrival(self.cache, names, pending, selection)
+
+
+@dataclass
+class Arrival:
+    """Tensors on their way into the caches. selection None: all of them travel and replace what was there."""
+
+    cache: SiteCache
+    names: str
+    pending: Arriving
+    selection: Callable[[], Selection] | None
+
+    def wait(self) -> Sequence[Tensor]:
+        received = self.pending.wait()
+        if self.selection is None:
+            self.cache.received |= dict(zip(self.names, received, strict=True))
+        else:
+            arriving = self.selection().arriving
+            for name, rows_1NGD in zip(self.names, received, strict=True):
+                self.cache.received[name].flatten(0, 1).index_copy_(0, arriving, rows_1NGD[0])
+        return [self.cache.received[name] for name in self.names]
+
+
+def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Tensor:
+    """The chosen rows of all batch rows in one: [1, N, H, D]."""
+    return x_BLHD.flatten(0, 1).index_select(0, index_N)[None]
+
+
+@dataclass
+class SourceCall(SelectiveCall):
+    """Every rank scores its own tokens; scores are gathered while q and k are made; active rows travel in every
+    phase."""
+
+    chosen: LanePending[Selection] | None = None
+
+    def know_v(self, v_BLHD: Tensor) -> None:
+        self.begin(v_BLHD)
+        own_BNHD = v_BLHD[:, self.image_rows(self.strategy.rank)]
+        if self.full:
+            if self.cache.reference is not None:
+                self.score(own_BNHD)
+            self.remember(own_BNHD, None)
+        else:
+            self.chosen = self.strategy.lane.submit(lambda: self._choose(own_BNHD))
+
+    def _choose(self, own_BNHD: Tensor) -> Selection:
+        own, layout, strategy = self.strategy.rank, self.layout, self.strategy
+        batch = len(own_BNHD)
+        change_BN, norm_BN = self.score(own_BNHD)
+        columns = 2 if strategy.schedule.kind == "threshold" else 1
+        sent = torch.stack([change_BN, norm_BN][:columns])
+        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.image]
+        self.gather(sent, parts)
+        of_all = torch.cat(parts, 2)
+        moment = self.moment
+        active_BS = strategy.select(of_all[0], of_all[-1], layout, moment.step, moment.steps)
+        own_active_BN = active_BS[:, slices(layout.image)[own]]
+        strategy.note_selection(moment.step, own_active_BN)
+        self.remember(own_BNHD, own_active_BN)
+        return Selection.build(active_BS, layout, self.qkv.text_first)
+
+    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+        if self.chosen is None:
+            return self.arrive(names, super().send(names, tensors_BLHD), None)
+        selected = self.chosen.wait
+
+        def ready() -> tuple[list[Tensor], Layout]:
+            selection = selected()
+            own = selection.of_rank[self.strategy.rank]
+            return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
+
+        return self.arrive(names, self.exchange.forward_when(ready, names, self.layer), selected)
+
+
+@dataclass
+class CardCall(SelectiveCall):
+    """v's first phase is whole; then the first tile of every card scores the card's tokens with its plane's heads, and
+    the cards' selections are gathered while q and k are made."""
+
+    chosen: Future[LanePending[Selection]] = field(default_factory=Future)
+
+    def know_v(self, v_BLHD: Tensor) -> None:
+        self.begin(v_BLHD)
+
+    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+        if names == "qkv":  # v goes ahead: its first phase decides what of q and k travels
+            v_arriving = self.send("v", tensors_BLHD[2:])
+            return Both(self.send("qk", tensors_BLHD[:2]), v_arriving)
+        selected = None if self.full else self._selected
+        if names == "v":
+            after_first = self._observe if self.full else self._reduce
+            pending = self.exchange.forward_when(lambda: (tensors_BLHD, self.layout), "v", self.layer, after_first)
+            return self.arrive("v", pending, selected)
+        if selected is None:
+            return self.arrive(names, super().send(names, tensors_BLHD), None)
+
+        def ready() -> tuple[list[Tensor], Layout]:
+            selection = self._selected()
+            own = selection.of_rank[self.strategy.rank]
+            return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
+
+        return self.arrive(names, self.exchange.forward_when(ready, names, self.layer), selected)
+
+    def _selected(self) -> Selection:
+        return self.chosen.result().wait()
+
+    def _scored_rows(self, freight: Freight) -> Tensor | None:
+        """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
+        card, heads = self.exchange.scored_blocks()
+        if card[0] != self.strategy.rank:
+            return None
+        rows = [
+            torch.cat([freight.blocks[Block(rank, head)][0][:, self.image_rows(rank)] for head in heads], 2)
+            for rank in card
+        ]
+        return torch.cat(rows, 1)
+
+    def _observe(self, freight: Freight) -> Freight:
+        """Full steps: only the reference is renewed."""
+        scored_BNHD = self._scored_rows(freight)
+        if scored_BNHD is not None:
+            if self.cache.reference is not None:
+                self.score(scored_BNHD)
+            self.remember(scored_BNHD, None)
+        return freight
+
+    def _reduce(self, freight: Freight) -> Freight:
+        """Selective steps: scores, shares the selection, and leaves the active rows of v for the second phase."""
+        try:
+            self.chosen.set_result(self.strategy.lane.submit(lambda: self._choose(freight)))
+        except BaseException as error:
+            self.chosen.set_exception(error)
+            raise
+        selection, carried = self._selected(), self.exchange.carried_heads()
+        blocks = {
+            block: [travelling_rows(x, selection.of_rank[block.rows]) for x in parts]
+            for block, parts in freight.blocks.items()
+            if block.heads in carried
+        }
+        return Freight(blocks, selection.layout)
+
+    def _choose(self, freight: Freight) -> Selection:
+        strategy, layout, moment = self.strategy, self.layout, self.moment
+        scored_BNHD = self._scored_rows(freight)
+        some = next(iter(freight.blocks.values()))[0]
+        batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
+        if scored_BNHD is not None:
+            change_BN, norm_BN = self.score(scored_BNHD)
+            active_BN = ~strategy.stable(change_BN, norm_BN, moment.step, moment.steps)
+            strategy.note_selection(moment.step, active_BN)
+            self.remember(scored_BNHD, active_BN)
+            own = active_BN.to(torch.uint8)
+        scorers = self.exchange.scorers()
+        cards = strategy.cards(layout)
+        sizes = [batch * len(cards[scorers.index(rank)]) if rank in scorers else 0 for rank in range(len(layout.rows))]
+        parts = [own.new_empty(size) for size in sizes]
+        self.gather(own.flatten(), parts)
+        active_BS = own.new_empty(batch, self.qkv.image_tokens, dtype=torch.bool)
+        for rank, positions in zip(scorers, cards, strict=True):
+            active_BS[:, positions.to(own.device)] = parts[rank].view(batch, -1).bool()
+        return Selection.build(active_BS, layout, self.qkv.text_first)
+
+
+@dataclass
+class Both:
+    """q and k, and v, which went ahead of them."""
+
+    qk: Arriving
+    v: Arriving
+
+    def wait(self) -> Sequence[Tensor]:
+        (v_BSGD,) = self.v.wait()
+        return [*self.qk.wait(), v_BSGD]

@@ -1,0 +1,215 @@
+"""V-Major gives, bit for bit, what one process with whole tensors gives; and what it sends is what was selected."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from v_major_reference import Reference
+from worlds import topology_of
+
+from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.layout import Layout
+from cocodiff.attention.selection import Schedule, stable_tokens
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.ulysses import Ulysses, joint
+from cocodiff.attention.v_first import v_first
+from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.trace import Trace
+
+D = 4
+SCHEDULES = {
+    "linear": Schedule("linear"),
+    "fixed": Schedule("fixed", ratio=0.6, sync_interval=4),
+    "reverse": Schedule("reverse", warmup=3, sync_interval=0),
+    "cosine": Schedule("cosine", sync_interval=7),
+    "list": Schedule("list", ratios=(0.0, 0.2, 0.9, 0.4)),
+    "threshold": Schedule("threshold", threshold=0.12, sync_interval=0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention calls of one site over all steps."""
+
+    size: int
+    image: int
+    text: int
+    heads: int
+    batch: int = 1
+    steps: int = 20
+    machine: str = "local"
+    text_first: bool = True
+    channels: int = D
+
+    def layout(self) -> Layout:
+        return Layout.build(topology_of(self.machine, self.size), self.image, self.text, self.heads)
+
+    def tensors(self, step: int) -> list[torch.Tensor]:
+        """q, k and v [B, S, H, D] in rank order: a start that drifts, each token at a pace of its own."""
+        generator = torch.Generator().manual_seed(7)
+        shape = (3, self.batch, self.image + self.text, self.heads, self.channels)
+        start, drift = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        pace = torch.rand((1, *shape[1:3], 1, 1), generator=generator) ** 3
+        return list(start + 0.3 * math.sin(0.4 * step) * pace * drift)
+
+
+def distributed(case: Case, make: Any, repeats: int = 1) -> list[Any]:
+    """Every rank's outputs [B, L, H, D] of all steps, its strategy and its trace. make: (parts of a strategy) -> it."""
+    layout, topology = case.layout(), topology_of(case.machine, case.size)
+
+    def work(transport: Any) -> Any:
+        trace, now = Trace(transport.rank), [Moment(0, 0, case.steps)]
+        exchange_name, build = make
+        strategy = build(
+            topology, Exchange(exchange_name, topology, transport, trace), trace, transport, lambda: now[0]
+        )
+        outputs = []
+        for run in range(repeats):
+            for step in range(case.steps):
+                now[0] = Moment(run, step, case.steps)
+                own = [x[:, layout.row_slices[transport.rank]].contiguous() for x in case.tensors(step)]
+                q, k, v = (lambda x=x: x for x in own)
+                qkv = LazyQKV(q, k, v, case.image, case.text, case.heads, text_first=case.text_first)
+                outputs.append(strategy.attend(qkv, Site("layer")).clone())
+        return outputs, strategy, trace
+
+    return run_ranks(case.size, work)
+
+
+def v_major(schedule: Schedule, scoring: str, reference: str, order: Any = v_first, exchange: str = "tapa") -> Any:
+    return exchange, lambda topology, ex, trace, transport, now: VMajor(
+        topology,
+        ex,
+        trace,
+        order,
+        transport=transport,
+        schedule=schedule,
+        scoring=scoring,
+        reference=reference,
+        now=now,
+    )
+
+
+def full(order: Any = v_first, exchange: str = "tapa") -> Any:
+    return exchange, lambda topology, ex, trace, transport, now: Ulysses(topology, ex, trace, order)
+
+
+def check(case: Case, schedule: Schedule, scoring: str, reference: str, order: Any, exchange: str) -> None:
+    layout, topology = case.layout(), topology_of(case.machine, case.size)
+    expected = Reference(topology, layout, schedule, scoring, reference, case.text_first)
+    of_ranks = distributed(case, v_major(schedule, scoring, reference, order, exchange))
+    for step in range(case.steps):
+        of_heads = expected.attend(*case.tensors(step), step, case.steps)
+        whole_BSHD = torch.cat(list(of_heads), 2)
+        for rank, (outputs, _, _) in enumerate(of_ranks):
+            assert torch.equal(outputs[step], whole_BSHD[:, layout.row_slices[rank]]), f"step {step}, rank {rank}"
+
+
+@pytest.mark.parametrize("order", [joint, v_first], ids=["joint", "v_first"])
+@pytest.mark.parametrize("reference", ["prev", "sent"])
+@pytest.mark.parametrize("scoring", ["source", "card"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equals_one_process(schedule, scoring, reference, order):
+    check(Case(5, 23, 7, 9, batch=2), SCHEDULES[schedule], scoring, reference, order, "tapa")
+
+
+@given(
+    size=st.sampled_from((2, 3, 4, 6, 12)), image=st.integers(12, 40), text=st.integers(0, 9),
+    heads=st.integers(12, 15), batch=st.integers(1, 2), schedule=st.sampled_from(sorted(SCHEDULES)), text_first=st.booleans(),
+    scoring=st.sampled_from(("source", "card")), reference=st.sampled_from(("prev", "sent")),
+    order=st.sampled_from((joint, v_first)), exchange=st.sampled_from(("flat", "tapa")), steps=st.sampled_from((6, 20)),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_equals_one_process_anywhere(
+    size, image, text, heads, batch, schedule, text_first, scoring, reference, order, exchange, steps
+):
+    machine = "aurora" if size == 12 else "local"
+    case = Case(size, image, text, heads, batch, steps, machine, text_first)
+    exchange = "tapa" if scoring == "card" else exchange
+    check(case, SCHEDULES[schedule], scoring, reference, order, exchange)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 12])
+@pytest.mark.parametrize("schedule", [Schedule("linear", sync_interval=1), Schedule("fixed", ratio=0.0)])
+@pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
+def test_with_nothing_stable_it_is_the_full_exchange(size, schedule, scoring, reference):
+    case = Case(size, 29, 5, 13, steps=6)
+    for (ours, _, _), (plain, _, _) in zip(
+        distributed(case, v_major(schedule, scoring, reference)), distributed(case, full()), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_a_second_image_sees_nothing_of_the_first():
+    case = Case(4, 29, 5, 13, steps=8)
+    for outputs, strategy, _ in distributed(case, v_major(SCHEDULES["fixed"], "source", "sent"), repeats=2):
+        assert all(torch.equal(a, b) for a, b in zip(outputs[:8], outputs[8:], strict=True))
+        assert strategy.cache_bytes() > 0
+        strategy.clear()
+        assert strategy.cache_bytes() == 0
+
+
+@pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
+def test_what_travels_is_what_was_selected(scoring, reference):
+    """Plane bytes of q, k and v, summed over ranks, follow r(t) exactly; the output's and the selection's come on top.
+
+    The text is dealt evenly and image tokens divide by the ranks, so that every card has as many tokens."""
+    schedule, batch = Schedule("fixed", ratio=0.75, sync_interval=10), 2
+    case = Case(12, 48, 12, 12, batch=batch, machine="aurora")
+    of_ranks = distributed(case, v_major(schedule, scoring, reference))
+    sent = sum(trace.bytes()["plane"] for _, _, trace in of_ranks)
+    cards, tokens_of_card, text_of_card, heads_of_plane = 6, 8, 2, 6
+    row = 4 * D * heads_of_plane * (cards - 1) / cards  # bytes of a token that leave its card in a plane
+    planes_of_a_card = 2
+    active = [tokens_of_card - math.floor(tokens_of_card * r) for r in realised(schedule, case.steps)]
+    qkv = sum(3 * cards * planes_of_a_card * batch * (text_of_card + n) * row for n in active)
+    out = case.steps * cards * planes_of_a_card * batch * (text_of_card + tokens_of_card) * row
+    chosen = selection_bytes(scoring, schedule, case)
+    assert sent == qkv + out + chosen
+
+
+def realised(schedule: Schedule, steps: int) -> list[float]:
+    return [0.0 if schedule.is_full(t, steps) else schedule.stable_fraction(t, steps) for t in range(steps)]
+
+
+def selection_bytes(scoring: str, schedule: Schedule, case: Case) -> int:
+    """Scores (4 bytes a token, from every rank) or masks (1 byte a token, from every card) to the plane's others."""
+    steps = sum(not schedule.is_full(t, case.steps) for t in range(case.steps))
+    a_token = 4 if scoring == "source" else 1
+    return steps * case.batch * case.image * a_token * 5
+
+
+def test_a_fixed_three_quarters_sends_a_third():
+    """q, k and v at 4096 image tokens, 20 steps, two of them warm, a sync every ten, with all overheads."""
+    schedule = Schedule("fixed", ratio=0.75, warmup=2, sync_interval=10)
+    case = Case(12, 4096, 77, 12, machine="aurora", channels=32)
+    lossy = distributed(case, v_major(schedule, "source", "sent"))
+    exact = distributed(case, full())
+    spent, whole = (sum(t.bytes()["plane"] for _, _, t in ranks) for ranks in (lossy, exact))
+    out = whole / 4
+    assert (spent - out) / (whole - out) <= 0.38
+
+
+def test_ties_go_to_the_first_positions():
+    score = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0]])
+    assert stable_tokens(score, 0.4).tolist() == [[False, True, True, False, False]]
+    assert stable_tokens(score, 0.8).tolist() == [[True, True, True, False, True]]
+    assert stable_tokens(score, 0.39).tolist() == [[False, True, False, False, False]]
+
+
+def test_schedules_over_twenty_steps():
+    linear = Schedule("linear")
+    assert linear.warm_steps(20) == 2 and linear.warm_steps(5) == 1 and linear.warm_steps(50) == 5
+    assert [linear.is_full(t, 20) for t in (0, 1, 2, 11, 12, 13, 19)] == [True, True, False, False, True, False, False]
+    assert linear.stable_fraction(2, 20) == 0 and linear.stable_fraction(19, 20) == 1
+    assert Schedule("reverse").stable_fraction(19, 20) == 0
+    assert Schedule("cosine").stable_fraction(19, 20) == 1
+    assert Schedule("list", ratios=(0.1, 0.5)).stable_fraction(7, 20) == 0.5
+    assert all(Schedule("fixed", sync_interval=1).is_full(t, 20) for t in range(20))
