@@ -1,36 +1,52 @@
-"""Continues an image smoothly into its holes: the harmonic (soap-film) fill, coarse to fine, batched and on any
+"""Continues an image smoothly into its holes: the biharmonic (thin-plate) fill, coarse to fine, batched and on any
 device."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-SWEEPS = 10
+ITERATIONS = 20
 
 
 def fill_holes(image_BHW: Tensor, known_BHW: Tensor) -> Tensor:
-    """Pixels where `known_BHW` (bool) is False get values between those around them; float32 [B, H, W] in and out.
+    """Pixels where `known_BHW` (bool) is False continue their surroundings; float32 [B, H, W] in and out.
 
-    At every scale, from a few pixels up, the hole starts from the coarser solution and is relaxed `SWEEPS` times
-    towards the mean of its neighbours. An image with nothing known becomes 0.
+    At every scale, from a few pixels up, the hole starts from the coarser solution and takes at most `ITERATIONS`
+    steps of conjugate gradients towards the least sum of squared Laplacians. An image with nothing known becomes 0.
     """
-    filled_B1HW = _fill(image_BHW[:, None] * known_BHW[:, None], known_BHW[:, None])
-    return filled_B1HW[:, 0]
-
-
-def _fill(image_B1HW: Tensor, known_B1HW: Tensor) -> Tensor:
-    height, width = image_B1HW.shape[2:]
-    if max(height, width) <= 2:
-        share = known_B1HW.float().mean((2, 3), keepdim=True).clamp_min(1e-6)
-        return torch.where(known_B1HW, image_B1HW, image_B1HW.mean((2, 3), keepdim=True) / share)
+    height, width = image_BHW.shape[1:]
+    image_BHW = image_BHW * known_BHW
+    if max(height, width) <= 3:
+        share = known_BHW.float().mean((1, 2), keepdim=True).clamp_min(1e-6)
+        return torch.where(known_BHW, image_BHW, image_BHW.mean((1, 2), keepdim=True) / share)
     odd = (0, width % 2, 0, height % 2)
-    share = functional.avg_pool2d(functional.pad(known_B1HW.float(), odd), 2)
-    total = functional.avg_pool2d(functional.pad(image_B1HW, odd), 2)
-    coarse = _fill(total / share.clamp_min(0.25), share > 0)
-    start = functional.interpolate(coarse, scale_factor=2, mode="bilinear", align_corners=False)[:, :, :height, :width]
-    filled_B1HW = torch.where(known_B1HW, image_B1HW, start)
-    kernel = torch.tensor([[1.0, 2, 1], [2, 0, 2], [1, 2, 1]], device=image_B1HW.device)[None, None] / 12
-    for _ in range(SWEEPS):
-        mean = functional.conv2d(functional.pad(filled_B1HW, (1, 1, 1, 1), mode="replicate"), kernel)
-        filled_B1HW = torch.where(known_B1HW, image_B1HW, mean)
-    return filled_B1HW
+    share = functional.avg_pool2d(functional.pad(known_BHW.float(), odd)[:, None], 2)[:, 0]
+    total = functional.avg_pool2d(functional.pad(image_BHW, odd)[:, None], 2)[:, 0]
+    coarse = fill_holes(total / share.clamp_min(0.25), share > 0)
+    start = functional.interpolate(coarse[:, None], scale_factor=2, mode="bilinear", align_corners=False)
+    return _relax(torch.where(known_BHW, image_BHW, start[:, 0, :height, :width]), (~known_BHW).float())
+
+
+def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
+    """Conjugate gradients on the hole's pixels, every image on its own."""
+    residual = -hole_BHW * _laplacian(_laplacian(image_BHW))
+    direction, size = residual, (residual * residual).sum((1, 2), keepdim=True)
+    for _ in range(ITERATIONS):
+        image_of = hole_BHW * _laplacian(_laplacian(direction))
+        length = size / (direction * image_of).sum((1, 2), keepdim=True).clamp_min(1e-20)
+        image_BHW = image_BHW + length * direction
+        residual = residual - length * image_of
+        size, previous = (residual * residual).sum((1, 2), keepdim=True), size
+        direction = residual + size / previous.clamp_min(1e-20) * direction
+    return image_BHW
+
+
+def _laplacian(image_BHW: Tensor) -> Tensor:
+    """Sum of the four neighbours' differences; the image goes on evenly beyond its border."""
+    rows, columns = image_BHW.diff(dim=1), image_BHW.diff(dim=2)
+    return (
+        functional.pad(rows, (0, 0, 0, 1))
+        - functional.pad(rows, (0, 0, 1, 0))
+        + functional.pad(columns, (0, 1))
+        - functional.pad(columns, (1, 0))
+    )

@@ -1,9 +1,10 @@
 """Procedural grey slices that look like microtomography: the demo model's training data and its held-out test set.
 
-Two families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells) and
-*mineral* (tooth or bone: bright shells around a darker interior, cavities, cracks, trabeculae, an empty background).
-Both get the scanner's own marks: ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from
-`HELD_OUT_SEEDS` are never used in training.
+Two families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells; one
+anatomy that varies from slice to slice, as in scans of one kind of specimen) and *mineral* (tooth or bone: bright
+shells around a darker interior, cavities, cracks, trabeculae, an empty background). Both get the scanner's own marks:
+ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from `HELD_OUT_SEEDS` are never used
+in training.
 
     python -m cocodiff.demo_model.slices --count 20 --out held_out.tif [--png DIR]
 """
@@ -22,6 +23,16 @@ SIZE = 96
 HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
 """Seeds kept for tests and reports. Training uses `range(n)` with n far below the first of them."""
 MINERAL_SHARE = 0.12
+LAMINAE = np.array([0.02, 0.03, -0.01, 0.0, 0.02, 0.0, -0.02, 0.01, 0.02])
+"""The organ's grey, relative to its mean, from the rim (first) to a depth of 0.5 (last)."""
+PAIRS = (
+    (0.17, 0.04, 0.075, 0.22, -0.5, -0.25),
+    (0.44, 0.12, 0.13, 0.19, -0.3, 0.09),
+    (0.27, 0.50, 0.16, 0.08, -0.4, -0.08),
+    (0.30, -0.40, 0.11, 0.16, 0.9, 0.08),
+)
+"""Mirrored parts of the organ: distance from the midline, height, the two radii, turn (radians), contrast. The first
+are the ventricles; any other pair may be absent."""
 
 
 class View:
@@ -109,41 +120,43 @@ def texture(view: View, generator: np.random.Generator, width: float) -> Array:
 
 
 def organ(view: View, generator: np.random.Generator) -> Array:
-    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts."""
-    tilt = generator.normal(0, 0.2)
+    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts.
+
+    All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So what lies deep inside
+    a hole can be guessed from what is seen around it, by who knows the anatomy.
+    """
+    tilt = generator.normal(0, 0.15)
     middle = generator.normal(0, 0.05, 2)
-    depth = wobbly_depth(view, generator, middle, generator.uniform(0.72, 0.92, 2), 0.06)
-    inside = smooth_step(depth, 0.06)
-    knots = np.linspace(0, 0.5, 9)
-    layers = np.interp(depth, knots, gaussian_filter(generator.normal(0, 0.09, 9), 1))
-    layers += generator.uniform(0.01, 0.04) * np.cos(2 * np.pi * depth / generator.uniform(0.15, 0.3))
-    tissue = generator.uniform(0.5, 0.62) + layers + 0.025 * texture(view, generator, generator.uniform(0.07, 0.14))
+    radii = generator.uniform(0.74, 0.9, 2)
+    depth = wobbly_depth(view, generator, middle, radii, 0.05)
+    inside = smooth_step(depth, 0.1)
     along = np.array([-np.sin(tilt), np.cos(tilt)])
     across = np.array([np.cos(tilt), np.sin(tilt)])
-    for pair in range(generator.integers(3, 7)):
-        offset, height = generator.uniform(0.12, 0.48), generator.uniform(-0.45, 0.45)
-        angle, radii = generator.uniform(-1.2, 1.2), generator.uniform(0.07, 0.22, 2)
-        # The first pair are ventricles (dark, sharp); the others are nuclei of either contrast.
-        contrast = -generator.uniform(0.2, 0.35) if pair == 0 else generator.uniform(-0.15, 0.18)
+    knots = np.linspace(0, 0.5, len(LAMINAE))
+    layers = np.interp(depth, knots, generator.uniform(0.7, 1.3) * (LAMINAE + generator.normal(0, 0.015, len(LAMINAE))))
+    tissue = generator.uniform(0.52, 0.6) + layers + 0.02 * texture(view, generator, generator.uniform(0.1, 0.18))
+    for index, (sideways, height, width, length, angle, contrast) in enumerate(PAIRS):
+        if index > 0 and generator.random() < 0.15:
+            continue
+        place = np.array([sideways, height]) * radii / radii.mean() + generator.normal(0, 0.035, 2)
+        size = np.array([width, length]) * generator.uniform(0.8, 1.2, 2)
+        turn, strength = angle + generator.normal(0, 0.12), contrast * generator.uniform(0.6, 1.3)
         for side in (-1, 1):
-            centre = middle + side * offset * across + height * along + generator.normal(0, 0.012, 2)
-            nucleus = ellipse_depth(view, centre, radii * generator.uniform(0.93, 1.07, 2), tilt + side * angle)
-            tissue += contrast * smooth_step(nucleus, 0.05 if pair == 0 else 0.07)
-    sideways = (view.x_HW - middle[0]) * across[0] + (view.y_HW - middle[1]) * across[1]
-    upward = (view.x_HW - middle[0]) * along[0] + (view.y_HW - middle[1]) * along[1]
-    bend = generator.normal(0, 0.02) * np.sin(generator.uniform(2, 5) * upward)
-    tissue += (
-        generator.choice([-1, 1])
-        * generator.uniform(0.08, 0.2)
-        * np.exp(-(((sideways - bend) / generator.uniform(0.015, 0.03)) ** 2))
-    )
-    for _ in range(generator.integers(1, 4)):
+            centre = middle + side * place[0] * across + place[1] * along + generator.normal(0, 0.01, 2)
+            nucleus = ellipse_depth(view, centre, size * generator.uniform(0.95, 1.05, 2), tilt + side * turn)
+            tissue += strength * smooth_step(nucleus, 0.05 if index == 0 else 0.07)
+    sideways_HW = (view.x_HW - middle[0]) * across[0] + (view.y_HW - middle[1]) * across[1]
+    upward_HW = (view.x_HW - middle[0]) * along[0] + (view.y_HW - middle[1]) * along[1]
+    bend = generator.normal(0, 0.015) * np.sin(generator.uniform(2, 5) * upward_HW)
+    fissure = np.exp(-(((sideways_HW - bend) / generator.uniform(0.018, 0.03)) ** 2))
+    tissue -= generator.uniform(0.08, 0.16) * fissure
+    for _ in range(generator.integers(0, 3)):
         ridge = bezier(view, generator, 0.85, generator.uniform(0.008, 0.022))
-        tissue += generator.choice([-1, 1]) * generator.uniform(0.08, 0.2) * ridge
-    cells_N2 = generator.uniform(-0.9, 0.9, (generator.integers(30, 120), 2))
-    tissue += view.splat(cells_N2, generator.uniform(0.06, 0.16, len(cells_N2)), 0.013) * generator.choice([-1, 1])
-    tissue += generator.uniform(0.08, 0.2) * np.exp(-(((depth - 0.02) / 0.02) ** 2))
-    background = generator.uniform(0.28, 0.48)
+        tissue += generator.uniform(0.06, 0.16) * ridge
+    cells_N2 = generator.uniform(-0.9, 0.9, (generator.integers(30, 100), 2))
+    tissue += view.splat(cells_N2, generator.uniform(0.03, 0.09, len(cells_N2)), 0.013)
+    tissue += generator.uniform(0.1, 0.2) * np.exp(-(((depth - 0.035) / 0.03) ** 2))
+    background = generator.uniform(0.38, 0.52)
     return background + (tissue - background) * inside
 
 
@@ -186,16 +199,16 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.
-    image = gaussian_filter(specimen, generator.uniform(0.5, 0.9)) * (
+    image = gaussian_filter(specimen, generator.uniform(0.9, 1.4)) * (
         1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2)
     )
     rings_R = gaussian_filter(generator.normal(size=160), generator.uniform(0.5, 1.2))
-    strength = generator.uniform(0.004, 0.016)
+    strength = generator.uniform(0.003, 0.009)
     image += strength * np.interp(radius, np.linspace(0, 3, 160), rings_R / rings_R.std())
     noise = generator.normal(size=(SIZE, SIZE))
     grain = gaussian_filter(noise, 0.7)
     share = generator.uniform(0.3, 0.8)
-    return image + generator.uniform(0.006, 0.015) * (share * grain / 0.4 + (1 - share) * noise)
+    return image + generator.uniform(0.003, 0.009) * (share * grain / 0.4 + (1 - share) * noise)
 
 
 def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:

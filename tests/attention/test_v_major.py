@@ -122,7 +122,8 @@ def test_equals_one_process(schedule, scoring, reference, order):
 
 @given(
     size=st.sampled_from((2, 3, 4, 6, 12)), image=st.integers(12, 40), text=st.integers(0, 9),
-    heads=st.integers(12, 15), batch=st.integers(1, 2), schedule=st.sampled_from(sorted(SCHEDULES)), text_first=st.booleans(),
+    heads=st.integers(12, 15), batch=st.integers(1, 2), text_first=st.booleans(),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
     scoring=st.sampled_from(("source", "card")), reference=st.sampled_from(("prev", "sent")),
     order=st.sampled_from((joint, v_first)), exchange=st.sampled_from(("flat", "tapa")), steps=st.sampled_from((6, 20)),
 )  # fmt: skip

@@ -25,7 +25,14 @@ def test_constant_image_needs_one_coefficient_per_block() -> None:
 def test_basis_overlaps_the_neighbouring_blocks_and_fades_out() -> None:
     lowest = lapped_matrix(48)[16].abs()
     assert (lowest > 0).nonzero().flatten().tolist() == list(range(12, 28))
-    assert lowest[12] < 0.1 * lowest.max() and lowest[27] < 0.1 * lowest.max()
+    assert lowest[12] < 0.2 * lowest.max() and lowest[27] < 0.2 * lowest.max()
+
+
+def test_wrong_means_of_blocks_blend_without_an_edge() -> None:
+    """Where a block's mean is off by 1, no two neighbouring pixels differ by more than a third of that."""
+    wrong_mean = 8**0.5 * lapped_matrix(48)[16]
+    assert wrong_mean[16:24].mean() > 0.8
+    assert wrong_mean.diff().abs().max() < 1 / 3
 
 
 @pytest.mark.parametrize("size", [0, 12, 4])
@@ -56,20 +63,19 @@ def test_hidden_pixels_are_continued_from_around_them() -> None:
     hidden_B1HW = ramp_B1HW.clone()
     hidden_B1HW[..., 20:45, 20:45] = 0
     expected, found = (vae.encode(x).latent_dist.mode() for x in (ramp_B1HW, hidden_B1HW))
-    # A ramp is its own soap film; what remains is how far the relaxation was carried.
+    # A ramp is its own thin plate; what remains is how far the relaxation was carried.
     assert (vae.inverse(found) - vae.inverse(expected)).abs().max() < 0.05
     assert vae.encode(torch.zeros(1, 3, 16, 16)).latent_dist.mode().abs().max() == 0
 
 
 @pytest.mark.parametrize(("height", "width"), [(96, 96), (40, 72), (8, 24)])
-def test_fill_keeps_known_pixels_and_their_range(height: int, width: int) -> None:
+def test_fill_keeps_known_pixels(height: int, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     image_BHW = torch.rand(3, height, width, generator=generator) - 0.3
     known_BHW = torch.rand(3, 1, width, generator=generator).expand(3, height, width) > 0.6
     filled_BHW = fill_holes(image_BHW, known_BHW)
     assert torch.equal(filled_BHW[known_BHW], image_BHW[known_BHW])
-    assert filled_BHW.min() >= image_BHW[known_BHW].min() - 1e-6
-    assert filled_BHW.max() <= image_BHW[known_BHW].max() + 1e-6
+    assert filled_BHW.abs().max() < 3 * image_BHW[known_BHW].abs().max()
 
 
 def test_bfloat16_in_and_out() -> None:
