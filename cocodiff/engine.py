@@ -20,7 +20,7 @@ from cocodiff.attention.selection import Schedule
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
@@ -166,7 +166,8 @@ class Engine:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
             hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
         self._restore += [hook.remove for hook in hooks]
-        pipe, vae = self._pipe, getattr(self._pipe, "vae", None)
+        pipe: Any = self._pipe
+        vae = getattr(pipe, "vae", None)
         if vae is not None and self.size > 1 and self.config.vae == "one":
             pipe.vae = OneRankVAE(vae, self.transport)
             self._restore.append(lambda: setattr(pipe, "vae", vae))
@@ -237,6 +238,13 @@ class Engine:
         """Attention bytes per link class, summed over all ranks. Every rank calls it; rank 0's answer is whole."""
         gathered = self.transport.gather_object(self.trace.bytes()) or [self.trace.bytes()]
         return {link: sum(one[link] for one in gathered) for link in gathered[0]}
+
+    def drift_profile(self) -> list[dict[str, float | None]]:
+        """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
+        that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it; rank 0's
+        answer is whole."""
+        own = self.strategy.drift if isinstance(self.strategy, VMajor) else {}
+        return merge_drift(self.transport.gather_object(own) or [own])
 
 
 def _check_not_compiled(model: nn.Module) -> None:

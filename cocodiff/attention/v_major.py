@@ -44,6 +44,19 @@ class Drift:
     stable: int = 0
 
 
+def merge_drift(of_ranks: Sequence[dict[int, Drift]]) -> list[dict[str, float | None]]:
+    """The profile over all ranks, one row a step: "step", "change" (mean relative change of v, None where nothing was
+    compared) and "stable_fraction"."""
+    rows: list[dict[str, float | None]] = []
+    for step in sorted({step for drift in of_ranks for step in drift}):
+        parts = [drift[step] for drift in of_ranks if step in drift]
+        norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
+        change = sum(part.change for part in parts) / norm if norm else None
+        stable = sum(part.stable for part in parts) / tokens if tokens else 0.0
+        rows.append({"step": step, "change": change, "stable_fraction": stable})
+    return rows
+
+
 @dataclass
 class SiteCache:
     """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D]."""
@@ -143,6 +156,7 @@ class SelectiveCall(FullCall):
         """Decides whether all tokens travel, now that v's shape is known."""
         cache, step = self.cache, self.moment.step
         known = cache.last_step == step - 1 and cache.shape == v_BLHD.shape and cache.layout == self.layout
+        self.strategy.drift.setdefault(step, Drift())
         self.full = not known or self.strategy.schedule.is_full(step, self.moment.steps)
         if not known:
             cache.reference, cache.received = None, {}

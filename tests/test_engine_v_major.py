@@ -1,0 +1,135 @@
+"""V-Major in whole models: nothing stable is nothing changed, in every family; clean starts; what it reports."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, sd3_inpaint_pipeline
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config import Config
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_rank():
+    """The ranks are threads themselves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def denoise(model: Any, inputs: dict[str, Any], **changes: Any) -> torch.Tensor:
+    """The model's outputs over a few steps of an input that moves."""
+    outputs = []
+    for step in range(STEPS):
+        moved = inputs | {"hidden_states": inputs["hidden_states"] * (1 + 0.1 * step)}
+        outputs.append(
+            model(**moved | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)} | changes)[0]
+        )
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_stable_is_nothing_changed(family, size):
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(2, 6, 7, 5)
+    lossy = {"selection": "v_major", "steps": STEPS, "order": "v_first"}
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad():
+            with parallelize(own, transport=transport, order="v_first"):
+                exact = denoise(own, inputs)
+            for settings in ({"sync_interval": 1}, {"schedule": "fixed", "ratio": 0.0}):
+                for scoring in ("source", "card"):
+                    with parallelize(own, transport=transport, scoring=scoring, **lossy, **settings):
+                        assert torch.equal(denoise(own, inputs), exact), (settings, scoring)
+            with parallelize(own, transport=transport, schedule="fixed", ratio=0.8, sync_interval=0, **lossy):
+                stale = denoise(own, inputs)
+            assert torch.equal(stale[:1], exact[:1]) and not torch.equal(stale[1:], exact[1:])
+
+    run_ranks(size, work)
+
+
+def pipeline_call(pipe: Any, seed: int, steps: int = 5, side: int = 64, prompt_tokens: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.rand(1, 3, side, side, generator=generator)
+    mask = torch.zeros(1, 1, side, side)
+    mask[..., 16:48, 16:48] = 1
+    return pipe(
+        image=image, mask_image=mask, height=side, width=side, num_inference_steps=steps, strength=1.0,
+        prompt_embeds=torch.full((1, prompt_tokens, 16), 0.1), pooled_prompt_embeds=torch.zeros(1, 16),
+        generator=generator, guidance_scale=1, output_type="pt",
+    ).images  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+"])
+def test_an_image_leaves_no_ghost(preset):
+    """An image of another size, prompt and number of steps in between changes nothing; leaving frees all caches."""
+    pipe = sd3_inpaint_pipeline(12)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(pipe)
+        own.set_progress_bar_config(disable=True)
+        with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
+            first = pipeline_call(own, 0)
+            held = engine.strategy.cache_bytes()
+            pipeline_call(own, 1, steps=3, side=96, prompt_tokens=7)
+            again = pipeline_call(own, 0)
+            assert torch.equal(first, again)
+            assert engine.strategy.cache_bytes() == held > 0
+        assert engine.strategy.cache_bytes() == 0
+
+    run_ranks(3, work)
+
+
+def test_a_pipeline_tells_how_many_steps_run():
+    pipe = sd3_inpaint_pipeline(12)
+
+    def work(transport: Any) -> list:
+        own = copy.deepcopy(pipe)
+        own.set_progress_bar_config(disable=True)
+        with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
+            pipeline_call(own, 0, steps=6)
+        return engine.drift_profile()
+
+    profile = run_ranks(4, work)[0]
+    assert [row["step"] for row in profile] == list(range(6))
+    realised = [row["stable_fraction"] for row in profile]
+    assert realised[0] == 0 and realised[-1] == 1 and realised == sorted(realised)
+    assert profile[0]["change"] is None and all(row["change"] > 0 for row in profile[1:])
+
+
+def test_a_bare_model_must_be_told_the_steps():
+    make, inputs_of = FAMILIES["sd3"]
+    model, inputs = make(4), inputs_of(1, 4, 4, 3)
+
+    def work(transport: Any) -> None:
+        with torch.no_grad(), parallelize(copy.deepcopy(model), "cocodiff+", transport=transport) as engine:
+            engine.model(**inputs)
+
+    with pytest.raises(UserError, match=r"how many steps run: parallelize\(\.\.\., steps=N\)"):
+        run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exchange": "flat"}, "scoring card needs exchange tapa, not flat"),
+        ({"ratio": 1.5}, "ratio 1.5: give a fraction from 0 to 1"),
+        ({"schedule": "list"}, "schedule list needs ratios"),
+        ({"schedule": "liner"}, "did you mean linear"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"sync_interval": 0.5}, "sync_interval is 0.5"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        Config.preset("cocodiff", **settings)
