@@ -34,11 +34,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if not times:
         raise UserError(f"{path} has no attention layers to sum up: they are traced in runs on 2 or more ranks")
     if launch.speaks:
-        say(summary_table(times))
-        if traces.not_kept:
-            say(f"Of longer runs this is the beginning: {traces.not_kept} later spans were not kept "
-                f"({MAX_SPANS} are, of each rank and mode).")  # fmt: skip
+        say_summary(times, traces.not_kept)
     return 0
+
+
+def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
+    """Prints the table. not_kept: spans that the traces have lost."""
+    say(summary_table(times))
+    if not_kept:
+        say(f"This is the beginning of the run: {not_kept} later spans were not kept "
+            f"({MAX_SPANS} are, of each rank and mode).")  # fmt: skip
 
 
 def summary_table(times: Sequence[AttentionTimes]) -> str:
