@@ -19,7 +19,11 @@ KINDS = {"step": "a whole denoising step of a pipeline", "attention": "one atten
 
 def start(words: Sequence[str], launch: Launch) -> int:
     if not words or words[0] in ("-h", "--help"):
-        say(f"usage: cocodiff bench {'|'.join(KINDS)} [options]; see cocodiff bench step --help")
+        say(
+            "\n".join(
+                ["usage: cocodiff bench KIND [--help] [options]", "", *(f"  {k:<10} {v}" for k, v in KINDS.items())]
+            )
+        )
         return 0
     check_choice("benchmark", words[0], KINDS)
     benchmark: Benchmark = import_module(f"cocodiff.commands.bench_{words[0]}").BENCHMARK

@@ -57,7 +57,7 @@ def summary_table(times: Sequence[AttentionTimes]) -> str:
         )
         for line in lines
     ]
-    return "\n".join([*aligned, LEGEND])
+    return "\n".join([*aligned, "", LEGEND])
 
 
 def _cells(one: AttentionTimes) -> tuple[str, ...]:
