@@ -13,7 +13,8 @@ from cocodiff.errors import UserError
 
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
-    "bench": "measure: bench step",
+    "bench": "measure: bench step, bench attention",
+    "trace": "what a run's trace tells: trace summary",
 }
 
 

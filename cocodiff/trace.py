@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.errors import UserError
+
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
@@ -100,3 +102,35 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
         sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
     other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for _, record in every)}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
+
+
+class SavedTraces(NamedTuple):
+    """The spans of a saved trace. spans: mode -> rank -> spans, their times from the file's first span on."""
+
+    spans: dict[str, dict[int, list[Span]]]
+    not_kept: int  # spans beyond MAX_SPANS of a rank, of all ranks and modes together
+
+
+def load_traces(path: str | Path) -> SavedTraces:
+    """Reads what `save_traces` wrote. Raises UserError where there is no such file or it is not a trace of ours."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the trace.json of a run") from error
+    except UnicodeDecodeError as error:
+        raise _not_ours(path) from error
+    spans: dict[str, dict[int, list[Span]]] = {}
+    try:
+        written = json.loads(text)
+        for event in written["traceEvents"]:
+            if event["ph"] == "X":
+                about, start = event["args"], round(event["ts"] * 1e3)
+                span = Span(event["name"], about["lane"], start, start + round(event["dur"] * 1e3), about["layer"])
+                spans.setdefault(about["mode"], {}).setdefault(event["pid"], []).append(span)
+        return SavedTraces(spans, int(written["otherData"]["spans_not_kept"]))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise _not_ours(path) from error
+
+
+def _not_ours(path: str | Path) -> UserError:
+    return UserError(f"{path} is not a trace of this version of cocodiff: give the trace.json of a run")

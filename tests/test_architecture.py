@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "cocodiff.topology": (),
     "cocodiff.device": (),
     "cocodiff.trace": (),
+    "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology",),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
     "cocodiff.kernels": (),

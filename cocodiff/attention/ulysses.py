@@ -62,6 +62,7 @@ class FullCall:
 
 
 Order = Callable[[Call], tuple[Tensor, Tensor, Tensor]]  # -> q, k, v, each [B, S, G, D]
+Local = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]  # as `local_attention`
 
 
 def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,21 +84,28 @@ class Ulysses:
     """Exact: with every exchange and order the result equals one process's up to the rounding of another summation
     order."""
 
-    def __init__(self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint) -> None:
-        """exchange: None when there is one rank, which has nothing to exchange."""
+    def __init__(
+        self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint,
+        local: Local | None = None,
+    ) -> None:  # fmt: skip
+        """exchange: None when there is one rank, which has nothing to exchange.
+
+        local: what is done with the heads that are here, instead of `local_attention`.
+        """
         self._topology, self._exchange, self._trace, self._order = topology, exchange, trace, order
+        self._local = local or local_attention
         self._layouts: dict[tuple[int, int, int], Layout] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
         if self._exchange is None:
-            out_BLHD = local_attention(qkv.q(), qkv.k(), qkv.v(), mask_in_model_order(qkv))
+            out_BLHD = self._local(qkv.q(), qkv.k(), qkv.v(), mask_in_model_order(qkv))
             qkv.meanwhile()
             return out_BLHD
         layout = self.layout(qkv)
         arrived = self._order(self.call(qkv, self._exchange, layout, site))
         q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, arrived)
         with self._trace.span("attention", layer=site.kind):
-            out_BSGD = local_attention(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
+            out_BSGD = self._local(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
         with self._trace.span("wait for o", layer=site.kind):
             out_BLHD = self._exchange.back(out_BSGD, layout, "o", site.kind).wait()
         return used_on_current_stream(out_BLHD)

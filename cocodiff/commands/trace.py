@@ -1,0 +1,76 @@
+"""`cocodiff trace summary`: where attention's time went, from the trace that a run saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.terminal import say
+from cocodiff.config import check_choice
+from cocodiff.errors import UserError
+from cocodiff.trace import MAX_SPANS, load_traces
+from cocodiff.trace_summary import AttentionTimes, summarise
+
+KINDS = ("summary",)
+USAGE = "usage: cocodiff trace summary TRACE.json"
+HEADINGS = ("mode", "layer", "calls", "T(V)", "T(Q,K)", "T(Vp1)", "hidden", "%", "comm.", "exposed", "hidden", "%")
+TEXT_COLUMNS = 2
+LEGEND = """\
+Milliseconds of a mean attention call on a mean rank; calls are those of all ranks. T(V), T(Q,K): projecting.
+T(Vp1): V's first phase (flat has one); none where Q, K and V travel together. comm.: all communication of the call.
+Exposed is its part in which the rank waits, hidden the rest."""
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    if not words or words[0] in ("-h", "--help") or words[1:2] in (["-h"], ["--help"]):
+        say(f"{USAGE}\n\n{LEGEND}")
+        return 0
+    check_choice("trace command", words[0], KINDS)
+    if len(words) != 2:
+        raise UserError(f"trace summary reads one file and {len(words) - 1} were named; {USAGE}")
+    path = words[1]
+    traces = load_traces(path)
+    times = summarise(traces.spans)
+    if not times:
+        raise UserError(f"{path} has no attention layers to sum up: they are traced in runs on 2 or more ranks")
+    if launch.speaks:
+        say_summary(times, traces.not_kept)
+    return 0
+
+
+def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
+    """Prints the table. not_kept: spans that the traces have lost."""
+    say(summary_table(times))
+    if not_kept:
+        say(f"This is the beginning of the run: {not_kept} later spans were not kept "
+            f"({MAX_SPANS} are, of each rank and mode).")  # fmt: skip
+
+
+def summary_table(times: Sequence[AttentionTimes]) -> str:
+    """The summary as aligned plain text, in milliseconds, with what the columns mean below."""
+    lines = [HEADINGS, *(_cells(one) for one in times)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(
+            text.ljust(width) if column < TEXT_COLUMNS else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    return "\n".join([*aligned, "", LEGEND])
+
+
+def _cells(one: AttentionTimes) -> tuple[str, ...]:
+    return (
+        one.mode, one.layer, str(one.calls), _ms(one.project_v_s), _ms(one.project_qk_s),
+        _ms(one.v_phase1_s), _ms(one.v_phase1_hidden_s), _percent(one.v_phase1_hidden_s, one.v_phase1_s),
+        _ms(one.communication_s), _ms(one.exposed_s), _ms(one.hidden_s), _percent(one.hidden_s, one.communication_s),
+    )  # fmt: skip
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _percent(part: float | None, whole: float | None) -> str:
+    return f"{100 * part / whole:.0f}" if part is not None and whole else "-"

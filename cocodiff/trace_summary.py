@@ -1,0 +1,118 @@
+"""Where attention's time went, from spans: what was computed, what travelled, and how much of that was hidden.
+
+Communication is what a rank's lanes are busy with, packing and waiting for late peers included. It is exposed while
+the rank's main thread waits, and hidden while that thread does something else. T(V), T(Q,K) and T(Vp1) are the terms
+of V-First (CoCoDiff section III-C): V-First can hide all of T(Vp1) where T(Q,K) is longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from cocodiff.trace import Span
+
+Interval = tuple[int, int]  # start and end in nanoseconds
+Spans = Mapping[str, Mapping[int, Sequence[Span]]]  # mode -> rank -> spans, in any order
+
+MAIN = "main"
+ATTENTION = "attention"  # the span that every attention call has once
+V_FIRST_PHASES = ("v sibling", "v plane")  # v's first phase is the first of these that a mode has
+
+
+class AttentionTimes(NamedTuple):
+    """Seconds of a mean attention call on a mean rank, of one kind of layer in one mode.
+
+    calls: attention calls that the mean is over, those of all ranks together.
+    v_phase1_s: T(Vp1); with its hidden part None where v does not travel alone, as in joint order.
+    communication_s: equal to exposed_s and hidden_s together.
+    """
+
+    mode: str
+    layer: str
+    calls: int
+    project_v_s: float
+    project_qk_s: float
+    v_phase1_s: float | None
+    v_phase1_hidden_s: float | None
+    communication_s: float
+    exposed_s: float
+    hidden_s: float
+
+
+def summarise(spans: Spans) -> list[AttentionTimes]:
+    """One entry for each mode and kind of layer, in the modes' order. Layers without an attention span are left out,
+    as are spans that belong to no layer."""
+    found = []
+    for mode, of_ranks in spans.items():
+        layers = {s.layer: None for of_rank in of_ranks.values() for s in by_time(of_rank) if s.name == ATTENTION}
+        found += [_of_layer(mode, layer, of_ranks.values()) for layer in layers if layer]
+    return found
+
+
+def first_phase(spans: Iterable[Span]) -> str | None:
+    """The name of v's first phase among these spans: on the card where there are siblings, else on the plane."""
+    names = {span.name for span in spans}
+    return next((name for name in V_FIRST_PHASES if name in names), None)
+
+
+def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> AttentionTimes:
+    calls = project_v = project_qk = v_phase1 = v_phase1_exposed = communication = exposed = 0
+    phase1 = first_phase(s for of_rank in of_ranks for s in of_rank if s.layer == layer)
+    for of_rank in of_ranks:
+        own = [s for s in of_rank if s.layer == layer]
+        waits = union(_times(s for s in of_rank if s.lane == MAIN and s.name.startswith("wait")))
+        travels = union(_times(s for s in own if s.lane != MAIN))
+        v_travels = union(_times(s for s in own if s.name == phase1))
+        calls += sum(s.name == ATTENTION for s in own)
+        project_v += length(_times(s for s in own if s.name == "project v"))
+        project_qk += length(_times(s for s in own if s.name == "project qk"))
+        v_phase1 += length(v_travels)
+        v_phase1_exposed += overlap(v_travels, waits)
+        communication += length(travels)
+        exposed += overlap(travels, waits)
+
+    def mean_s(total_ns: int) -> float:
+        return total_ns / calls / 1e9
+
+    return AttentionTimes(
+        mode, layer, calls, mean_s(project_v), mean_s(project_qk),
+        mean_s(v_phase1) if phase1 else None, mean_s(v_phase1 - v_phase1_exposed) if phase1 else None,
+        mean_s(communication), mean_s(exposed), mean_s(communication - exposed),
+    )  # fmt: skip
+
+
+def by_time(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.start_ns, span.end_ns))
+
+
+def _times(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start_ns, span.end_ns) for span in spans]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals that are in order and apart; empty ones go."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif start < end:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """The time that two unions have in common."""
+    common, i, j = 0, 0, 0
+    while i < len(first) and j < len(second):
+        (a, b), (c, d) = first[i], second[j]
+        common += max(0, min(b, d) - max(a, c))
+        if b < d:
+            i += 1
+        else:
+            j += 1
+    return common

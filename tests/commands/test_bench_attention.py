@@ -1,0 +1,122 @@
+"""`cocodiff bench attention` on two ranks: what it writes and says, and what it refuses. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import mpiexec, run
+
+from cocodiff.attention.layout import Layout
+from cocodiff.cli import main
+from cocodiff.commands.bench_attention import check_same_bits
+from cocodiff.commands.bench_common import interleave, rows
+from cocodiff.config import load_machine
+from cocodiff.topology import Topology
+
+TINY = {"image-tokens": 9, "text-tokens": 4, "heads": 3, "head-dim": 8, "repeats": 2}
+WORDS = ["bench", "attention", *(str(word) for name, value in TINY.items() for word in (f"--{name}", value)), "--quiet"]
+
+
+def bench(out: Path, *words: str) -> str:
+    done = run([sys.executable, "-m", "cocodiff", *WORDS, "--ranks", "2", "--out", str(out), *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def written(out: Path) -> list[dict]:
+    document = json.loads((out / "bench.json").read_text())
+    assert document["schema"] == 1
+    return document["rows"]
+
+
+def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = bench(tmp_path / "bench")
+    found = {row["variant"]: row for row in written(tmp_path / "bench")}
+    assert list(found) == ["flat joint", "flat v_first", "tapa joint", "tapa v_first"]
+    for name, row in found.items():
+        assert row["n"] == 2 and 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]
+        assert row["ratio_vs_flat"] > 0 and row["ratio_vs_joint"] > 0 and name in said
+        assert list(row["layers"]) == ["joint", "image"]
+        for times in row["layers"].values():
+            assert times["calls"] == 2 * 2  # repeats and ranks
+            assert (times["v_phase1_s"] is None) == name.endswith("joint")
+            assert times["communication_s"] == pytest.approx(times["exposed_s"] + times["hidden_s"])
+    assert found["flat joint"]["ratio_vs_flat"] == found["tapa joint"]["ratio_vs_joint"] == 1
+    assert main(["trace", "summary", str(tmp_path / "bench" / "trace.json")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["flat", "joint"]
+
+
+def test_bytes_are_those_of_a_mean_call(tmp_path: Path) -> None:
+    bench(tmp_path / "bench", "--exchange", "flat", "--order", "v_first", "--local", "real")
+    (row,) = written(tmp_path / "bench")
+    topology = Topology.build(load_machine("local"), 2)
+    both = 0
+    for text in (TINY["text-tokens"], 0):
+        layout = Layout.build(topology, TINY["image-tokens"], text, TINY["heads"])
+        crossing = sum(layout.rows[i] * layout.heads[1 - i] for i in (0, 1))
+        both += 4 * crossing * TINY["head-dim"] * 4  # q, k, v and o in fp32
+    assert row["bytes"] == {"sibling": both // 2, "plane": 0, "cross_plane": 0, "node": 0}
+    assert (row["ratio_vs_flat"], row["ratio_vs_joint"]) == (None, None)
+
+
+def test_under_mpiexec(tmp_path: Path) -> None:
+    done = mpiexec(2, "-m", "cocodiff", *WORDS, "--exchange", "tapa", "--out", str(tmp_path / "bench"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["variant"] for row in written(tmp_path / "bench")] == ["tapa joint", "tapa v_first"]
+    assert done.stdout.count("results:") == 1
+
+
+def test_other_bits_are_an_error() -> None:
+    expected = {"joint": torch.arange(6.0), "image": torch.ones(3)}
+    check_same_bits(expected, {"tapa v_first": {kind: out.clone() for kind, out in expected.items()}}, rank=1)
+    changed = {**expected, "image": torch.tensor([1.0, 1.0, 1.0000001])}
+    with pytest.raises(RuntimeError, match=r"rank 1: tapa v_first differs .* in 1 of 3 numbers of layer image"):
+        check_same_bits(expected, {"tapa v_first": changed}, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "start 2 or more"),
+        (("--ranks", "4"), "4 ranks for 3 attention heads"),
+        (("--ranks", "2", "--repeats", "0"), "at least 1"),
+        (("--ranks", "2", "--text-tokens", "-1"), "0 or more"),
+        (("--ranks", "2", "--ratio", "-1"), "--ratio -1.0"),
+        (("--ranks", "2", "--ratio", "nan"), "--ratio nan"),
+        (("--ranks", "2", "--exchange", "tappa"), "did you mean tapa?"),
+        (("--ranks", "2", "--order", "vfirst"), "did you mean v_first?"),
+        (("--ranks", "2", "--machine", "aurora"), "start 12 ranks"),
+        (("--ranks", "2", "--preset", "tapa"), "unknown option --preset"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--out", str(tmp_path / "out"), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_benchmarks_come_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "atention"]) == 2
+    assert "did you mean attention?" in capsys.readouterr().err
+
+
+def test_variants_take_turns_forwards_and_backwards() -> None:
+    order: list[str] = []
+    variants = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = interleave(variants, rounds=3, units=2, meet=lambda: None, tick=lambda: None)
+    assert "".join(order) == "abccbaabc"
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 3)
+
+
+def test_ratios_are_medians_of_pairs() -> None:
+    seconds = {"flat": [1.0, 2.0, 4.0], "tapa": [2.0, 2.0, 2.0]}
+    flat, tapa = rows("case", seconds, {}, {name: {"flat": "flat", "other": "absent"} for name in seconds})
+    assert (tapa["median_s"], tapa["ratio_vs_flat"], tapa["ratio_vs_other"], tapa["bytes"]) == (2.0, 1.0, None, None)
+    assert flat["ratio_vs_flat"] == 1

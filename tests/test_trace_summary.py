@@ -1,0 +1,189 @@
+"""Sums over spans: what is hidden, what is exposed, and the same from a saved trace on the command line."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocodiff.cli import main
+from cocodiff.trace import Span, load_traces, save_traces
+from cocodiff.trace_summary import length, overlap, summarise, union
+
+LAYER = "blocks.attn"
+intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
+
+
+def span(name: str, lane: str, start: int, end: int, layer: str = LAYER) -> Span:
+    return Span(name, lane, start, end, layer)
+
+
+def v_first_call(delay: int = 0) -> list[Span]:
+    """v's first phase is 20..50 and its wait starts at 40: 20 of 30 are hidden. Times in nanoseconds."""
+    spans = [
+        span("project v", "main", 10, 20),
+        span("v sibling", "sibling", 20, 50),
+        span("project qk", "main", 20, 40),
+        span("wait for v", "main", 40, 60),
+        span("v plane", "plane", 50, 60),
+        span("wait for qk", "main", 60, 80),
+        span("qk sibling", "sibling", 50, 70),
+        span("qk plane", "plane", 70, 80),
+        span("attention", "main", 80, 90),
+        span("wait for o", "main", 90, 100),
+        span("o plane", "plane", 90, 95),
+        span("o sibling", "sibling", 95, 100),
+    ]
+    return [s._replace(start_ns=s.start_ns + delay, end_ns=s.end_ns + delay) for s in spans]
+
+
+def joint_call() -> list[Span]:
+    return [
+        span("project qk", "main", 0, 30),
+        span("project v", "main", 30, 40),
+        span("qkv plane", "plane", 40, 70),
+        span("wait for qkv", "main", 45, 70),
+        span("attention", "main", 70, 75),
+        span("o plane", "plane", 75, 85),
+        span("wait for o", "main", 75, 85),
+    ]
+
+
+def test_v_first_hides_what_main_does_not_wait_for():
+    (times,) = summarise({"tapa": {0: v_first_call()}})
+    assert (times.mode, times.layer, times.calls) == ("tapa", LAYER, 1)
+    assert times[3:] == pytest.approx([10e-9, 20e-9, 30e-9, 20e-9, 70e-9, 50e-9, 20e-9])
+
+
+def test_joint_order_has_no_phase_of_v():
+    (times,) = summarise({"flat": {0: joint_call()}})
+    assert (times.v_phase1_s, times.v_phase1_hidden_s) == (None, None)
+    assert times[7:] == pytest.approx([40e-9, 35e-9, 5e-9])
+
+
+def test_the_only_phase_of_flat_is_its_first():
+    spans = [s for s in v_first_call() if "sibling" not in s.name]
+    (times,) = summarise({"flat": {0: spans}})
+    assert (times.v_phase1_s, times.v_phase1_hidden_s) == pytest.approx((10e-9, 0))
+
+
+def test_means_are_over_calls_and_ranks():
+    slow = [s._replace(start_ns=3 * s.start_ns, end_ns=3 * s.end_ns) for s in v_first_call()]
+    (times,) = summarise({"tapa": {0: v_first_call() + v_first_call(1000), 1: slow + v_first_call(1000)}})
+    assert times.calls == 4
+    assert times.v_phase1_s == pytest.approx(30e-9 * (1 + 1 + 3 + 1) / 4)
+
+
+def test_a_rank_hides_behind_its_own_work_only():
+    """Rank 1 waits all the time; that exposes nothing of rank 0's."""
+    idle = [span("wait for qkv", "main", 0, 1000), span("attention", "main", 1000, 1001)]
+    alone, together = (summarise({"tapa": ranks})[0] for ranks in ({0: v_first_call()}, {0: v_first_call(), 1: idle}))
+    assert together.hidden_s == pytest.approx(alone.hidden_s / 2) and together.calls == 2
+
+
+def test_modes_and_layers_are_apart_and_the_rest_is_left_out():
+    other = [s._replace(layer="blocks.attn2") for s in v_first_call(500)]
+    gather = span("gather", "gather", 0, 400, layer="")
+    spans = {"b": {0: [gather, *other, *v_first_call()]}, "a": {0: joint_call()}, "none": {0: [gather]}}
+    assert [(t.mode, t.layer) for t in summarise(spans)] == [("b", LAYER), ("b", "blocks.attn2"), ("a", LAYER)]
+
+
+@st.composite
+def random_spans(draw: st.DrawFn) -> list[Span]:
+    named = st.sampled_from(
+        [("wait for v", "main"), ("attention", "main"), ("project qk", "main"), ("v sibling", "sibling"),
+         ("v plane", "plane"), ("qk plane", "plane"), ("o sibling", "sibling")]
+    )  # fmt: skip
+    times = draw(intervals)
+    return [span(*draw(named), start, end, draw(st.sampled_from(["a", "b"]))) for start, end in times]
+
+
+@given(st.lists(random_spans(), min_size=1, max_size=3), st.randoms())
+def test_exposed_and_hidden_make_communication(of_ranks, random):
+    summary = summarise({"mode": dict(enumerate(of_ranks))})
+    for times in summary:
+        assert times.exposed_s + times.hidden_s == pytest.approx(times.communication_s)
+        assert 0 <= times.hidden_s <= times.communication_s
+        if times.v_phase1_s is not None:
+            assert 0 <= times.v_phase1_hidden_s <= times.v_phase1_s
+    shuffled = {rank: random.sample(spans, len(spans)) for rank, spans in enumerate(of_ranks)}
+    assert sorted(summarise({"mode": shuffled}), key=str) == sorted(summary, key=str)
+
+
+@given(intervals, intervals)
+def test_interval_arithmetic_is_that_of_sets(first, second):
+    def moments(some):
+        return {moment for start, end in some for moment in range(start, end)}
+
+    assert length(union(first)) == len(moments(first))
+    assert overlap(union(first), union(second)) == len(moments(first) & moments(second))
+    joined = union(first)
+    assert all(a[1] < b[0] for a, b in pairwise(joined))
+
+
+# A saved trace --------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, spans: list[Span], dropped: int = 0) -> Path:
+    save_traces(path, {"tapa": [{"rank": 0, "spans": spans, "dropped": dropped, "bytes": {}}]})
+    return path
+
+
+def scaled(spans: list[Span], factor: int = 1_000_000) -> list[Span]:
+    return [s._replace(start_ns=s.start_ns * factor + 77, end_ns=s.end_ns * factor + 77) for s in spans]
+
+
+def test_a_saved_trace_comes_back(tmp_path):
+    traces = load_traces(save(tmp_path / "trace.json", scaled(v_first_call()), dropped=3))
+    assert traces.not_kept == 3
+    first = min(s.start_ns for s in scaled(v_first_call()))
+    moved = [s._replace(start_ns=s.start_ns - first, end_ns=s.end_ns - first) for s in scaled(v_first_call())]
+    assert traces.spans == {"tapa": {0: moved}}
+
+
+def test_the_command_prints_milliseconds(tmp_path, capsys):
+    assert main(["trace", "summary", str(save(tmp_path / "trace.json", scaled(v_first_call())))]) == 0
+    heading, row, *_ = capsys.readouterr().out.splitlines()
+    assert heading.split()[:5] == ["mode", "layer", "calls", "T(V)", "T(Q,K)"]
+    assert row.split() == [
+        "tapa", LAYER, "1", "10.00", "20.00", "30.00", "20.00", "67", "70.00", "50.00", "20.00", "29",
+    ]  # fmt: skip
+
+
+def test_the_command_says_what_was_not_kept(tmp_path, capsys):
+    assert main(["trace", "summary", str(save(tmp_path / "trace.json", v_first_call(), dropped=12))]) == 0
+    assert "12 later spans were not kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read"),
+        ("no json", "not a trace of this version"),
+        ("[]", "not a trace of this version"),
+        (json.dumps({"traceEvents": [{"ph": "X", "name": "work", "ts": 0, "dur": 1}]}), "not a trace of this version"),
+        (json.dumps({"traceEvents": [], "otherData": {"spans_not_kept": 0}}), "2 or more ranks"),
+    ],
+)
+def test_files_that_are_no_trace_of_layers(tmp_path, capsys, content, said):
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["trace", "summary", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and "trace.json" in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_trace_of_spans_without_layers(tmp_path, capsys):
+    spans = [s._replace(layer="") for s in v_first_call()]
+    assert main(["trace", "summary", str(save(tmp_path / "trace.json", spans))]) == 2
+    assert "no attention layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["summry", "x"], ["summary"], ["summary", "a", "b"]])
+def test_words_that_do_not_fit(words, capsys):
+    assert main(["trace", *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
