@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.inpaint import DTYPES, import_before_fork, pick_dtype
-from cocodiff.commands.options import RUN_OPTIONS, Option, engine_config, parse
+from cocodiff.commands.families import INPAINT
+from cocodiff.commands.options import RUN_OPTIONS, Option, check_counts, parse, preset_configs
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import EMBEDDED, check_model, load_model
-from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.terminal import limit_threads, progress_bar, quiet_libraries, say
-from cocodiff.config import Config, check_choice, preset_names
-from cocodiff.errors import UserError
+from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
+from cocodiff.commands.session import DTYPES, Job, load_on_rank, run_job, settle
+from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.config import check_choice
 
 KINDS = ("step",)
 PLAIN = "diffusers"
@@ -40,45 +39,28 @@ def start(words: Sequence[str], launch: Launch) -> int:
         say(f"usage: cocodiff bench {'|'.join(KINDS)} [options]; see cocodiff bench step --help")
         return 0
     check_choice("benchmark", words[0], KINDS)
+    started = time.monotonic()
     about = "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several."
     values = parse(f"bench {words[0]}", about, OPTIONS, words[1:])
-    quiet_libraries(values["log_level"])
-    ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
-    limit_threads(launch.local_size or ranks)
-    for name in ("batch", "steps", "repeats"):
-        if values[name] < 1:
-            raise UserError(f"--{name} {values[name]}: at least 1 is needed")
-    for preset in values["preset"]:
-        check_choice("preset", preset, preset_names())
-    check_model(values["model"], ranks)
-    output = OutputFolder(values["out"], values["overwrite"])
-    if launch.kind == "alone":
-        import_before_fork()
-    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
-    code = 1
-    try:
-        code = run_ranks(values["ranks"], launch, engine_config(values), alike, partial(measure_step, values, output))
-    finally:
-        if code:
-            output.discard()
-    return code
+    ranks = settle(values, launch)
+    check_counts(values, "batch", "steps", "repeats")
+    presets, request = preset_configs(values), Request(values["model"], INPAINT)
+    check_model(request, ranks)
+    job = Job(values, request, presets, OutputFolder(values["out"], values["overwrite"]), started)
+    return run_job(job, launch, measure_step)
 
 
-def measure_step(values: dict[str, Any], output: OutputFolder, transport: Any) -> None:
+def measure_step(job: Job, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
     import torch
 
     from cocodiff.engine import Engine
 
-    dtype = pick_dtype(values["dtype"], transport.device.type)
-    model = load_model(values["model"], dtype, "", None)
-    model.pipe.to(transport.device)
+    values, model = job.values, load_on_rank(job, transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    settings = vars(engine_config(values))
-    kept = {name: settings[name] for name in ("machine", "transport", "device", "timeout_s")}
-    engines = {name: Engine(model.pipe, Config.preset(name, **kept), transport) for name in values["preset"]}
+    engines = {name: Engine(model.pipe, config, transport) for name, config in job.presets.items()}
 
     def parallel(engine: Engine) -> None:
         with engine:
@@ -98,21 +80,20 @@ def measure_step(values: dict[str, Any], output: OutputFolder, transport: Any) -
         calls = rounds * values["steps"]
         sent = {name: {link: count // calls for link, count in total.items()} for name, total in traffic.items()}
         case = f"{model.name} {side}x{side} batch {values['batch']}, {transport.size} rank(s)"
-        write(output, rows(case, seconds, sent, baseline=next(iter(variants))), values)
+        write(job.output, rows(case, seconds, sent, baseline=next(iter(variants))), values)
     transport.broadcast_object(None)
 
 
-def restore_once(model: Any, batch: int, side: int, steps: int) -> None:
+def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
     import torch
 
     noise = torch.Generator().manual_seed(0)
     mask_BCHW = torch.zeros(batch, 1, side, side)
     mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
-    guidance = {} if model.guidance_scale is None else {"guidance_scale": model.guidance_scale}
     model.pipe(
         image=torch.rand(batch, 3, side, side, generator=noise), mask_image=mask_BCHW, height=side, width=side,
-        strength=1.0, num_inference_steps=steps, generator=noise, output_type="latent", **guidance,
-        **model.prompt_kwargs(batch),
+        strength=1.0, num_inference_steps=steps, generator=noise, output_type="latent",
+        **model.arguments(batch),
     )  # fmt: skip
 
 
