@@ -11,7 +11,8 @@ from cocodiff.commands.bench_common import Benchmark, machine_settings
 from cocodiff.commands.options import parse
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
+from cocodiff.commands.session import settle
+from cocodiff.commands.terminal import say
 from cocodiff.config import Config, check_choice
 
 KINDS = {"step": "a whole denoising step of a pipeline", "attention": "one attention call of a stand-in model"}
@@ -28,14 +29,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check_choice("benchmark", words[0], KINDS)
     benchmark: Benchmark = import_module(f"cocodiff.commands.bench_{words[0]}").BENCHMARK
     values = parse(f"bench {words[0]}", benchmark.about, benchmark.options, words[1:])
-    quiet_libraries(values["log_level"])
+    settle(values, launch)
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
-    limit_threads(launch.local_size or ranks or 1)
     config = Config(**machine_settings(values))
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
     if launch.kind == "alone":
-        benchmark.import_before_fork()
+        benchmark.import_before_fork(values)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     code = 1
     try:

@@ -19,7 +19,6 @@ from cocodiff.comm.launch import detect
 from cocodiff.commands.bench_common import (
     Benchmark,
     Values,
-    check_at_least_one,
     interleave,
     machine_settings,
     meet,
@@ -28,9 +27,10 @@ from cocodiff.commands.bench_common import (
     say_rows,
     with_common_options,
 )
-from cocodiff.commands.inpaint import DTYPES, pick_dtype
-from cocodiff.commands.options import Option
+from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
+from cocodiff.commands.pipelines import torch_dtype
+from cocodiff.commands.session import DTYPES
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.commands.trace import say_summary
 from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
@@ -120,7 +120,7 @@ def waiting_attention(q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, _mask: Ten
 
 
 def check(values: Values, ranks: int | None) -> None:
-    check_at_least_one(values, ("image_tokens", "heads", "head_dim", "batch", "repeats", "ranks"))
+    check_counts(values, "image_tokens", "heads", "head_dim", "batch", "repeats", "ranks")
     if values["text_tokens"] < 0:
         raise UserError(f"--text_tokens {values['text_tokens']}: give 0 or more")
     if not 0 <= values["ratio"] < float("inf"):
@@ -147,7 +147,7 @@ def topology_of(values: Values, ranks: int) -> Topology:
     return topology
 
 
-def import_before_fork() -> None:
+def import_before_fork(_values: Values) -> None:
     import_module("cocodiff.engine")
 
 
@@ -193,7 +193,12 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
         tokens = (values["image_tokens"], text_tokens, values["heads"])
         L = Layout.build(topology, *tokens).rows[rank]
         shape = (values["batch"], L, values["heads"], values["head_dim"])
-        q, k, v = (torch.randn(shape, generator=random).to(pick_dtype(values["dtype"], "cpu")) for _ in range(3))
+        q, k, v = (
+            torch.randn(shape, generator=random).to(
+                torch_dtype(values["dtype"] if values["dtype"] != "auto" else "fp32")
+            )
+            for _ in range(3)
+        )
         layers.append(StandInLayer(Site(kind), q, k, v, *tokens))
     return layers
 

@@ -23,7 +23,6 @@ from typing import Any
 from cocodiff.commands.options import RUN_OPTIONS, Option
 from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.commands.terminal import say
-from cocodiff.errors import UserError
 
 Values = dict[str, Any]
 OUTPUT_OPTIONS = (
@@ -44,7 +43,7 @@ class Benchmark:
     about: str
     options: tuple[Option, ...]
     check: Callable[[Values, int | None], None]
-    import_before_fork: Callable[[], None]
+    import_before_fork: Callable[[Values], None]
     measure: Callable[[Values, OutputFolder, Any], None]
 
 
@@ -57,12 +56,6 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
 def machine_settings(values: Values) -> Values:
     """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
     return {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
-
-
-def check_at_least_one(values: Values, names: Sequence[str]) -> None:
-    for name in names:
-        if values[name] is not None and values[name] < 1:
-            raise UserError(f"--{name} {values[name]}: at least 1 is needed")
 
 
 def meet(transport: Any) -> None:

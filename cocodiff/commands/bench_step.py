@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,21 +10,19 @@ from typing import Any
 from cocodiff.commands.bench_common import (
     Benchmark,
     Values,
-    check_at_least_one,
     interleave,
-    machine_settings,
     meet,
     rows,
     save,
     say_rows,
     with_common_options,
 )
-from cocodiff.commands.inpaint import DTYPES, import_before_fork, pick_dtype
-from cocodiff.commands.options import Option
+from cocodiff.commands.families import INPAINT
+from cocodiff.commands.options import Option, check_counts, preset_configs
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import EMBEDDED, check_model, load_model
+from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
+from cocodiff.commands.session import DTYPES, Job, import_before_fork, load_on_rank
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import Config, check_choice, preset_names
 
 PLAIN = "diffusers"
 OPTIONS = with_common_options(
@@ -35,11 +34,14 @@ OPTIONS = with_common_options(
 )
 
 
+def request_of(values: Values) -> Request:
+    return Request(values["model"], INPAINT)
+
+
 def check(values: Values, ranks: int | None) -> None:
-    check_at_least_one(values, ("batch", "steps", "repeats", "ranks"))
-    for preset in values["preset"]:
-        check_choice("preset", preset, preset_names())
-    check_model(values["model"], ranks or 1)
+    check_counts(values, "batch", "steps", "repeats", "ranks")
+    preset_configs(values)
+    check_model(request_of(values), ranks or 1)
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
@@ -48,14 +50,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
     from cocodiff.engine import Engine
 
-    dtype = pick_dtype(values["dtype"], transport.device.type)
-    model = load_model(values["model"], dtype, "", None)
-    model.pipe.to(transport.device)
+    job = Job(values, request_of(values), preset_configs(values), output, time.monotonic())
+    model = load_on_rank(job, transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    shared = machine_settings(values)
-    engines = {name: Engine(model.pipe, Config.preset(name, **shared), transport) for name in values["preset"]}
+    engines = {name: Engine(model.pipe, config, transport) for name, config in job.presets.items()}
 
     def parallel(engine: Engine) -> None:
         with engine:
@@ -84,21 +84,20 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     transport.broadcast_object(None)
 
 
-def restore_once(model: Any, batch: int, side: int, steps: int) -> None:
+def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
     import torch
 
     noise = torch.Generator().manual_seed(0)
     mask_BCHW = torch.zeros(batch, 1, side, side)
     mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
-    guidance = {} if model.guidance_scale is None else {"guidance_scale": model.guidance_scale}
     model.pipe(
         image=torch.rand(batch, 3, side, side, generator=noise), mask_image=mask_BCHW, height=side, width=side,
-        strength=1.0, num_inference_steps=steps, generator=noise, output_type="latent", **guidance,
-        **model.prompt_kwargs(batch),
+        strength=1.0, num_inference_steps=steps, generator=noise, output_type="latent",
+        **model.arguments(batch),
     )  # fmt: skip
 
 
 BENCHMARK = Benchmark(
     "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several.",
-    OPTIONS, check, import_before_fork, measure,
+    OPTIONS, check, lambda values: import_before_fork(request_of(values)), measure,
 )  # fmt: skip

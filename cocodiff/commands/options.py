@@ -10,7 +10,19 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from cocodiff.config import DEVICES, TRANSPORTS, Config, check_keys, read_yaml, suggestion
+from cocodiff.config import (
+    DEVICES,
+    EXCHANGES,
+    ORDERS,
+    TRANSPORTS,
+    VAE_RANKS,
+    Config,
+    check_choice,
+    check_keys,
+    preset_names,
+    read_yaml,
+    suggestion,
+)
 from cocodiff.errors import UserError
 
 
@@ -30,6 +42,9 @@ class Option:
 RUN_OPTIONS = (
     Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
     Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
+    Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
+    Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
+    Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
     Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
@@ -64,9 +79,28 @@ def parse(command: str, about: str, options: Sequence[Option], words: Sequence[s
     return values
 
 
-def engine_config(values: dict[str, Any]) -> Config:
-    """The engine settings among the options."""
-    return Config(**{name: values[name] for name in ("machine", "transport", "device", "timeout_s")})
+def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
+    of_machine = {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
+    over_preset = {name: values[name] for name in ("exchange", "order", "vae") if values[name] is not None}
+    return of_machine | over_preset
+
+
+def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
+    """The presets that `--preset` names (A,B or A B), each with the engine's settings among the options on top."""
+    names = list(dict.fromkeys(name for word in values["preset"] for name in word.split(",") if name))
+    for name in names:
+        check_choice("preset", name, preset_names())
+    if not names:
+        raise UserError(f"--preset {' '.join(values['preset'])!r} names none; choose from {', '.join(preset_names())}")
+    return {name: Config.preset(name, **engine_settings(values)) for name in names}
+
+
+def check_counts(values: dict[str, Any], *names: str) -> None:
+    """Raises UserError for options that are given and below 1."""
+    for name in names:
+        if values[name] is not None and values[name] < 1:
+            raise UserError(f"--{name} {values[name]}: at least 1 is needed")
 
 
 def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:

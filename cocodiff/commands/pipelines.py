@@ -1,119 +1,226 @@
-"""Models by name: the embedded one, a folder in diffusers' layout, or a hub id."""
+"""Models by name: the embedded one, a folder in diffusers' layout, or a hub id. Only safetensors are read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.families import GENERATE, Family, family_of
+from cocodiff.commands.prompts import Embeddings, encode, free_unused, no_prompt
+from cocodiff.commands.terminal import say
+from cocodiff.commands.weights import check_weights, conversion
 from cocodiff.errors import UserError
 
 EMBEDDED = "embedded"
-# What a folder's model_index.json names, and the pipeline that inpaints with it.
-INPAINT_CLASSES = {
-    "StableDiffusion3Pipeline": "StableDiffusion3InpaintPipeline",
-    "StableDiffusion3Img2ImgPipeline": "StableDiffusion3InpaintPipeline",
-    "StableDiffusion3InpaintPipeline": "StableDiffusion3InpaintPipeline",
-}
-# Parts that a pipeline may be saved without; loading wants to be told so.
-TEXT_PARTS = (
-    "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3", "image_encoder",
-    "feature_extractor",
-)  # fmt: skip
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model_index.json"
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+UNUSED_PARTS = ("image_encoder", "feature_extractor")  # of image prompts
+
+
+@dataclass(frozen=True)
+class Request:
+    """The model that a command wants. prompts: "" for none; guidance: None for the pipeline's own."""
+
+    model: str
+    task: str
+    prompts: Sequence[str] = ("",)
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline ready to be called. prompt_kwargs: batch size -> prompt arguments; guidance_scale None: its own."""
+    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each."""
 
     name: str
     pipe: Any
-    prompt_kwargs: Callable[[int], dict[str, Any]]
-    guidance_scale: float | None
+    prompts: list[Embeddings]
+    guidance: dict[str, float]
+
+    def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
+        """A call's arguments for `batch` images of one prompt: its embeddings, and the strength of guidance."""
+        rows = self.prompts[prompt]
+        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.guidance
 
 
-def check_model(name: str, ranks: int) -> None:
+# Before ranks start ---------------------------------------------------------------------------------------------------
+
+
+def check_model(request: Request, ranks: int) -> None:
     """What can be said of a model before it is loaded. Raises UserError for a folder without loadable weights, an
-    unknown family, and more ranks than the model has heads or tokens at its own size."""
+    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens."""
+    name = request.model
     if name == EMBEDDED:
+        if request.task == GENERATE:
+            raise UserError("the embedded model only restores: name a text-to-image model with --model")
         folder = Path(str(resources.files("cocodiff.demo_model"))) / "weights"
         shape = next(iter(sorted(folder.rglob("config.json"), key=lambda path: "transformer" not in str(path))), None)
+        encoders = False
     else:
-        folder = Path(name)
-        if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/")):
-            return  # a hub id: known only when it is fetched
-        _check_folder(folder)
-        shape = folder / "transformer" / "config.json"
+        index = read_index(name)
+        family_of(index.get("_class_name", ""), name).pipeline(request.task, name)
+        encoders = has_encoders(index)
+        shape = model_file(name, "transformer/config.json")
+        if Path(name).is_dir():
+            for part in ("transformer", "vae"):
+                check_weights(Path(name), part, name)
+    if any(request.prompts) and not encoders:
+        raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
+    if name == EMBEDDED and request.guidance is not None:
+        raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
     if shape is None or not shape.is_file():
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
-    config = json.loads(shape.read_text())
-    heads = config.get("num_attention_heads")
-    side = config.get("sample_size", 0) // max(1, config.get("patch_size", 1))
+    check_shape(request, json.loads(shape.read_text()), ranks)
+
+
+def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
+    """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
+    name, heads, patch = request.model, config.get("num_attention_heads"), max(1, config.get("patch_size", 1))
+    side = config.get("sample_size", 0) // patch
     if heads and ranks > heads:
         raise UserError(f"{ranks} ranks for the {heads} attention heads of model {name}: use at most {heads} ranks")
     if side and ranks > side * side:
         raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
+    enters, leaves = config.get("in_channels"), config.get("out_channels")
+    if request.task == GENERATE and enters and leaves and enters not in (leaves, leaves * patch**2):
+        raise UserError(
+            f"model {name} only restores: its transformer takes {enters} channels and gives {leaves}; name a "
+            f"text-to-image model"
+        )
 
 
-def _check_folder(folder: Path) -> None:
+def read_index(name: str) -> dict[str, Any]:
+    """A model's `model_index.json`. Raises UserError where there is none."""
+    return dict(json.loads(model_file(name, INDEX).read_text()))
+
+
+def has_encoders(index: dict[str, Any]) -> bool:
+    return any((index.get(part) or [None])[0] for part in TEXT_PARTS if part.startswith("text_encoder"))
+
+
+def model_file(name: str, file: str) -> Path:
+    """A small file of a model: in its folder, or fetched from the hub. Raises UserError where it cannot be had."""
+    folder = Path(name)
+    if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/")):
+        return _fetched(name, file)
     if not folder.is_dir():
         raise UserError(f"model {folder}: no such folder; give one in diffusers' layout, or leave --model away")
-    index = folder / "model_index.json"
-    if not index.is_file():
-        raise UserError(f"model {folder}: no model_index.json; save the pipeline there with pipe.save_pretrained(...)")
-    family = json.loads(index.read_text()).get("_class_name", "")
-    if family not in INPAINT_CLASSES:
-        raise UserError(f"model {folder} is a {family or 'pipeline of no name'}; known: {', '.join(INPAINT_CLASSES)}")
-    for part in ("transformer", "vae"):
-        files = list((folder / part).glob("*")) if (folder / part).is_dir() else []
-        if any(file.suffix == ".safetensors" for file in files):
-            continue
-        pickles = [file.name for file in files if file.suffix in PICKLES]
-        if pickles:
-            raise UserError(
-                f"model {folder}: {part} has pickle weights only ({pickles[0]}), which can run code when loaded; "
-                f"save it again with pipe.save_pretrained(..., safe_serialization=True)"
-            )
-        raise UserError(f"model {folder}: {part} has no .safetensors weights; copy them there")
+    if not (folder / INDEX).is_file():
+        raise UserError(f"model {folder}: no {INDEX}; save the pipeline there with pipe.save_pretrained(...)")
+    return folder / file
 
 
-def load_model(name: str, dtype: Any, prompt: str, guidance: float | None) -> Model:
-    """Loads a pipeline on the CPU. Only safetensors are read, never pickles.
+def _fetched(name: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
 
-    Raises UserError when the model cannot be loaded from there.
+    try:
+        return Path(hf_hub_download(name, file))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {name}: no such folder, and {file} cannot be fetched from the hub ({_one_line(error)}); "
+            f"give a folder in diffusers' layout"
+        ) from error
+
+
+def import_pipeline(request: Request) -> None:
+    """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
+    if request.model != EMBEDDED:
+        _pipeline_class(family_of(read_index(request.model)["_class_name"], request.model), request)
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_model(request: Request, dtype: str, transport: Any) -> Model:
+    """Loads a pipeline on every rank, on the rank's device. All ranks call it.
+
+    dtype: fp32, bf16 or fp16. Text encoders are loaded by rank 0 alone, for as long as it encodes the prompts; the
+    others get the embeddings. On a CPU, weights stored in `dtype` are mapped from their file, not copied.
+    Raises UserError on every rank when the model cannot be loaded.
     """
-    if name == EMBEDDED:
+    wanted = torch_dtype(dtype)
+    if request.model == EMBEDDED:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
 
-        return Model(name, load_pipeline(dtype), lambda batch: prompt_embeddings(batch, dtype), 1.0)
+        pipe, prompts, guidance = load_pipeline(wanted), [prompt_embeddings(1, wanted)], {"guidance_scale": 1.0}
+    else:
+        pipe, prompts, guidance = _load_on_ranks(request, dtype, transport)
+    pipe.to(transport.device)
+    prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
+    return Model(request.model, pipe, prompts, guidance)
+
+
+def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, float]]:
+    first, wanted = transport.rank == 0, torch_dtype(dtype)
+    pipe = _load_denoiser(request, wanted) if first else None
+    transport.broadcast_object(None)  # what comes from the hub has been fetched once
+    if pipe is None:
+        pipe = _load_denoiser(request, wanted)
+    elif transport.device.type == "cpu":
+        line = conversion(request.model, model_file(request.model, INDEX).parent / "transformer", dtype)
+        if line:
+            say(line)
+    index = read_index(request.model)
+    family = family_of(index["_class_name"], request.model)
+    guidance = request.guidance
+    if has_encoders(index):
+        prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
+    else:
+        guidance = 1.0 if guidance is None else guidance
+        prompts = [no_prompt(family, pipe.transformer, wanted)] * len(request.prompts)
+    return pipe, prompts, {} if guidance is None else {family.guidance: guidance}
+
+
+def _load_denoiser(request: Request, dtype: Any) -> Any:
+    """The pipeline without its text encoders."""
+    index = read_index(request.model)
+    return _from_pretrained(request, index, dtype, dict.fromkeys(TEXT_PARTS))
+
+
+def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
+    """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
+    index = read_index(request.model)
+    known = {name: part for name, part in denoiser.components.items() if part is not None}
+    absent = [part for part in TEXT_PARTS if not (index.get(part) or [None])[0]]
+    pipe = _from_pretrained(request, index, dtype, known | dict.fromkeys(absent))
+    family = family_of(index["_class_name"], request.model)
+    guided = request.guidance is None or request.guidance > 1
+    prompts = encode(family, pipe, request.prompts, guided, transport.device)
+    del pipe
+    free_unused()
+    return prompts
+
+
+def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts: dict[str, Any]) -> Any:
+    """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    local = Path(name).is_dir()
-    index = json.loads((Path(name) / "model_index.json").read_text()) if local else None
-    kind = getattr(diffusers, INPAINT_CLASSES[index["_class_name"] if index else "StableDiffusion3InpaintPipeline"])
-    absent = {part: None for part in TEXT_PARTS if index is not None and not (index.get(part) or [None])[0]}
+    kind = _pipeline_class(family_of(index["_class_name"], request.model), request)
+    given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
+    local = Path(request.model).is_dir()
     try:
-        pipe = kind.from_pretrained(name, torch_dtype=dtype, use_safetensors=True, local_files_only=local, **absent)
+        return kind.from_pretrained(
+            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=local, **given
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"model {name} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    if pipe.text_encoder is not None:
-        return Model(name, pipe, lambda batch: {"prompt": [prompt] * batch}, guidance)
-    if prompt:
-        raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
-    return Model(name, pipe, lambda batch: _no_prompt(pipe, batch, dtype), guidance if guidance is not None else 1.0)
+        raise UserError(f"model {request.model} cannot be loaded: {_one_line(error)}") from error
 
 
-def _no_prompt(pipe: Any, batch: int, dtype: Any) -> dict[str, Any]:
-    """Zero embeddings, for pipelines saved without text encoders."""
+def _pipeline_class(family: Family, request: Request) -> Any:
+    import diffusers
+
+    return getattr(diffusers, family.pipeline(request.task, request.model))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def torch_dtype(name: str) -> Any:
     import torch
 
-    config = pipe.transformer.config
-    return {
-        "prompt_embeds": torch.zeros(batch, 1, config.joint_attention_dim, dtype=dtype),
-        "pooled_prompt_embeds": torch.zeros(batch, config.pooled_projection_dim, dtype=dtype),
-    }
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

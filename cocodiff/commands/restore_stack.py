@@ -19,6 +19,7 @@ from cocodiff_eval.restore import plan_slice, restore_slice
 from cocodiff_eval.slices import Stack, StackWriter, save_preview_png
 from cocodiff_eval.tiling import TilingSettings
 
+from cocodiff.commands.session import Cost, measured
 from cocodiff.commands.terminal import progress_bar
 from cocodiff.engine import Engine
 
@@ -52,37 +53,31 @@ class Restorer:
     exact: str | None
     batch: int
     tiling: TilingSettings
-    speaks: bool
-    bars: bool
+    shows_bars: bool
 
     def run(self, task: Task, prepared_YX: np.ndarray, mask_YX: np.ndarray, mode: str) -> Run:
         """One slice in one mode, on all ranks."""
         steps = plan_slice(mask_YX, self.inpainter, self.batch, self.tiling).denoising_steps(self.inpainter.steps)
-        engine, shown = self.engines[mode], self.speaks and self.bars
-        before = engine.bytes()
-        started = time.perf_counter()
-        with progress_bar(f"{task.stack.name} {task.mask.name} {mode}", steps, shown) as bar, engine:
+        bar_name = f"{task.stack.name} {task.mask.name} {mode}"
+        with progress_bar(bar_name, steps, self.shows_bars) as bar, measured(self.engines[mode]) as cost:
             self.inpainter.on_step = bar.update
             restored01_YX = restore_slice(prepared_YX, mask_YX, self.inpainter, batch=self.batch, settings=self.tiling)
-        seconds = time.perf_counter() - started
-        sent = {link: count - before[link] for link, count in engine.bytes().items()}
-        return Run(restored01_YX, seconds, sent)
+        return Run(restored01_YX, cost)
 
     def run_all(self, task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> dict[str, Run]:
         """One slice in every mode; a slice without masked voxels is its own restoration."""
         prepared_YX = prepare_slice(original_YX, mask_YX, task.scale)
         if not mask_YX.any():
-            return {mode: Run(prepared_YX, 0.0, {}) for mode in self.engines}
+            return {mode: Run(prepared_YX, Cost()) for mode in self.engines}
         return {mode: self.run(task, prepared_YX, mask_YX, mode) for mode in self.engines}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A slice restored in one mode: float32 [Y, X] in [0, 1], seconds on rank 0, bytes per link class of all ranks."""
+    """A slice restored in one mode: float32 [Y, X] in [0, 1], and what it took."""
 
     restored01_YX: np.ndarray
-    seconds: float
-    sent: dict[str, int]
+    cost: Cost
 
 
 def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restored:
@@ -149,8 +144,8 @@ def judge_slice(
                 task.mask.name,
                 preset,
                 quality(native[preset]),
-                run.seconds,
-                run.sent,
+                run.cost.seconds,
+                run.cost.sent,
                 psnr_vs_exact_db=against,
                 exact_compared=restorer.exact is not None,
                 baseline=baseline,

@@ -29,34 +29,32 @@ class PipelineInpainter:
     """Restores batches of grey images with a diffusers pipeline that takes `image`, `mask_image` and `strength`.
 
     pipe            e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
-    prompt_kwargs   called with the batch size: the prompt arguments of the call (`prompt_embeds=`, or `prompt=` lists)
-    steps           denoising steps that run at strength 1
-    seed            with a tile's noise key it seeds that tile's own CPU generator, the same on every rank
-    guidance_scale  as the pipeline takes it; None leaves its default
-    on_step         called after each denoising step
-    native_size, multiple   taken from the pipeline unless given
+    arguments  called with the batch size: the call's further arguments, those of the prompt (embeddings, or `prompt=`
+               lists) and of guidance, by the names that the pipeline has for them
+    steps      denoising steps that run at strength 1
+    seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank
+    on_step    called after each denoising step
+    native_size, multiple  taken from the pipeline unless given
     """
 
     def __init__(
         self,
         pipe: Any,
-        prompt_kwargs: Callable[[int], dict[str, Any]],
+        arguments: Callable[[int], dict[str, Any]],
         steps: int,
         seed: int,
-        guidance_scale: float | None = None,
         on_step: Callable[[], None] | None = None,
         *,
         native_size: int | None = None,
         multiple: int | None = None,
     ) -> None:
         self.pipe = pipe
-        self.prompt_kwargs = prompt_kwargs
+        self.arguments = arguments
         self.steps = steps
         self.seed = seed
-        self.guidance_scale = guidance_scale
         self.on_step = on_step
-        self.multiple = multiple or _multiple(pipe)
-        native = native_size or int(pipe.default_sample_size) * int(pipe.vae_scale_factor)
+        self.multiple = multiple or side_multiple(pipe)
+        native = native_size or own_size(pipe)
         self.native_size = native - native % self.multiple
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
@@ -74,10 +72,7 @@ class PipelineInpainter:
                 self.on_step()
             return tensors
 
-        arguments = dict(self.prompt_kwargs(batch))
-        if self.guidance_scale is not None:
-            arguments["guidance_scale"] = self.guidance_scale
-        with _silent(self.pipe):
+        with silent(self.pipe):
             result = self.pipe(
                 image=images_BHW.clamp(0, 1)[:, None].expand(-1, 3, -1, -1).contiguous(),
                 mask_image=masks_BHW[:, None].contiguous(),
@@ -88,7 +83,7 @@ class PipelineInpainter:
                 generator=self._generators(noise_keys),
                 output_type="pt",
                 callback_on_step_end=after_step,
-                **arguments,
+                **self.arguments(batch),
             ).images
         expected = steps_at(self.steps, strength)
         if ran != expected:
@@ -110,14 +105,19 @@ class PipelineInpainter:
         return [torch.Generator("cpu").manual_seed(one) for one in seeds]
 
 
-def _multiple(pipe: Any) -> int:
+def own_size(pipe: Any) -> int:
+    """The side in pixels of the images that a pipeline is made for."""
+    return int(pipe.default_sample_size) * int(pipe.vae_scale_factor)
+
+
+def side_multiple(pipe: Any) -> int:
     """What image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where packed)."""
     patch = getattr(pipe, "patch_size", None) or 2
     return int(pipe.vae_scale_factor) * int(patch)
 
 
 @contextlib.contextmanager
-def _silent(pipe: Any) -> Iterator[None]:
+def silent(pipe: Any) -> Iterator[None]:
     """The pipeline without its own progress bar, which cannot know of tiles and levels; put back afterwards."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(**{**(before or {}), "disable": True})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cocodiff.commands.options import RUN_OPTIONS, Option, engine_config, parse
+from cocodiff.commands.options import RUN_OPTIONS, Option, engine_settings, parse, preset_configs
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 
@@ -117,5 +117,15 @@ def test_mistakes_in_a_settings_file(tmp_path, text, parts):
 
 def test_run_options_become_the_engines_settings():
     found = parse("inpaint", "", RUN_OPTIONS, ("--machine", "aurora", "--timeout-s", "9", "--transport", "gloo"))
-    assert engine_config(found) == Config(machine="aurora", timeout_s=9.0, transport="gloo")
+    assert Config(**engine_settings(found)) == Config(machine="aurora", timeout_s=9.0, transport="gloo")
     assert found["ranks"] is None and found["quiet"] is False
+
+
+def test_run_options_go_over_what_a_preset_says():
+    found = parse("inpaint", "", RUN_OPTIONS, ()) | {"preset": ["flat,tapa"]}
+    assert [config.exchange for config in preset_configs(found).values()] == ["flat", "tapa"]
+    over = parse("inpaint", "", RUN_OPTIONS, ("--exchange", "flat", "--order", "v_first", "--vae", "all"))
+    for config in preset_configs(over | {"preset": ["flat", "tapa"]}).values():
+        assert config == Config(exchange="flat", order="v_first", vae="all")
+    with pytest.raises(UserError, match="names none; choose from flat"):
+        preset_configs(found | {"preset": [","]})

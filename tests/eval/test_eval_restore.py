@@ -138,7 +138,11 @@ class TinyPipeline:
 
     def prompt(self, batch: int) -> dict[str, Any]:
         self.batches.append(batch)
-        return {"prompt_embeds": torch.zeros(batch, 3, 8), "pooled_prompt_embeds": torch.zeros(batch, 8)}
+        return {
+            "prompt_embeds": torch.zeros(batch, 3, 8),
+            "pooled_prompt_embeds": torch.zeros(batch, 8),
+            "guidance_scale": 1.0,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def tiny() -> TinyPipeline:
 def test_pipeline_restores_batches(tiny: TinyPipeline, capfd: pytest.CaptureFixture) -> None:
     ticks: list[int] = []
     tiny.batches.clear()
-    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 5, 7, 1.0, on_step=lambda: ticks.append(1))
+    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 5, 7, on_step=lambda: ticks.append(1))
     assert (inpainter.native_size, inpainter.multiple) == (32, 8)
     image_YX = phantom(70, 50).astype(np.float32)
     mask_YX = block_mask((70, 50), 0)
@@ -166,7 +170,7 @@ def test_pipeline_restores_batches(tiny: TinyPipeline, capfd: pytest.CaptureFixt
 
 
 def test_pipeline_noise_belongs_to_the_tile(tiny: TinyPipeline) -> None:
-    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 3, 7, 1.0)
+    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 3, 7)
     images = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
     masks = (torch.arange(32)[None, :] > 15).float().expand(32, 32).expand(3, 32, 32)
     for strength in (1.0, 0.4):
@@ -175,7 +179,7 @@ def test_pipeline_noise_belongs_to_the_tile(tiny: TinyPipeline) -> None:
         torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=0)
         other = inpainter(images[1:2], masks[1:2], strength, [9])
         assert (other - alone).abs().max() > 1e-4
-    seeded = PipelineInpainter(tiny.pipe, tiny.prompt, 3, 8, 1.0)(images[1:2], masks[1:2], 1.0, [1])
+    seeded = PipelineInpainter(tiny.pipe, tiny.prompt, 3, 8)(images[1:2], masks[1:2], 1.0, [1])
     assert (seeded - inpainter(images[1:2], masks[1:2], 1.0, [1])).abs().max() > 1e-4
 
 
@@ -183,14 +187,14 @@ def test_pipeline_noise_belongs_to_the_tile(tiny: TinyPipeline) -> None:
 @pytest.mark.parametrize("strength", [0.1, 0.4, 0.5, 1.0])
 def test_pipeline_runs_the_promised_steps(tiny: TinyPipeline, steps: int, strength: float) -> None:
     ticks: list[int] = []
-    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, steps, 0, 1.0, on_step=lambda: ticks.append(1))
+    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, steps, 0, on_step=lambda: ticks.append(1))
     inpainter(torch.zeros(1, 32, 32), torch.ones(1, 32, 32), strength, [0])
     assert len(ticks) == steps_at(steps, strength)
 
 
 def test_pipeline_keeps_its_own_progress_bar_settings(tiny: TinyPipeline) -> None:
     tiny.pipe.set_progress_bar_config(leave=False)
-    PipelineInpainter(tiny.pipe, tiny.prompt, 1, 0, 1.0)(torch.zeros(1, 32, 32), torch.ones(1, 32, 32), 1.0, [0])
+    PipelineInpainter(tiny.pipe, tiny.prompt, 1, 0)(torch.zeros(1, 32, 32), torch.ones(1, 32, 32), 1.0, [0])
     assert tiny.pipe._progress_bar_config == {"leave": False}
     del tiny.pipe._progress_bar_config
 

@@ -1,0 +1,67 @@
+"""Prompts become embeddings on one rank, whose text encoders are gone before the first denoising step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.commands.families import Family
+
+if TYPE_CHECKING:
+    import torch
+
+Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
+
+
+def encode(family: Family, pipe: Any, prompts: Sequence[str], guided: bool, device: torch.device) -> list[Embeddings]:
+    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
+
+    pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
+    """
+    import torch
+
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module) and part not in (pipe.transformer, pipe.vae):
+            part.to(device)
+    with torch.no_grad():
+        wanted = guided and family.negative is not None
+        negative = _encode_one(family, pipe, family.negative or "", device) if wanted else {}
+        against = {f"negative_{name}": value for name, value in negative.items()}
+        return [_encode_one(family, pipe, prompt, device) | against for prompt in prompts]
+
+
+def _encode_one(family: Family, pipe: Any, prompt: str, device: torch.device) -> Embeddings:
+    import torch
+
+    values = pipe.encode_prompt(prompt, **dict.fromkeys(family.also), device=device)
+    named = dict(zip(family.encoded, values, strict=True))
+    if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
+        # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
+        named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
+    return {name: value.cpu() for name, value in named.items() if name and value is not None}
+
+
+def no_prompt(family: Family, transformer: Any, dtype: torch.dtype) -> Embeddings:
+    """Zero embeddings of one token, for pipelines saved without text encoders; the same for the negative prompt."""
+    import torch
+
+    config, zero = transformer.config, {}
+    negative = () if family.negative is None else tuple(f"negative_{name}" for name in family.encoded if name)
+    for name in (*filter(None, family.encoded), *negative):
+        if name.endswith("_mask"):
+            zero[name] = torch.ones(1, 1, dtype=torch.long)
+        elif "pooled" in name:
+            zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
+        else:
+            zero[name] = torch.zeros(1, 1, config.joint_attention_dim, dtype=dtype)
+    return zero
+
+
+def free_unused() -> None:
+    """Returns the memory of what nobody refers to any more; modules are full of reference cycles."""
+    import torch
+
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -1,0 +1,207 @@
+"""What the commands that run a model on ranks have in common: starting, loading, measuring, and writing results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.options import engine_settings
+from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
+from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
+from cocodiff.config import Config
+
+if TYPE_CHECKING:
+    from cocodiff.engine import Engine
+
+EXACT = "flat"  # the preset that others are judged against
+EVERY_RANK_IMPORTS = (
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
+    "skimage.metrics",
+    "skimage.restoration",
+    "cocodiff.commands.restore_stack",
+    "cocodiff.demo_model.vae",
+    "cocodiff.engine",
+    "cocodiff_eval.report",
+)
+WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request: everything that can be known before ranks start."""
+
+    values: dict[str, Any]
+    request: Request
+    presets: dict[str, Config]
+    output: OutputFolder
+    started: float  # time.monotonic() when the command began
+
+
+@dataclass(frozen=True)
+class Session:
+    """A job's model on its ranks, with an engine for each mode. `exact` is the mode that others are compared with; it
+    may be one of the presets. `folder` takes results; None on ranks other than 0."""
+
+    job: Job
+    transport: Any
+    model: Model
+    engines: dict[str, Engine]
+    exact: str | None
+    folder: Path | None
+
+    @property
+    def shows_bars(self) -> bool:
+        return self.folder is not None and not self.job.values["quiet"]
+
+
+Work = Callable[[Job, Any], None]  # called on every rank with its transport
+
+
+def settle(values: dict[str, Any], launch: Launch) -> int:
+    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks."""
+    quiet_libraries(values["log_level"])
+    ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
+    limit_threads(launch.local_size or ranks)
+    return ranks
+
+
+def run_job(job: Job, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
+    """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
+
+    compared: what ranks must agree on, beside the options.
+    """
+    if launch.kind == "alone":
+        import_before_fork(job.request)
+    alike = {name: str(value) for name, value in job.values.items() if name != "ranks"} | (compared or {})
+    config = next(iter(job.presets.values()))
+    code = 1
+    try:
+        code = run_ranks(job.values["ranks"], launch, config, alike, partial(work, job))
+    finally:
+        if code:
+            job.output.discard()
+    return code
+
+
+def import_before_fork(request: Request) -> None:
+    """Imports what every rank needs once, in the process that ranks are forked from."""
+    names = [*EVERY_RANK_IMPORTS, *(name for name in WHERE_INSTALLED if find_spec(name.split(".")[0]))]
+    for name in names:
+        import_module(name)
+    import_pipeline(request)
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_on_rank(job: Job, transport: Any) -> Model:
+    """The job's model. All ranks call it."""
+    dtype = job.values["dtype"]
+    if dtype == "auto":
+        dtype = "fp32" if transport.device.type == "cpu" else "bf16"
+    return load_model(job.request, dtype, transport)
+
+
+def open_session(job: Job, transport: Any) -> Session:
+    """The model, its engines and the folder of results; returns when all ranks are ready."""
+    from cocodiff.engine import Engine
+
+    transport.health.when_lost(lambda error: job.output.discard())
+    model = load_on_rank(job, transport)
+    modes, exact = with_exact(job)
+    engines = {mode: Engine(model.pipe, config, transport) for mode, config in modes.items()}
+    folder = job.output.open() if transport.rank == 0 else None
+    if folder is not None:
+        (folder / "images").mkdir()
+    transport.broadcast_object(None)  # all ranks have their model
+    if folder is not None:
+        say(f"{transport.size} rank(s) ready after {time.monotonic() - job.started:.1f} s")
+    return Session(job, transport, model, engines, exact, folder)
+
+
+def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
+    """The modes to run, and which of them is the exact one: a preset with its settings, or one mode more."""
+    if not job.values["exact"]:
+        return dict(job.presets), None
+    exact = Config.preset(EXACT, **engine_settings(job.values) | {"exchange": "flat"})
+    for mode, config in job.presets.items():
+        if config == exact:
+            return dict(job.presets), mode
+    return job.presets | {"exact": exact}, "exact"
+
+
+@dataclass
+class Cost:
+    """What a stretch of work took: seconds on this rank, and bytes per link class of all ranks (rank 0 knows them)."""
+
+    seconds: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def measured(engine: Engine) -> Iterator[Cost]:
+    """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
+    before, cost = engine.bytes(), Cost()
+    started = time.perf_counter()
+    with engine:
+        yield cost
+    cost.seconds = time.perf_counter() - started
+    cost.sent = {link: count - before[link] for link, count in engine.bytes().items()}
+
+
+def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **report: Any) -> None:
+    """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
+
+    report: further arguments of `cocodiff_eval.report.write_report`.
+    """
+    transport = session.transport
+    records = {mode: transport.gather_object(engine.trace.record()) for mode, engine in session.engines.items()}
+    if session.folder is not None:
+        _write_results(session, session.folder, rows, pictures, records, report)
+    transport.broadcast_object(None)
+
+
+def _write_results(
+    session: Session, folder: Path, rows: Sequence[Any], pictures: Sequence[Any], records: Any, report: dict[str, Any]
+) -> None:
+    import yaml
+    from cocodiff_eval.metrics import metrics_document
+    from cocodiff_eval.report import write_report
+    from cocodiff_eval.table import terminal_table
+
+    from cocodiff.trace import save_traces
+
+    values, ranks = session.job.values, session.transport.size
+    document = metrics_document(values, ranks, rows)
+    (folder / "metrics.json").write_text(json.dumps(document, indent=1))
+    save_traces(folder / "trace.json", records)
+    facts = {
+        "model": session.model.name,
+        "ranks": str(ranks),
+        "machine": values["machine"],
+        "presets": ", ".join(session.job.presets),
+        "steps": str(values["steps"]),
+        "seed": str(values["seed"]),
+        "cocodiff": __version__,
+    }
+    write_report(folder / "report.html", document, pictures, facts, **report)
+    settings = {name: value for name, value in values.items() if value is not None}
+    (folder / MARK).write_text(yaml.safe_dump(settings, sort_keys=False))
+    session.job.output.publish()
+    say()
+    say(terminal_table(document))
+    say()
+    say(f"report: {session.job.output.final / 'report.html'}")

@@ -1,0 +1,97 @@
+"""Random pipelines of every model family, without text encoders unless asked, small enough for any test.
+
+Their autoencoders halve a picture once, so that the 128 latents a side that most pipelines call their own are 256
+pixels. FLUX.2's and Qwen-Image's are the families' own classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TEXT_WIDTH = 24
+
+
+def sd3_pipeline(heads: int = 4, **text: Any) -> Any:
+    """Weights for text to image and for restoring alike, of 32 x 32 pixels."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    torch.manual_seed(0)
+    transformer = SD3Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=16, out_channels=16, num_layers=2, attention_head_dim=8,
+        num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=16,
+        caption_projection_dim=heads * 8, pos_embed_max_size=24, qk_norm="rms_norm",
+    )  # fmt: skip
+    return _assembled(StableDiffusion3Pipeline, transformer, image_vae(16), 3, text)
+
+
+def flux_pipeline(heads: int = 4, fill: bool = False, **text: Any) -> Any:
+    from diffusers import FluxFillPipeline, FluxPipeline, FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    # FLUX.1 Fill sees the packed latents, those of the known part, and the mask, one value for each pixel.
+    transformer = FluxTransformer2DModel(
+        in_channels=16 + 16 + 16 if fill else 16, out_channels=16, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=16,
+        guidance_embeds=True, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    return _assembled(FluxFillPipeline if fill else FluxPipeline, transformer, image_vae(4), 2, text)
+
+
+def flux2_pipeline(heads: int = 4, klein: bool = True, **text: Any) -> Any:
+    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+
+    torch.manual_seed(0)
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
+        guidance_embeds=not klein,
+    )  # fmt: skip
+    vae = AutoencoderKLFlux2(**_image_vae_shape(4))
+    return _assembled(Flux2KleinPipeline if klein else Flux2Pipeline, transformer, vae, 1, text)
+
+
+def qwen_pipeline(heads: int = 4, **text: Any) -> Any:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+
+    torch.manual_seed(0)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    vae = AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    return _assembled(QwenImagePipeline, transformer, vae, 1, text)
+
+
+def image_vae(channels: int) -> Any:
+    from diffusers import AutoencoderKL
+
+    settings = _image_vae_shape(channels) | {"use_quant_conv": False, "use_post_quant_conv": False}
+    return AutoencoderKL(**settings, shift_factor=0.0, scaling_factor=1.0)
+
+
+def _image_vae_shape(channels: int) -> dict[str, Any]:
+    return {
+        "block_out_channels": (4, 4), "down_block_types": ("DownEncoderBlock2D",) * 2, "sample_size": 32,
+        "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": channels, "norm_num_groups": 2,
+        "layers_per_block": 1, "mid_block_add_attention": False,
+    }  # fmt: skip
+
+
+def _assembled(kind: type, transformer: Any, vae: Any, encoders: int, text: dict[str, Any]) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    ends = ["", "_2", "_3"][:encoders]
+    absent = {f"{part}{end}": None for part in ("text_encoder", "tokenizer") for end in ends}
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    return kind(transformer=transformer.eval(), vae=vae.eval(), scheduler=scheduler, **absent | text)
+
+
+PIPELINES = {
+    "sd3": sd3_pipeline, "flux": flux_pipeline, "fill": lambda: flux_pipeline(fill=True), "klein": flux2_pipeline,
+    "qwen": qwen_pipeline,
+}  # fmt: skip
