@@ -127,5 +127,5 @@ def test_run_options_go_over_what_a_preset_says():
     over = parse("inpaint", "", RUN_OPTIONS, ("--exchange", "flat", "--order", "v_first", "--vae", "all"))
     for config in preset_configs(over | {"preset": ["flat", "tapa"]}).values():
         assert config == Config(exchange="flat", order="v_first", vae="all")
-    with pytest.raises(UserError, match="names none; choose from flat"):
+    with pytest.raises(UserError, match="names none; choose from cocodiff"):
         preset_configs(found | {"preset": [","]})
