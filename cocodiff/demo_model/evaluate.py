@@ -54,6 +54,7 @@ def restore(pipeline: Any, images_NHW: Stack, masks_NHW: Masks, steps: int, seed
         mask_image=torch.from_numpy(masks_NHW)[:, None].float(),
         height=images_NHW.shape[1],
         width=images_NHW.shape[2],
+        strength=1.0,
         num_inference_steps=steps,
         guidance_scale=1,
         generator=[torch.Generator().manual_seed(seed + index) for index in range(len(images_NHW))],
