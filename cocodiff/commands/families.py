@@ -18,7 +18,7 @@ class Family:
     """Pipelines that share their weights.
 
     generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none, and `lacks` says so
-    encoded            what the pipeline's `encode_prompt` returns, as a call's arguments; "" for what a call makes itself
+    encoded            what the pipeline's `encode_prompt` returns, as a call's arguments; "" for what it makes itself
     also               further arguments that `encode_prompt` wants to be given; None each
     negative           the prompt that guidance leads away from, where `encode_prompt` has to be called for it
     guidance           the call's argument for the strength of guidance

@@ -80,7 +80,7 @@ def parse(command: str, about: str, options: Sequence[Option], words: Sequence[s
 
 
 def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings among the options, by their names in Config; those of a preset only where they are given."""
+    """The engine's settings among the options, by their names in Config; those of a preset only where given."""
     of_machine = {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
     over_preset = {name: values[name] for name in ("exchange", "order", "vae") if values[name] is not None}
     return of_machine | over_preset

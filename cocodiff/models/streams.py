@@ -44,7 +44,8 @@ class Streams:
     def _rotated(self, stream: Stream, to: nn.Module, norm: nn.Module | None) -> Tensor:
         x_BLHD = to(stream.x_BLC).unflatten(-1, (self.heads, -1))
         x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
-        return x_BLHD if stream.rotate is None else stream.rotate(x_BLHD)
+        # Of fewer text tokens than ranks some ranks have none, and diffusers' rotations reshape no empty tensor.
+        return x_BLHD if stream.rotate is None or not x_BLHD.shape[1] else stream.rotate(x_BLHD)
 
     def _join(self, parts_BLHD: list[Tensor]) -> Tensor:
         return parts_BLHD[0] if len(parts_BLHD) == 1 else torch.cat(parts_BLHD, dim=1)
