@@ -233,7 +233,6 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in rows:
         row["psnr"], row["similarity"] = number(row["psnr_db"], 2), number(row["ssim"], 3)
         row["duration"] = number(row["seconds"], 2)
-        row["mask"] = "–" if row["mask"] is None else row["mask"]
     return sorted(rows, key=lambda row: str(row["mask"]))
 
 

@@ -108,17 +108,25 @@ def test_what_a_family_cannot_do_is_said() -> None:
         assert family.lacks or (family.generate and family.inpaint)
 
 
-def mapped(tensor: torch.Tensor) -> tuple[str, int]:
-    """The file that a tensor's memory is mapped from ("" for none), and how many KiB of the mapping are copies."""
-    path, private, inside = "", 0, False
+def mappings() -> list[tuple[int, int, str, int]]:
+    """This process's memory: start, end, the mapped file ("" for none), and how many KiB of it are copies."""
+    found: list[tuple[int, int, str, int]] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         header = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
         if header:
-            inside = int(header[1], 16) <= tensor.data_ptr() < int(header[2], 16)
-            path = header[3] if inside else path
-        elif inside and line.startswith("Anonymous:"):
-            private = int(line.split()[1])
-    return path, private
+            found.append((int(header[1], 16), int(header[2], 16), header[3], 0))
+        elif line.startswith("Anonymous:"):
+            found[-1] = (*found[-1][:3], int(line.split()[1]))
+    return found
+
+
+def homes(model: torch.nn.Module) -> list[tuple[str, int]]:
+    """Where each parameter of a model lies: the mapped file, and how many KiB of that mapping are copies."""
+    memory = mappings()
+    return [
+        next((file, copied) for start, end, file, copied in memory if start <= parameter.data_ptr() < end)
+        for parameter in model.parameters()
+    ]
 
 
 def test_weights_of_the_wanted_dtype_stay_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +137,11 @@ def test_weights_of_the_wanted_dtype_stay_in_their_files(tmp_path: Path, capsys:
     check_model(request, 1)
     model = load_model(request, "bf16", transport)
     for part in ("transformer", "vae"):
-        for parameter in getattr(model.pipe, part).parameters():
-            file, private = mapped(parameter)
-            assert file.startswith(str(tmp_path / part)) and file.endswith(".safetensors") and private == 0
+        for file, copied in homes(getattr(model.pipe, part)):
+            assert file.startswith(str(tmp_path / part)) and file.endswith(".safetensors") and copied == 0
     assert capsys.readouterr().out == ""
     converted = load_model(request, "fp32", transport)
-    assert not any(
-        mapped(parameter)[0].endswith(".safetensors") for parameter in converted.pipe.transformer.parameters()
-    )
+    assert not any(file.endswith(".safetensors") for file, _ in homes(converted.pipe.transformer))
     (line,) = capsys.readouterr().out.splitlines()
     assert "every rank converts its own copy to fp32" in line and "--dtype bf16" in line
     transport.close()
