@@ -95,3 +95,40 @@ PIPELINES = {
     "sd3": sd3_pipeline, "flux": flux_pipeline, "fill": lambda: flux_pipeline(fill=True), "klein": flux2_pipeline,
     "qwen": qwen_pipeline,
 }  # fmt: skip
+
+
+def clip_text() -> dict[str, Any]:
+    """SD3's two CLIP encoders, without T5, and a tokenizer that knows single letters."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz"]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer({word: number for number, word in enumerate(words)}, [])
+    tokenizer.model_max_length = 16
+    text: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
+    for seed, part in enumerate(("text_encoder", "text_encoder_2")):
+        torch.manual_seed(seed)
+        config = CLIPTextConfig(
+            vocab_size=len(words), hidden_size=8, intermediate_size=16, projection_dim=8, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=16, bos_token_id=len(words) - 2, eos_token_id=len(words) - 1,
+            pad_token_id=len(words) - 1,
+        )  # fmt: skip
+        text[part] = CLIPTextModelWithProjection(config).eval()
+    return text
+
+
+def qwen3_text() -> dict[str, Any]:
+    """FLUX.2 klein's Qwen3, of which it reads layers 9, 18 and 27, and a tokenizer that knows single bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = [*specials, *sorted(ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(words), hidden_size=TEXT_WIDTH // 3, intermediate_size=16, num_hidden_layers=28,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+    )  # fmt: skip
+    return {"tokenizer": tokenizer, "text_encoder": Qwen3ForCausalLM(config).eval()}

@@ -23,7 +23,7 @@ UNUSED_PARTS = ("image_encoder", "feature_extractor")  # of image prompts
 
 @dataclass(frozen=True)
 class Request:
-    """The model that a command wants. prompts: "" for none; guidance: None for the pipeline's own."""
+    """The model that a command wants. guidance: None for the pipeline's own."""
 
     model: str
     task: str
@@ -67,6 +67,8 @@ def check_model(request: Request, ranks: int) -> None:
         if Path(name).is_dir():
             for part in ("transformer", "vae"):
                 check_weights(Path(name), part, name)
+    if encoders and not request.prompts:
+        raise UserError(f"--prompt is missing: say what model {name} shall show")
     if any(request.prompts) and not encoders:
         raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
     if name == EMBEDDED and request.guidance is not None:
@@ -170,7 +172,7 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
         prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
     else:
         guidance = 1.0 if guidance is None else guidance
-        prompts = [no_prompt(family, pipe.transformer, wanted)] * len(request.prompts)
+        prompts = [no_prompt(family, pipe.transformer, wanted)] * max(1, len(request.prompts))
     return pipe, prompts, {} if guidance is None else {family.guidance: guidance}
 
 
@@ -197,8 +199,10 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
 def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts: dict[str, Any]) -> Any:
     """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
     import diffusers
+    import transformers
 
     diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     kind = _pipeline_class(family_of(index["_class_name"], request.model), request)
     given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
     local = Path(request.model).is_dir()

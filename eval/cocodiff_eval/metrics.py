@@ -20,6 +20,9 @@ SSIM_WINDOW = 7
 _SMALLEST_MSE = 1e-20  # JSON has no infinity: a restoration equal to the truth is written as 200 dB
 
 
+NOTHING: Mapping[str, float | None] = {"psnr_db": None, "ssim": None, "mse": None}  # quality without a truth
+
+
 def psnr_db(mse: float) -> float:
     """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero."""
     return -10.0 * math.log10(max(mse, _SMALLEST_MSE))
@@ -59,7 +62,7 @@ class MaskedQuality:
     def result(self) -> dict[str, float | None]:
         """`psnr_db`, `ssim` and `mse` over all masked voxels with a truth; None each if there were none."""
         if self.voxels == 0:
-            return {"psnr_db": None, "ssim": None, "mse": None}
+            return dict(NOTHING)
         mse = self.squares / self.voxels
         return {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
 
@@ -87,7 +90,7 @@ class ExactDistance:
 
 def metrics_row(
     name: str,
-    mask: str,
+    mask: str | None,
     mode: str,
     quality: Mapping[str, float | None],
     seconds: float,
@@ -97,7 +100,7 @@ def metrics_row(
     exact_compared: bool = True,
     baseline: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One row of `metrics.json`, for one image, mask and preset.
+    """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
 
     `exact_compared` is False where no exact run was made (`--no-exact`): a null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
@@ -132,8 +135,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
     the images whose bits differ, `identical` the number of images whose bits are those of the exact run.
     """
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    baselines: dict[str, dict[str, Mapping[str, Any]]] = {}
+    groups: dict[tuple[str | None, str], list[Mapping[str, Any]]] = {}
+    baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["mask"], row["mode"]), []).append(row)
         if row.get("baseline") is not None:

@@ -43,6 +43,16 @@ class Picture:
     truth_YX: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Generated:
+    """A generated image in every mode, uint8 [Y, X, 3] each, and the prompt it was made for ("" for none)."""
+
+    name: str
+    prompt: str
+    images: Mapping[str, np.ndarray]
+    mask: None = None
+
+
 def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[int]:
     """Which slices of a stack to show: at most `limit` of those with masked voxels, evenly spread, ends included."""
     masked = [index for index, count in enumerate(mask_voxels) if count]
@@ -87,11 +97,14 @@ def error_image(
     return np.abs(difference_YX), known_YX
 
 
-def _figures(picture: Picture) -> dict[str, Any]:
+def _figures(picture: Picture | Generated) -> dict[str, Any]:
     """The images of one slice as data URIs with captions, and the top of the error scale they share."""
+    if isinstance(picture, Generated):
+        figures = [{"caption": mode, "source": data_uri(image)} for mode, image in picture.images.items()]
+        return {"index": 0, "figures": figures, "top": None}
     scale, mask_YX = picture.scale, picture.mask_YX
     low, high = scale.low, scale.high
-    figures: list[dict[str, str]] = []
+    figures = []
     if picture.truth_YX is not None:
         original_YX = np.where(mask_YX, picture.truth_YX.astype(np.float64), picture.input_YX.astype(np.float64))
         # The brightest material may lie wholly under the mask: the pictures then need the wider range of the original.
@@ -144,7 +157,7 @@ def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sections(
-    metrics: Mapping[str, Any], pictures: Sequence[Picture], slice_counts: Mapping[str, int]
+    metrics: Mapping[str, Any], pictures: Sequence[Picture | Generated], slice_counts: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     sections = []
     for name, mask, slices, rows in grouped(metrics["images"]):
@@ -154,6 +167,7 @@ def _sections(
             {
                 "name": name,
                 "mask": mask,
+                "prompts": [picture.prompt for picture in shown if isinstance(picture, Generated) and picture.prompt],
                 "rows": _table_rows(rows),
                 "has_truth": any(row["mse"] is not None for row in rows),
                 "slices": [_figures(picture) for picture in shown],
@@ -167,7 +181,7 @@ def _sections(
 
 def render_report(
     metrics: Mapping[str, Any],
-    pictures: Sequence[Picture],
+    pictures: Sequence[Picture | Generated],
     facts: Mapping[str, str],
     *,
     title: str = "Restored slices",
@@ -195,6 +209,7 @@ def render_report(
         facts={**facts, "ranks": str(metrics["ranks"])} if "ranks" not in facts else dict(facts),
         sections=_sections(metrics, pictures, slice_counts or {}),
         summary=_summary_rows(metrics),
+        judged=any(row["mask"] is not None for row in metrics["images"]),
         links=[LINK_NAMES[link] for link in LINKS],
         ramp=data_uri(ramp),
         not_compared=not all(row.get("exact_compared", True) for row in metrics["images"]),
@@ -224,7 +239,7 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
 def write_report(
     path: Path,
     metrics: Mapping[str, Any],
-    pictures: Sequence[Picture],
+    pictures: Sequence[Picture | Generated],
     facts: Mapping[str, str],
     *,
     title: str = "Restored slices",

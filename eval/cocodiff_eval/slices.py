@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -52,6 +52,19 @@ def safe_stem(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
 
 
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with -2, -3, ... where one was there already; upper and lower case count as the same."""
+    taken: set[str] = set()
+    unique = []
+    for wanted in names:
+        name, number = wanted, 2
+        while name.lower() in taken:
+            name, number = f"{wanted}-{number}", number + 1
+        taken.add(name.lower())
+        unique.append(name)
+    return unique
+
+
 def open_stack(path: str, name: str | None = None) -> Stack:
     """Open one slice or stack: PNG, TIFF, or HDF5 as `file.h5:/dataset`. Reads no voxels of a stack yet.
 
@@ -73,16 +86,9 @@ def open_stacks(paths: Sequence[str]) -> list[Stack]:
     """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
     if not paths:
         raise UserError("no input given; name at least one file: --input slice.tif")
-    taken: set[str] = set()
-    stacks = []
-    for path in paths:
-        stack = open_stack(path)
-        name, number = stack.name, 2
-        while name.lower() in taken:
-            name, number = f"{stack.name}-{number}", number + 1
-        taken.add(name.lower())
-        stacks.append(Stack(name, stack.path, stack.shape, stack.dtype, stack.ndim, stack.volume))
-    return stacks
+    stacks = [open_stack(path) for path in paths]
+    names = unique_names([stack.name for stack in stacks])
+    return [replace(stack, name=name) for stack, name in zip(stacks, names, strict=True)]
 
 
 def open_truth(path: str, stack: Stack) -> Stack:
@@ -142,13 +148,6 @@ class StackWriter:
         self._writer.close()
         if kind is None and self.written != self.shape[0]:
             raise RuntimeError(f"{self.path}: {self.written} of {self.shape[0]} slices were written")
-
-
-def write_stack(path: Path, stack: Stack, slices: Iterable[np.ndarray]) -> None:
-    """Write restored `slices` ([Y, X] each) as one TIFF of the dtype and shape of `stack`."""
-    with StackWriter(path, stack.shape, stack.dtype, stack.ndim) as writer:
-        for image_YX in slices:
-            writer.write(image_YX)
 
 
 def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:

@@ -41,12 +41,12 @@ def base_name(name: str) -> str:
     return re.sub(r"\[\d+\]$", "", name)
 
 
-def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int, list[Mapping[str, Any]]]]:
+def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
     """(stack, mask, number of slices, one row for each preset), in the order of `rows`.
 
     The rows of a stack's slices are taken together: quality is their mean, seconds and bytes their sum.
     """
-    groups: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
         groups.setdefault((base_name(row["name"]), row["mask"]), {}).setdefault(row["mode"], []).append(row)
     return [
@@ -88,14 +88,15 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     lines: list[tuple[str, ...]] = [HEADINGS]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
+        shown_mask = "-" if mask is None else mask
         for row in rows:
             total = sum(row["bytes"].values())
             quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), versus_exact(row))
-            lines.append((shown, mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
+            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
         baseline = rows[0].get("baseline")
         if baseline is not None:
             quality = (number(baseline["psnr_db"], 2), number(baseline["ssim"], 3), MISSING)
-            lines.append((shown, mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
+            lines.append((shown, shown_mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
     aligned = [
         "  ".join(

@@ -21,7 +21,6 @@ from cocodiff_eval.slices import (
     safe_stem,
     save_preview_png,
     to_grey8,
-    write_stack,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -58,7 +57,9 @@ def test_tiff_goes_in_and_out(tmp_path: Path, dtype: str, shape: tuple[int, ...]
     tifffile.imwrite(tmp_path / "in.tif", expected, photometric="minisblack")
     stack = open_stack(str(tmp_path / "in.tif"))
     assert_holds(stack, expected)
-    write_stack(tmp_path / "out.tif", stack, stack.slices())
+    with StackWriter(tmp_path / "out.tif", stack.shape, stack.dtype, stack.ndim) as writer:
+        for image_YX in stack.slices():
+            writer.write(image_YX)
     assert_holds(open_stack(str(tmp_path / "out.tif")), expected)
     np.testing.assert_array_equal(tifffile.imread(tmp_path / "out.tif"), expected)
 

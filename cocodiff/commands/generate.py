@@ -1,0 +1,168 @@
+"""`cocodiff generate`: text to image, on any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.families import GENERATE
+from cocodiff.commands.options import RUN_OPTIONS, Option, check_counts, parse, preset_configs
+from cocodiff.commands.outputs import OutputFolder
+from cocodiff.commands.pipelines import Request, check_model
+from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
+from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.config import load_machine
+from cocodiff.errors import UserError
+from cocodiff.topology import Topology
+
+OPTIONS = (
+    Option(
+        "model", "folder in diffusers' layout or hub id of a text-to-image model; the embedded model only restores",
+        required=True,
+    ),
+    Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
+    Option("height", "pixels, instead of the model's own", type=int),
+    Option("width", "pixels, instead of the model's own", type=int),
+    Option("preset", "how ranks exchange tokens: one or more presets, as A,B or A B", ["tapa"], many=True),
+    Option("steps", "denoising steps", 50, type=int),
+    Option("seed", "seed of the noise; the same for every prompt and preset", 0, type=int),
+    Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("out", "folder of the results", "generated"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    *RUN_OPTIONS,
+)  # fmt: skip
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    values = parse("generate", "Make images from text with a diffusion transformer.", OPTIONS, words)
+    ranks = settle(values, launch)
+    job = prepare(values, ranks, started)
+    if launch.speaks:
+        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s)")
+    return run_job(job, launch, work)
+
+
+def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts(values, "steps", "height", "width", "ranks")
+    presets = preset_configs(values)
+    Topology.build(load_machine(values["machine"]), ranks)
+    request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
+    check_model(request, ranks)
+    return Job(values, request, presets, OutputFolder(values["out"], values["overwrite"]), started)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image made in one mode, float32 [Y, X, 3] in [0, 1], and what it took."""
+
+    image01_YXC: np.ndarray
+    cost: Cost
+
+    @property
+    def image8_YXC(self) -> np.ndarray:
+        return np.rint(self.image01_YXC * 255).astype(np.uint8)
+
+
+def work(job: Job, transport: Any) -> None:
+    """One rank's part: every prompt in every mode. Rank 0 compares and writes."""
+    import torch
+    from cocodiff_eval.slices import safe_stem, unique_names
+
+    session = open_session(job, transport)
+    sides = image_sides(session)
+    prompts = job.request.prompts or ("",)
+    names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in prompts])
+    rows, pictures = [], []
+    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        with torch.no_grad():
+            images = {mode: paint(session, mode, number, name, sides) for mode in session.engines}
+        if session.folder is not None:
+            rows += judge(session, name, images)
+            pictures.append(keep(session, name, prompt, images))
+    finish(session, rows, pictures, title="Generated images")
+
+
+def image_sides(session: Session) -> tuple[int, int]:
+    """Height and width. Raises UserError for sides that the model would round."""
+    from cocodiff_eval.pipeline_inpainter import own_size, side_multiple
+
+    pipe, values = session.model.pipe, session.job.values
+    multiple = side_multiple(pipe)
+    sides = []
+    for name in ("height", "width"):
+        side = values[name] or own_size(pipe)
+        if side % multiple:
+            near = max(multiple, round(side / multiple) * multiple)
+            raise UserError(f"--{name} {side}: model {session.model.name} makes multiples of {multiple}; give {near}")
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int, int]) -> Image:
+    """One image in one mode, on all ranks."""
+    import torch
+    from cocodiff_eval.pipeline_inpainter import silent
+
+    pipe, values, engine = session.model.pipe, session.job.values, session.engines[mode]
+    bar = progress_bar(f"{name} {mode}", values["steps"], session.shows_bars)
+
+    def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        bar.update()
+        return tensors
+
+    with bar, silent(pipe), measured(engine) as cost:
+        image_YXC = pipe(
+            height=sides[0],
+            width=sides[1],
+            num_inference_steps=values["steps"],
+            generator=torch.Generator("cpu").manual_seed(values["seed"]),
+            output_type="np",
+            callback_on_step_end=after_step,
+            **session.model.arguments(1, prompt),
+        ).images[0]
+    if not np.isfinite(image_YXC).all():
+        raise RuntimeError(f"{type(pipe).__name__} returned NaN or Inf: run the model in a wider dtype")
+    return Image(image_YXC.astype(np.float32), cost)
+
+
+def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[str, Any]]:
+    """Rows of metrics.json: there is no truth, but there may be an exact run to compare with."""
+    from cocodiff_eval.intensity import IntensityRange
+    from cocodiff_eval.metrics import NOTHING, ExactDistance, metrics_row
+
+    rows = []
+    for mode in session.job.presets:
+        image, against = images[mode], None
+        if session.exact is not None:
+            distance, exact_YXC = ExactDistance(IntensityRange(0.0, 1.0)), images[session.exact].image01_YXC
+            distance.add(exact_YXC, image.image01_YXC, np.ones(exact_YXC.shape, bool))
+            against = distance.psnr_vs_exact_db()
+        rows.append(
+            metrics_row(
+                name, None, mode, NOTHING, image.cost.seconds, image.cost.sent, psnr_vs_exact_db=against,
+                exact_compared=session.exact is not None,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def keep(session: Session, name: str, prompt: str, images: dict[str, Image]) -> Any:
+    """Saves the presets' images; returns them for the report."""
+    from cocodiff_eval.report import Generated
+    from PIL import Image as Pillow
+
+    assert session.folder is not None
+    shown = {mode: images[mode].image8_YXC for mode in session.job.presets}
+    for mode, image8_YXC in shown.items():
+        Pillow.fromarray(image8_YXC).save(session.folder / "images" / f"{name}_{mode}.png")
+    return Generated(name, prompt, shown)

@@ -1,0 +1,176 @@
+"""Every model family restores on two ranks what its own pipeline restores alone, and starts without needless copies."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import tifffile
+import tiny_pipelines
+import torch
+from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore import restore_slice
+from cocodiff_eval.tiling import steps_at
+from launching import assert_succeeded, python
+
+from cocodiff.commands.families import FAMILIES, GENERATE, INPAINT, family_of
+from cocodiff.commands.pipelines import Request, check_model, load_model
+from cocodiff.commands.prompts import no_prompt
+from cocodiff.config import Config
+from cocodiff.engine import open_transport
+from cocodiff.errors import UserError
+
+HERE = Path(__file__).parent
+NAMES = list(tiny_pipelines.PIPELINES)
+IMAGE_YX = np.random.default_rng(0).random((48, 40), dtype=np.float32)
+HOLE_YX = np.zeros(IMAGE_YX.shape, bool)
+HOLE_YX[10:26, 8:30] = True
+
+
+def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
+    """A family's own inpainting pipeline with random weights, and its arguments for one image and no prompt."""
+    pipe = tiny_pipelines.PIPELINES[name]()
+    family = family_of(type(pipe).__name__, name)
+    kind = getattr(diffusers, family.pipeline(INPAINT, name))
+    arguments = no_prompt(family, pipe.transformer, torch.float32) | {family.guidance: 1.0}
+    return kind(**pipe.components), arguments
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each family's folder of results, from a model folder, two forked ranks and two steps."""
+    folder = tmp_path_factory.mktemp("families")
+    tifffile.imwrite(folder / "scan.tif", IMAGE_YX)
+    tifffile.imwrite(folder / "hole.tif", HOLE_YX.astype(np.uint8))
+    runs = []
+    for name, build in tiny_pipelines.PIPELINES.items():
+        build().save_pretrained(folder / f"{name}-model")
+        options = {"input": folder / "scan.tif", "mask": folder / "hole.tif", "model": folder / f"{name}-model",
+                   "steps": 2, "ranks": 2, "out": folder / name}  # fmt: skip
+        runs.append(["inpaint", *(str(word) for key, value in options.items() for word in (f"--{key}", value))])
+    command = [sys.executable, str(HERE / "family_runs.py")]
+    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=240, check=False)
+    assert_succeeded(done)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Path, name: str) -> None:
+    result_YX = tifffile.imread(restored / name / "images" / "scan_hole_tapa.tif")
+    assert np.array_equal(result_YX[~HOLE_YX], IMAGE_YX[~HOLE_YX])
+    (row,) = json.loads((restored / name / "metrics.json").read_text())["images"]
+    assert row["exact_compared"] and row["psnr_vs_exact_db"] is None  # the same bits as flat
+    assert sum(row["bytes"].values()) > 0
+    pipe, arguments = inpainting(name)
+
+    def repeated(batch: int) -> dict[str, Any]:
+        return {key: value if isinstance(value, float) else value.repeat(batch, *[1] * (value.ndim - 1))
+                for key, value in arguments.items()}  # fmt: skip
+
+    known = IMAGE_YX[~HOLE_YX]
+    scale = IntensityRange(float(known.min()), float(known.max()))
+    inpainter = PipelineInpainter(pipe, repeated, 2, 0)
+    alone01_YX = restore_slice(prepare_slice(IMAGE_YX, HOLE_YX, scale), HOLE_YX, inpainter, batch=2)
+    alone_YX = compose_native(IMAGE_YX, alone01_YX, HOLE_YX, scale)
+    assert np.abs(alone_YX - result_YX).max() < 1e-4
+    assert not np.array_equal(result_YX[HOLE_YX], IMAGE_YX[HOLE_YX])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_promised_number_of_steps_runs(name: str) -> None:
+    pipe, arguments = inpainting(name)
+    ticks: list[int] = []
+    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda: ticks.append(1), native_size=32)
+    assert inpainter.multiple == 4 and PipelineInpainter(pipe, lambda _: arguments, 6, 0).native_size in (32, 256)
+    for strength in (1.0, 0.5):
+        ticks.clear()
+        restored_BHW = inpainter(torch.rand(1, 32, 32), torch.ones(1, 32, 32), strength, [0])
+        assert len(ticks) == steps_at(6, strength) and restored_BHW.shape == (1, 32, 32)
+
+
+def test_what_a_family_cannot_do_is_said() -> None:
+    with pytest.raises(UserError, match=r"has no inpainting pipeline for FLUX\.2-dev; it has one for FLUX\.2-klein"):
+        family_of("Flux2Pipeline", "m").pipeline(INPAINT, "m")
+    with pytest.raises(UserError, match="only restore"):
+        family_of("FluxFillPipeline", "m").pipeline(GENERATE, "m")
+    with pytest.raises(UserError, match="model m is a SanaPipeline; known: StableDiffusion3Pipeline, "):
+        family_of("SanaPipeline", "m")
+    for family in FAMILIES:
+        assert all(hasattr(diffusers, name) for name in family.classes)
+        assert family.lacks or (family.generate and family.inpaint)
+
+
+def mappings() -> list[tuple[int, int, str, int]]:
+    """This process's memory: start, end, the mapped file ("" for none), and how many KiB of it are copies."""
+    found: list[tuple[int, int, str, int]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
+        if header:
+            found.append((int(header[1], 16), int(header[2], 16), header[3], 0))
+        elif line.startswith("Anonymous:"):
+            found[-1] = (*found[-1][:3], int(line.split()[1]))
+    return found
+
+
+def homes(model: torch.nn.Module) -> list[tuple[str, int]]:
+    """Where each parameter of a model lies: the mapped file, and how many KiB of that mapping are copies."""
+    memory = mappings()
+    return [
+        next((file, copied) for start, end, file, copied in memory if start <= parameter.data_ptr() < end)
+        for parameter in model.parameters()
+    ]
+
+
+def test_weights_of_the_wanted_dtype_stay_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So ranks of a host share the page cache's copy; a conversion gives every rank its own, and rank 0 says so."""
+    tiny_pipelines.qwen_pipeline().to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
+    request, transport = Request(str(tmp_path), INPAINT), open_transport(Config())
+    check_model(request, 1)
+    model = load_model(request, "bf16", transport)
+    for part in ("transformer", "vae"):
+        for file, copied in homes(getattr(model.pipe, part)):
+            assert file.startswith(str(tmp_path / part)) and file.endswith(".safetensors") and copied == 0
+    assert capsys.readouterr().out == ""
+    converted = load_model(request, "fp32", transport)
+    assert not any(file.endswith(".safetensors") for file, _ in homes(converted.pipe.transformer))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "every rank converts its own copy to fp32" in line and "--dtype bf16" in line
+    transport.close()
+
+
+@pytest.fixture(scope="module")
+def with_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoders")
+    tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text()).save_pretrained(folder)
+    return folder
+
+
+def test_only_rank_0_reads_text_encoders_and_keeps_none(with_encoders: Path) -> None:
+    done = python(HERE / "encoder_ranks.py", str(with_encoders), "a tooth")
+    assert_succeeded(done)
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert first["read"] == ["CLIPTextModelWithProjection"] * 2 and second["read"] == []
+    assert first["alive"] == second["alive"] == 0
+    assert first["parts"] == second["parts"] == ["scheduler", "transformer", "vae"]
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(with_encoders, text_encoder_3=None, tokenizer_3=None)
+    names = family_of("StableDiffusion3Pipeline", "").encoded
+    with torch.no_grad():
+        plain = dict(zip(names, pipe.encode_prompt("a tooth", None, None), strict=True))
+    for name in names:
+        assert first["sums"][name] == second["sums"][name] == pytest.approx(float(plain[name].double().sum()), abs=1e-5)
+
+
+def test_a_failure_of_rank_0_alone_ends_all_ranks_with_its_message(with_encoders: Path) -> None:
+    done = python(HERE / "encoder_ranks.py", str(with_encoders), "a tooth", "fail")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("cocodiff: ")]
+    assert "cannot be loaded: the disk is on fire" in line

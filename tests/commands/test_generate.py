@@ -1,0 +1,175 @@
+"""`cocodiff generate`: the images of every family's own text-to-image pipeline, results whole, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+import yaml
+from launching import assert_succeeded
+from PIL import Image
+
+from cocodiff.cli import main
+from cocodiff.commands.families import GENERATE, family_of
+from cocodiff.commands.prompts import no_prompt
+
+HERE = Path(__file__).parent
+FAMILIES = {name: build for name, build in tiny_pipelines.PIPELINES.items() if name != "fill"}
+FAMILIES["flux2"] = lambda: tiny_pipelines.flux2_pipeline(klein=False)
+SIDES = {"height": 32, "width": 48}
+PROMPTS = ["a tooth", "A tooth", "bone, polished"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of results on two ranks: a family without encoders each, and prompts in two presets for two with."""
+    folder = tmp_path_factory.mktemp("generate")
+    runs = []
+
+    def plan(name: str, pipe: Any, *words: str) -> None:
+        pipe.save_pretrained(folder / f"{name}-model")
+        options = {"model": folder / f"{name}-model", "out": folder / name, "steps": 2, "ranks": 2, **SIDES}
+        runs.append(
+            ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value)), *words]
+        )
+
+    for name, build in FAMILIES.items():
+        plan(name, build(), "--quiet")
+    encoders = {"prompt-sd3": tiny_pipelines.clip_text(), "prompt-klein": tiny_pipelines.qwen3_text()}
+    plan(
+        "prompt-sd3",
+        tiny_pipelines.sd3_pipeline(**encoders["prompt-sd3"]),
+        "--prompt",
+        *PROMPTS,
+        "--preset",
+        "flat,tapa",
+    )
+    klein = tiny_pipelines.flux2_pipeline(**encoders["prompt-klein"])
+    plan("prompt-klein", klein, "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet")
+    command = [sys.executable, str(HERE / "family_runs.py")]
+    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=240, check=False)
+    assert_succeeded(done)
+    (folder / "output").write_text(done.stdout)
+    (folder / "errors").write_text(done.stderr)
+    return folder
+
+
+def pixels(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def alone(pipe: Any, **arguments: Any) -> np.ndarray:
+    """The image that a plain pipeline makes in this process."""
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    image = pipe(num_inference_steps=2, generator=noise, output_type="np", **SIDES, **arguments).images[0]
+    return np.rint(image * 255).astype(int)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Path, name: str) -> None:
+    pipe = FAMILIES[name]()
+    family = family_of(type(pipe).__name__, name)
+    assert type(pipe).__name__ == family.pipeline(GENERATE, name)
+    arguments = no_prompt(family, pipe.transformer, torch.float32) | {family.guidance: 1.0}
+    assert np.abs(pixels(made / name / "images" / "image_tapa.png") - alone(pipe, **arguments)).max() <= 1
+
+
+def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Path) -> None:
+    """With SD3's negative prompt from `encode_prompt` itself, and klein's from a call of its own."""
+    sd3 = diffusers.StableDiffusion3Pipeline.from_pretrained(
+        made / "prompt-sd3-model", text_encoder_3=None, tokenizer_3=None
+    )
+    klein = diffusers.Flux2KleinPipeline.from_pretrained(made / "prompt-klein-model")
+    for name, image, pipe, prompt in (
+        ("prompt-sd3", "a_tooth_tapa.png", sd3, PROMPTS[0]),
+        ("prompt-sd3", "bone_polished_flat.png", sd3, PROMPTS[2]),
+        ("prompt-klein", "a_tooth_tapa.png", klein, PROMPTS[0]),
+    ):
+        assert np.abs(pixels(made / name / "images" / image) - alone(pipe, prompt=prompt)).max() <= 1
+
+
+def test_results_have_the_promised_names(made: Path) -> None:
+    out = made / "prompt-sd3"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "images", "metrics.json", "report.html", "run.yaml", "trace.json",
+    ]  # fmt: skip
+    names = ["a_tooth", "A_tooth-2", "bone_polished"]
+    expected = {f"{name}_{preset}.png" for name in names for preset in ("flat", "tapa")}
+    assert {path.name for path in (out / "images").iterdir()} == expected
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["schema"], metrics["ranks"], metrics["config"]["prompt"]) == (1, 2, PROMPTS)
+    assert [(row["name"], row["mode"]) for row in metrics["images"]] == [
+        (n, p) for n in names for p in ("flat", "tapa")
+    ]
+    for row in metrics["images"]:
+        assert row["mask"] is row["psnr_db"] is row["ssim"] is row["mse"] is row["psnr_vs_exact_db"] is None
+        assert row["exact_compared"] and row["seconds"] > 0 and sum(row["bytes"].values()) > 0
+    json.loads((out / "trace.json").read_text())
+    assert yaml.safe_load((out / "run.yaml").read_text())["prompt"] == PROMPTS
+    (row,) = json.loads((made / "prompt-klein" / "metrics.json").read_text())["images"]
+    assert not row["exact_compared"]
+
+
+def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
+    page = (made / "prompt-sd3" / "report.html").read_text()
+    assert page.count('<img src="data:image/png;base64,') == 6 and "Generated images" in page
+    assert all(f'<p class="scale">{prompt}</p>' in page for prompt in PROMPTS)
+    assert "SSIM" not in page and "mask None" not in page and "identical" in page
+
+
+def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
+    lines = (made / "output").read_text()
+    assert lines.count("2 rank(s) ready after") == 7 and lines.count("report: ") == 7
+    errors = (made / "errors").read_text()
+    assert errors.count("a_tooth flat:") == 1 and "warn" not in errors.lower()
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: Any) -> str:
+        code = main(["generate", "--out", str(tmp_path / "out"), "--steps", "1", *map(str, words)])
+        captured = capsys.readouterr()
+        (line,) = [line for line in captured.err.splitlines() if line.startswith("cocodiff: ")]
+        assert code == 2 and not (tmp_path / "out").exists()
+        return line
+
+    return run
+
+
+def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path) -> None:
+    assert "--model is missing" in refused() and "the embedded model only restores" in refused()
+    assert "the embedded model only restores" in refused("--model", "embedded")
+    without, encoders = made / "sd3-model", made / "prompt-sd3-model"
+    assert "has no text encoders, so it takes no --prompt" in refused("--model", without, "--prompt", "a tooth")
+    assert "--prompt is missing" in refused("--model", encoders)
+    assert "--width 50: model" in refused("--model", without, "--width", "50")
+    assert "at least 1" in refused("--model", without, "--height", "0")
+    assert "5 ranks for the 4 attention heads" in refused("--model", without, "--ranks", "5")
+    tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
+    assert "FluxFillPipeline's weights only restore" in refused("--model", tmp_path / "fill")
+    index = tmp_path / "fill" / "model_index.json"
+    index.write_text(index.read_text().replace("FluxFillPipeline", "FluxPipeline"))
+    assert "takes 48 channels and gives 16" in refused("--model", tmp_path / "fill")
+
+
+def test_inpaint_says_that_flux2_dev_cannot(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.fromarray(np.zeros((32, 32), np.uint8)).save(tmp_path / "scan.png")
+    words = [
+        "--input",
+        str(tmp_path / "scan.png"),
+        "--model",
+        str(made / "flux2-model"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(["inpaint", *words]) == 2
+    assert "diffusers has no inpainting pipeline for FLUX.2-dev; it has one for FLUX.2-klein" in capsys.readouterr().err
