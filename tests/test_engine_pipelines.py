@@ -1,0 +1,111 @@
+"""Whole inpainting pipelines of every family, with VAE and guidance, on several ranks: one process's image."""
+
+import copy
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from tiny_pipelines import PIPELINES, TEXT_WIDTH
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.commands.families import FAMILIES, INPAINT, family_of
+from cocodiff.decoding import OneRankVAE
+from cocodiff.engine import parallelize
+
+SIDE = 32
+VARIANTS = (("flat", "joint"), ("tapa", "joint"), ("tapa", "v_first"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_a_rank():
+    """The ranks are threads themselves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
+    """A family's restoring pipeline with 12 heads, and prompts of different length for its two branches of guidance."""
+    made = PIPELINES[name](heads=12) if name != "fill" else PIPELINES[name]()
+    family = family_of(type(made).__name__, name)
+    pipe = getattr(diffusers, family.pipeline(INPAINT, name))(**made.components)
+    generator = torch.Generator().manual_seed(3)
+    arguments: dict[str, Any] = {}
+    for argument in filter(None, family.encoded):
+        length = 2 if argument.startswith("negative") and name != "sd3" else 5
+        if "pooled" in argument:
+            arguments[argument] = torch.randn(1, 16, generator=generator)
+        elif argument.endswith("_mask"):
+            arguments[argument] = torch.tensor([[1] * (length - 1) + [0]])
+        else:
+            arguments[argument] = torch.randn(1, length, TEXT_WIDTH, generator=generator)
+    if name == "qwen":
+        negative = torch.randn(1, 2, TEXT_WIDTH, generator=generator)
+        arguments |= {"negative_prompt_embeds": negative, "negative_prompt_embeds_mask": torch.ones(1, 2).long()}
+    if name == "klein":
+        arguments["negative_prompt_embeds"] = torch.randn(1, 2, TEXT_WIDTH, generator=generator)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, arguments | {"true_cfg_scale" if name == "qwen" else "guidance_scale": 3.0}
+
+
+def restored(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    mask_BCHW = torch.zeros(1, 1, SIDE, SIDE)
+    mask_BCHW[..., 8:24, 8:24] = 1
+    with torch.no_grad():
+        return pipe(
+            image=torch.rand(1, 3, SIDE, SIDE, generator=generator), mask_image=mask_BCHW, height=SIDE, width=SIDE,
+            strength=1.0, num_inference_steps=3, generator=generator, output_type="pt", **arguments,
+        ).images  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [3, 12])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_equals_one_process(name, size):
+    if name == "fill" and size == 12:
+        size = 4  # it has that many heads
+    pipe, arguments = inpainting(name)
+    plain = restored(pipe, arguments)
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own, images = copy.deepcopy(pipe), []
+        components, config = dict(own.components), dict(own.config)
+        for exchange, order in VARIANTS:
+            with parallelize(own, transport=transport, exchange=exchange, order=order):
+                assert isinstance(own.vae, OneRankVAE)
+                images.append(restored(own, arguments))
+            assert all(own.components[part] is module for part, module in components.items())
+            assert dict(own.config) == config
+        return images
+
+    of_ranks = run_ranks(size, work)
+    first = of_ranks[0][0]
+    torch.testing.assert_close(first, plain, rtol=0, atol=1e-4)
+    for images in of_ranks:
+        assert all(torch.equal(image, first) for image in images[: 2 if name == "klein" else 3])
+        torch.testing.assert_close(images[2], plain, rtol=0, atol=1e-4)
+
+
+def test_latents_are_decoded_on_one_rank_or_on_all():
+    pipe, arguments = inpainting("flux")
+
+    def work(transport: Any) -> list[int]:
+        own, decoded = copy.deepcopy(pipe), []
+        own.vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(transport.rank))
+        images, calls = [], []
+        for vae in ("one", "all"):
+            with parallelize(own, transport=transport, vae=vae):
+                images.append(restored(own, arguments))
+            calls.append(len(decoded))
+        assert torch.equal(*images)
+        return calls
+
+    assert run_ranks(3, work) == [[1, 2], [0, 1], [0, 1]]
+
+
+def test_every_family_is_here():
+    assert {family.inpaint for family in FAMILIES if family.inpaint} == {
+        type(inpainting(name)[0]).__name__ for name in PIPELINES
+    }
