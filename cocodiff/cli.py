@@ -14,6 +14,7 @@ from cocodiff.errors import UserError
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "bench": "measure: bench step",
+    "plan": "what a run would take: plan --memory",
 }
 
 
