@@ -19,7 +19,7 @@ from cocodiff.topology import Topology
 MIB = 2**20
 
 # What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
-STREAMS = 2  # the residual stream, and what normalisation makes of it for the layer
+STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
 
@@ -189,15 +189,19 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load) -> list[RankMem
 def activations(shape: ModelShape, topology: Topology, load: Load) -> list[int]:
     """Every rank's activations at the peak of one layer: an estimate.
 
-    Of the size of the rank's share there are the residual stream and its normalised copy, and the larger of: attention
-    (q, k, v, send and receive buffers, whole sequences, the output), with the hidden layer of an MLP that runs beside
-    it; and the MLP (hidden layer before and after its activation, and its output). Attention itself is taken to be
-    fused: no S x S matrix. Embeddings, modulation, rotary angles and the model's exit are left out as small.
+    Of the size of the rank's share there are the streams that a layer keeps, and the largest of: attention (q, k, v,
+    send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it; that
+    layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before and
+    after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. Embeddings, rotary
+    angles and the model's exit are left out as small.
     """
     layout = Layout.build(topology, load.image_tokens, load.text_tokens, shape.heads)
     attention = ALONE if topology.size == 1 else EXCHANGED
-    stages = [attention + (3 if shape.gated_mlp else 1) * shape.mlp_ratio * bool(shape.parallel_layers)]
-    stages.append(1 + (3 if shape.gated_mlp else 2) * shape.mlp_ratio)
+    hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
+    stages = [attention, 1 + max(2, gates) * hidden]
+    if shape.parallel_layers:
+        fused = 3 if shape.gated_mlp else 1
+        stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
     copies, whole = STREAMS + max(stages), sum(layout.rows)
     shares = [max(L * shape.width, whole * G * shape.head_dim) for L, G in zip(layout.rows, layout.heads, strict=True)]
     return [int(copies * share * load.batch * load.itemsize) for share in shares]
