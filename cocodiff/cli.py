@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "make images from text",
     "bench": "measure: bench step, bench attention",
     "trace": "what a run's trace tells: trace summary",
+    "plan": "what a run would take: plan --memory",
 }
 
 

@@ -119,14 +119,7 @@ def load_machine(name: str) -> Machine:
 
     Raises UserError with the names that exist, or for a file with unknown or missing keys.
     """
-    shipped = {path.stem: path for path in _shipped("machines").glob("*.yaml")}
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"machine file {name} does not exist; shipped machines: {', '.join(sorted(shipped))}")
-    else:
-        check_choice("machine", name, sorted(shipped), hint="or the path of a .yaml file")
-        path = shipped[name]
+    path = find_shipped("machine", "machines", name)
     data = dict(read_yaml(path))
     try:
         data["planes"] = tuple(data.get("planes", ()))
@@ -135,6 +128,18 @@ def load_machine(name: str) -> Machine:
         return from_mapping(Machine, data, path.name)
     except TypeError as error:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
+
+
+def find_shipped(what: str, folder: str, name: str) -> Path:
+    """The file of a name in configs/`folder`, or of a path that ends in .yaml. Raises UserError with the names that
+    exist."""
+    shipped = {path.stem: path for path in _shipped(folder).glob("*.yaml")}
+    if not name.endswith((".yaml", ".yml")):
+        check_choice(what, name, sorted(shipped), hint="or the path of a .yaml file")
+        return shipped[name]
+    if not Path(name).is_file():
+        raise UserError(f"{what} file {name} does not exist; shipped {what}s: {', '.join(sorted(shipped))}")
+    return Path(name)
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:

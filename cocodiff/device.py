@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,26 @@ def rank_device(name: str, local_rank: int) -> torch.device:
     device = torch.device(name, local_rank)
     module.set_device(device)
     return device
+
+
+def free_memory(device: torch.device, ranks: int) -> int | None:
+    """Bytes that this process can still take: of its tile, what the allocator holds unused included; on CPU an equal
+    part of what the node has available for each of its `ranks`. None where the system does not tell."""
+    if device.type == "cpu":
+        available = _meminfo("MemAvailable")
+        return None if available is None else available // ranks
+    module = torch.get_device_module(device)
+    allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
+    try:
+        return int(module.mem_get_info(device)[0] + reserved - allocated)
+    except RuntimeError:  # an xpu driver without sysman knows only how much there is in all
+        return int(module.get_device_properties(device).total_memory - allocated)
+
+
+def _meminfo(key: str) -> int | None:
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 class StreamMark:

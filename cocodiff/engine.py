@@ -8,6 +8,7 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -26,8 +27,9 @@ from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import OneRankVAE
-from cocodiff.device import rank_device, used_on_current_stream
+from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
+from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens
 from cocodiff.topology import Topology
@@ -133,6 +135,7 @@ class Engine:
         self.counter = StepCounter()
         self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
+        self._sized: set[Load] = set()
         exchange = None
         if self.size > 1:
             exchange = Exchange(config.exchange, self.topology, self.transport, self.trace)
@@ -177,6 +180,7 @@ class Engine:
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         while self._restore:
             self._restore.pop()()
+        self._sized.clear()
         if isinstance(self.strategy, VMajor):
             self.strategy.clear()
         if error is not None and not isinstance(error, PeerLost):
@@ -206,6 +210,27 @@ class Engine:
         timestep = arguments.get("timestep")
         if isinstance(timestep, Tensor):
             self.counter.call(float(timestep.flatten()[0]))
+        if isinstance(self.strategy, VMajor) and self.size > 1:
+            self._check_memory(self.strategy, arguments["hidden_states"])
+
+    def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
+        """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
+        another then: the first exchange needs them all."""
+        tokens, branches = self._shard.tokens, self.counter.branch + 1
+        load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, strategy.scoring)
+        node = self.topology.places[self.rank].node
+        free = None
+        if load not in self._sized:
+            self._sized.add(load)
+            free = free_memory(hidden.device, sum(place.node == node for place in self.topology.places))
+        if free is None:
+            return
+        stored = [*self.model.parameters(), *self.model.buffers()]
+        weights = sum(x.nbytes for x in stored if x.device == hidden.device)
+        model: Any = self.model
+        shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
+        need = replace(size_run(shape, self.topology, load)[self.rank], weights=weights)
+        check_fits(need, free + weights + strategy.cache_bytes(), f"rank {self.rank} on {hidden.device}")
 
     def _moment(self) -> Moment:
         """Where denoising stands. How many steps run is known from the settings or from the pipeline."""

@@ -26,11 +26,13 @@ MAY_IMPORT = {
     "cocodiff.attention": (
         "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
     ),
+    "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout"),
     "cocodiff.models": ("cocodiff.attention.strategy",),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.engine": (
         "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",
         "cocodiff.kernels", "cocodiff.attention", "cocodiff.models", "cocodiff.decoding",
+        "cocodiff.memory",
     ),
     "cocodiff.demo_model": (),
     "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine"),

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse
+from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import pack, unpack
@@ -106,9 +106,7 @@ class Exchange:
 
     def scored_blocks(self) -> tuple[list[int], list[int]]:
         """The ranks of this rank's card, its first tile first, and the ranks whose heads are of that tile's plane."""
-        card = sorted(self._topology.cards[self._topology.places[self.rank].card])
-        plane = self._topology.places[card[0]].plane
-        return card, [place.rank for place in self._topology.places if place.plane == plane]
+        return scored_blocks(self._topology, self.rank)
 
     def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o", layer: str = "") -> LanePending[Tensor]:
         """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""

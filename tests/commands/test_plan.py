@@ -1,0 +1,110 @@
+"""`cocodiff plan --memory`: its table, plan.json, the models it takes, and its mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import sd3_transformer
+
+from cocodiff.cli import main
+
+QWEN = ("--memory", "--model", "qwen-image", "--size", "1536", "--batch", "4", "--preset", "cocodiff")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> tuple[dict[str, Any], str]:
+        assert main(["plan", *map(str, words), "--out", str(tmp_path / "plan"), "--overwrite"]) == 0
+        return json.loads((tmp_path / "plan" / "plan.json").read_text()), capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(("branches", "expected"), [(1, 4320), (2, 8640)])
+def test_qwen_image_on_one_node_of_aurora(plan, branches, expected):
+    told, shown = plan(*QWEN, "--nodes", "1", "--machine", "aurora", "--branches", str(branches))
+    rank = told["memory_mib"]["rank"]
+    assert rank["image_cache"] + rank["reference_cache"] == expected
+    assert rank["cache"] == expected + rank["text_cache"]
+    assert rank["total"] == pytest.approx(rank["cache"] + rank["weights"] + rank["activations"])
+    assert told["memory_mib"]["tile"] == 65536 and told["fits"] and told["largest_batch"] >= 4
+    assert told["case"]["ranks"] == 12 and told["case"]["image_tokens"] == 9216
+    assert f"largest batch that fits: {told['largest_batch']}" in shown and "fits: " in shown
+    assert told["memory_mib"]["site"]["cache"] * 60 * branches == rank["cache"]
+
+
+def test_branches_are_the_models_usual(plan):
+    assert plan(*QWEN)[0]["case"]["branches"] == 2
+    assert plan("--memory", "--model", "flux.1")[0]["case"]["branches"] == 1
+
+
+def test_exact_presets_keep_nothing(plan):
+    told, _ = plan(*QWEN, "--preset", "tapa")
+    assert told["memory_mib"]["rank"]["cache"] == 0 < told["memory_mib"]["rank"]["activations"]
+
+
+def test_more_nodes_hold_less_each(plan):
+    one, two = (plan(*QWEN, "--nodes", n)[0]["memory_mib"]["rank"] for n in ("1", "2"))
+    assert two["cache"] == one["cache"] / 2 and two["weights"] == one["weights"]
+
+
+def test_what_does_not_fit_says_why(plan):
+    told, shown = plan(*QWEN, "--batch", "40")
+    assert not told["fits"] and told["largest_batch"] < 40
+    assert "does not fit: " in shown and "V-Major's cache is too much" in shown
+
+
+def test_a_machine_that_tells_no_memory(plan):
+    told, shown = plan("--memory", "--model", "sd3.5", "--machine", "local", "--ranks", "4")
+    assert told["fits"] is None and told["largest_batch"] is None and told["memory_mib"]["tile"] is None
+    assert "machine local does not say how much memory a rank has" in shown
+
+
+def test_a_model_of_a_folder_and_of_a_file(plan, tmp_path):
+    model = sd3_transformer(12, layers=3, dual=(1,), patch_size=2)
+    model.save_config(tmp_path / "tiny" / "transformer")
+    told, _ = plan("--memory", "--model", tmp_path / "tiny", "--size", "64", "--dtype", "fp32", "--text_tokens", "8")
+    numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
+    assert told["memory_mib"]["rank"]["weights"] * 2**20 == numbers * 4
+    assert told["case"]["model"] == "tiny" and told["case"]["image_tokens"] == 16 and told["case"]["text_tokens"] == 8
+    (tmp_path / "mine.yaml").write_text("name: mine\nheads: 12\nhead_dim: 8\njoint_layers: 3\nparameters: 1000\n")
+    assert plan("--memory", "--model", tmp_path / "mine.yaml")[0]["case"]["model"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "plan has only its memory part so far: add --memory"),
+        (("--model", "qwen-image"), "plan has only its memory part so far: add --memory"),
+        (("--memory",), "--model is missing: "),
+        (("--memory", "--model", "qwen-imag"), "unknown model 'qwen-imag', did you mean qwen-image?"),
+        (("--memory", "--model", "gone.yaml"), "model file gone.yaml does not exist; shipped models: flux.1, flux.2"),
+        (("--memory", "--model", "half.yaml"), "model file half.yaml: missing 2 required"),
+        (("--memory", "--model", "wrong.yaml"), "wrong.yaml: unknown key head, did you mean heads?"),
+        (("--memory", "--model", "empty"), "--model empty holds no transformer/config.json"),
+        (("--memory", "--model", "unet"), "diffusers has no class Nothing"),
+        (("--memory", "--model", "vae"), "the memory of a AutoencoderKL is not known"),
+        (("--memory", "--model", "flux.1", "--size", "1000"), "use 992 or 1008"),
+        (("--memory", "--model", "flux.1", "--batch", "0"), "--batch 0: at least 1 is needed"),
+        (("--memory", "--model", "flux.1", "--text_tokens", "-1"), "--text_tokens -1: at least 0 is needed"),
+        (("--memory", "--model", "flux.1", "--machine", "local"), "machine local has no fixed size: add --ranks N"),
+        (("--memory", "--model", "flux.1", "--nodes", "3"), "36 ranks for 24 attention heads"),
+        (("--memory", "--model", "flux.1", "--preset", "fast"), "unknown preset 'fast'"),
+        (("--memory", "--model", "flux.1", "--dtype", "int8"), "--dtype"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("half.yaml").write_text("name: half\nheads: 4\nhead_dim: 8\n")
+    Path("wrong.yaml").write_text("name: half\nhead: 4\n")
+    Path("empty").mkdir()
+    for name, kind in (("unet", "Nothing"), ("vae", "AutoencoderKL")):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({"_class_name": kind}))
+    assert main(["plan", *words, "--out", "plan"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and not Path("plan").exists()
+    assert len(captured.err.splitlines()) == 1 and message in captured.err, captured.err

@@ -1,0 +1,263 @@
+"""What a run takes of memory: the caches to the byte, real models' figures, and the refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import FAMILIES, sd3_transformer
+from worlds import topology_of
+
+from cocodiff import engine as engine_module
+from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.selection import Schedule
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.v_first import v_first
+from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.commands.plan import load_shape
+from cocodiff.device import free_memory
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+from cocodiff.memory import (
+    MIB,
+    Load,
+    ModelShape,
+    RankMemory,
+    check_fits,
+    family_of,
+    largest_batch,
+    run_cache,
+    shape_of_config,
+    size_run,
+)
+from cocodiff.topology import Topology
+from cocodiff.trace import Trace
+
+QWEN = load_shape("qwen-image")
+QWEN_LOAD = Load(image_tokens=96 * 96, text_tokens=512, batch=4, scoring="source")
+AURORA = topology_of("aurora", 12)
+
+
+@pytest.mark.parametrize("scoring", ["source", "card"])
+@pytest.mark.parametrize(("branches", "expected"), [(1, 4320), (2, 8640)])
+def test_qwen_image_on_one_node(branches, expected, scoring):
+    needs = size_run(QWEN, AURORA, replace(QWEN_LOAD, branches=branches, scoring=scoring))
+    fullest = max(need.image_cache + need.reference_cache for need in needs)
+    assert fullest == expected * MIB == branches * 60 * 4 * 4 * 9216 * 24 * 128 * 2 // 12
+    whole = sum(need.reference_cache for need in needs)
+    assert whole == expected * MIB * 12 // 4 // (1 if scoring == "source" else 2)
+
+
+def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
+    """What VMajor.cache_bytes() says on every rank after a full and two selective steps of every site."""
+    sites = [(f"layer.{n}", load.text_tokens) for n in range(shape.joint_layers + shape.parallel_layers)]
+    sites += [(f"image.{n}", 0) for n in range(shape.image_layers)]
+
+    def work(transport: Any) -> int:
+        trace, now = Trace(transport.rank), [Moment(0, 0, 3)]
+        strategy = VMajor(
+            topology, Exchange("tapa", topology, transport, trace), trace, v_first, transport=transport,
+            schedule=Schedule("fixed", ratio=0.5, sync_interval=0), scoring=load.scoring or "", reference="sent",
+            now=lambda: now[0],
+        )  # fmt: skip
+        for step in range(3):
+            now[0] = Moment(0, step, 3)
+            for layer, text in sites:
+                for branch in range(load.branches):
+                    counts = (load.image_tokens, text, shape.heads)
+                    some = LazyQKV(torch.empty, torch.empty, torch.empty, *counts)
+                    rows = strategy.layout(some).rows[transport.rank]
+
+                    def project(rows: int = rows) -> torch.Tensor:
+                        return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)
+
+                    strategy.attend(LazyQKV(project, project, project, *counts), Site(layer, branch))
+        return strategy.cache_bytes()
+
+    return run_ranks(topology.size, work)
+
+
+@given(
+    size=st.sampled_from((1, 2, 3, 5, 6, 12)), nodes=st.booleans(), image=st.integers(12, 40), text=st.integers(0, 9),
+    heads=st.integers(12, 15), batch=st.integers(1, 2), scoring=st.sampled_from(("source", "card")),
+    layers=st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), branches=st.integers(1, 2),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_caches_are_as_real_ones_on_every_rank(
+    size, nodes, image, text, heads, batch, scoring, layers, branches, dtype
+):
+    topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
+    shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])
+    load = Load(image, text, batch, dtype.itemsize, branches, scoring)
+    if size == 1:
+        assert run_cache(shape, topology, load) == [RankMemory()]
+        return
+    expected = [cache.cache for cache in run_cache(shape, topology, load)]
+    assert held(topology, shape, load, dtype) == expected and min(expected) > 0
+
+
+@pytest.mark.parametrize("scoring", ["source", "card"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_are_as_those_of_whole_models(family, scoring):
+    """Over 5 ranks with 13 heads, 42 image and 5 text tokens. The engine's own check passes on the way."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(2, 6, 7, 5)
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def work(transport: Any) -> tuple[int, int]:
+        own = copy.deepcopy(model)
+        chosen = {"selection": "v_major", "scoring": scoring, "steps": 4}
+        with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
+            own(**inputs)
+            load = Load(42, 5, 2, 4, 1, scoring)
+            shape = shape_of_config(family_of(type(own)), own.config, parameters)
+            expected = run_cache(shape, engine.topology, load)[transport.rank].cache
+            return engine.strategy.cache_bytes(), expected
+
+    assert all(real == expected > 0 for real, expected in run_ranks(5, work))
+
+
+def real_config(name: str) -> tuple[str, dict[str, Any]]:
+    large = {"num_layers": 38, "num_attention_heads": 38, "attention_head_dim": 64, "caption_projection_dim": 2432,
+             "pos_embed_max_size": 192, "qk_norm": "rms_norm"}  # fmt: skip
+    return {
+        "sd3.5": ("SD3Transformer2DModel", large),
+        "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+        "flux.2": ("Flux2Transformer2DModel", {}),
+        "qwen-image": ("QwenImageTransformer2DModel", {}),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("sd3.5", 8.1), ("flux.1", 11.9), ("flux.2", 32.2), ("qwen-image", 20.4)]
+)
+def test_shipped_shapes_are_those_of_diffusers(name, billions):
+    import diffusers
+
+    kind, config = real_config(name)
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**config)
+    numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
+    shipped = load_shape(name)
+    assert shipped == replace(shape_of_config(kind, model.config, numbers), name=name)
+    assert len(model.attn_processors) == shipped.joint_layers + shipped.parallel_layers
+    assert round(shipped.parameters / 1e9, 1) == billions
+
+
+def test_a_dual_layer_attends_to_the_image_once_more():
+    model = sd3_transformer(4, layers=3, dual=(0, 2))
+    shape = shape_of_config(family_of(type(model)), model.config, 1)
+    assert (shape.joint_layers, shape.image_layers, len(model.attn_processors)) == (3, 2, 5)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    memory = 64 * 1024 * MIB
+    for scoring in (None, "source", "card"):
+        load = replace(QWEN_LOAD, scoring=scoring, branches=2)
+        largest = largest_batch(QWEN, AURORA, load, memory)
+        assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest))) <= memory
+        assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest + 1))) > memory
+    assert largest_batch(QWEN, AURORA, QWEN_LOAD, 30 * 1024 * MIB) == 0
+
+
+def test_the_largest_batch_is_in_images():
+    sd3 = load_shape("sd3.5")
+    load = Load(4096, 333, 2, scoring="source")
+    largest = largest_batch(sd3, AURORA, load, 32 * 1024 * MIB)
+    of_rows = [max(x.total for x in size_run(sd3, AURORA, replace(load, batch=2 * (largest + n)))) for n in (0, 1)]
+    assert of_rows[0] <= 32 * 1024 * MIB < of_rows[1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "blame"),
+    [
+        (99, "weights alone do not fit: use a smaller dtype or tiles with more memory"),
+        (149, "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"),
+        (199, "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
+    need = RankMemory(100 * MIB, 50 * MIB, 30 * MIB, 15 * MIB, 5 * MIB)
+    check_fits(need, 200 * MIB, "rank 1 on cpu")
+    with pytest.raises(UserError) as caught:
+        check_fits(need, memory * MIB, "rank 1 on cpu")
+    text = str(caught.value)
+    assert text.startswith("memory of rank 1 on cpu: 200 MiB are needed (weights 100, activations 50, cache 50) and ")
+    assert f"{memory} MiB are there" in text and blame in text and "\n" not in text
+
+
+def run_on(monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, **settings: Any) -> int:
+    """Runs V-Major on 3 ranks that have `free` bytes; returns how often memory was asked for."""
+    asked: list[int] = []
+    monkeypatch.setattr(engine_module, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
+    make, inputs_of = FAMILIES["sd3"]
+    model, inputs = make(4), inputs_of(2, 6, 7, 5)
+
+    def work(transport: Any) -> None:
+        chosen = {"selection": "v_major", "steps": 4} | settings
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
+            for call in range(calls):
+                engine.model(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.1 * call)})
+
+    run_ranks(3, work)
+    assert set(asked) <= {3}
+    return len(asked)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
+    with pytest.raises(UserError, match=r"memory of rank \d on cpu: .*MiB are there; weights and activations alone"):
+        run_on(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"V-Major's cache is too much: .*preset tapa"):
+        run_on(monkeypatch, activations_of_the_run())
+
+
+def activations_of_the_run() -> int:
+    model = FAMILIES["sd3"][0](4)
+    shape = shape_of_config(family_of(type(model)), model.config, 1)
+    needs = size_run(shape, topology_of("local", 3), Load(42, 5, 2, 4, 1, "source"))
+    return max(need.activations for need in needs)
+
+
+def test_memory_is_asked_for_once_a_run_and_only_by_v_major(monkeypatch):
+    assert run_on(monkeypatch, 2**40, calls=3) == 3  # ranks
+    assert run_on(monkeypatch, None, calls=3) == 3
+    assert run_on(monkeypatch, 0, calls=2, selection="full") == 0
+
+
+def test_the_cpu_is_shared_by_the_ranks_of_a_node():
+    one, four = (free_memory(torch.device("cpu"), ranks) for ranks in (1, 4))
+    assert one is None or math.isclose(four, one / 4, rel_tol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, "heads 0: give a whole number of at least 1"),
+        ({"parameters": 1.5}, "parameters 1.5: give a whole number"),
+        ({"text_tokens": -1}, "text_tokens -1: give a whole number of at least 0"),
+        ({"mlp_ratio": "wide"}, "mlp_ratio 'wide': give a number above 0"),
+    ],
+)
+def test_shapes_that_make_no_sense(change, message):
+    with pytest.raises(UserError, match=message):
+        replace(QWEN, **change)
+
+
+def test_sides_that_tokens_do_not_fill():
+    assert QWEN.image_tokens(1536) == 9216
+    with pytest.raises(UserError, match=r"size 1000: qwen-image .* 16 x 16 pixels; use 992 or 1008"):
+        QWEN.image_tokens(1000)
+
+
+def test_a_class_of_unknown_memory():
+    with pytest.raises(UserError, match=r"memory of a UNet is not known; known are SD3Transformer2DModel"):
+        shape_of_config("UNet", {}, 1)
