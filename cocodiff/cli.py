@@ -13,6 +13,7 @@ from cocodiff.errors import UserError
 
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
+    "sweep": "a grid of settings over slices: quality against bytes and speed",
     "bench": "measure: bench step, bench attention",
     "trace": "what a run's trace tells: trace summary",
 }
