@@ -44,8 +44,11 @@ def check_folder(out: str, settings: Mapping[str, Any], overwrite: bool) -> None
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"--out {out}: no permission to write in {above}: choose another folder")
     if (folder / SETTINGS).is_file():
+        there = read_yaml(folder / SETTINGS)
+        if "lines" not in there:
+            raise UserError(f"--out {out}: its {SETTINGS} is no record of a sweep's results: choose another folder")
         if not overwrite:
-            _compare(out, read_yaml(folder / SETTINGS), settings)
+            _compare(out, there, settings)
         return
     lines = folder / LINES
     begun = lines.is_file() and lines.stat().st_size == 0  # a sweep that was killed before it could say what it is

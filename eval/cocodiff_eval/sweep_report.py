@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff_eval.sweep_summary import LIMITS, NOTE, Row, Spread, cost_cells, quality_cells
 
@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKERS = "osD^vPX*"
+NEAR = (14, 11)  # pixels, across and up, at matplotlib's 100 an inch: about a label
 FACTS = ("model", "ranks", "machine", "seed", "strength", "cocodiff")
+
+
+class Mark(NamedTuple):
+    """A marker's place in a panel, and the number of its point."""
+
+    x: float
+    y: float
+    point: int
 
 
 def write_page(folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], done: int) -> None:
@@ -38,6 +47,7 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     """Two panels: PSNR against the exact run over volume, and the change of PSNR against the truth over speed-up.
 
     A colour and a number for each point, a marker for each mask (and number of steps); bars are standard errors.
+    Markers in one place share a label with all their numbers.
     """
     from matplotlib.figure import Figure
 
@@ -46,12 +56,15 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     figure = Figure(figsize=(13, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     height = _height_of_identical(rows)
+    marks: dict[Axes, list[Mark]] = {left: [], right: []}
     for row in rows:
         look = _look(points.index(row.point), series.index((row.mask, row.steps)))
-        number = str(points.index(row.point) + 1)
         vs_exact = Spread(height, None) if row.identical == row.n else row.vs_exact
-        _mark(left, row.volume, vs_exact, number, look)
-        _mark(right, row.speed_up, row.difference["psnr_db"], number, look)
+        places = {left: (row.volume, vs_exact), right: (row.speed_up, row.difference["psnr_db"])}
+        for axes, (x, y) in places.items():
+            if x is not None and y is not None:
+                _draw(axes, x, y, look)
+                marks[axes].append(Mark(x.mean, y.mean, points.index(row.point) + 1))
     if any(row.identical == row.n for row in rows):
         left.axhline(height, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
         left.annotate("identical bits", (0.01, height), xycoords=("axes fraction", "data"), va="bottom", color="0.4")
@@ -60,12 +73,16 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     right.axvline(1, color="0.6", linewidth=0.8, zorder=0)
     right.set(xlabel="speed-up to the exact run (flat)", ylabel="PSNR against the truth: change from exact, dB")
     if right.get_ylim()[0] < -LIMITS["psnr_db"] / 2:
-        right.axhline(-LIMITS["psnr_db"], color="tab:red", linewidth=0.8, linestyle="--", label="the paper's limit")
+        right.axhline(-LIMITS["psnr_db"], color="tab:red", linewidth=0.8, linestyle="--")
+        right.annotate("the paper's limit", (0.01, -LIMITS["psnr_db"]), xycoords=("axes fraction", "data"), va="bottom")
     for axes in (left, right):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(0.08, 0.1)
     _legend(figure, points, series)
+    figure.draw_without_rendering()  # settles the axes, so that distances on paper are known
+    for axes, of_axes in marks.items():
+        _number(axes, of_axes)
     figure.savefig(path, dpi=130)
 
 
@@ -81,14 +98,28 @@ def _look(point: int, series: int) -> dict[str, Any]:
     return {"color": matplotlib.colormaps["tab20"](point % 20), "marker": MARKERS[series % len(MARKERS)]}
 
 
-def _mark(axes: Axes, x: Spread | None, y: Spread | None, number: str, look: Mapping[str, Any]) -> None:
-    if x is None or y is None:
-        return
+def _draw(axes: Axes, x: Spread, y: Spread, look: Mapping[str, Any]) -> None:
     axes.errorbar(
         x.mean, y.mean, xerr=x.error, yerr=y.error, elinewidth=0.9, capsize=2, markersize=7,
         markeredgecolor="white", markeredgewidth=0.6, **look,
     )  # fmt: skip
-    axes.annotate(number, (x.mean, y.mean), xytext=(5, 4), textcoords="offset points", fontsize=8)
+
+
+def _number(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Labels marks with the numbers of their points; marks that would hide each other's label share one."""
+    together: list[list[Mark]] = []
+    for mark in marks:
+        at = axes.transData.transform((mark.x, mark.y))
+        for group in together:
+            there = axes.transData.transform((group[0].x, group[0].y))
+            if abs(at[0] - there[0]) < NEAR[0] and abs(at[1] - there[1]) < NEAR[1]:
+                group.append(mark)
+                break
+        else:
+            together.append([mark])
+    for group in together:
+        numbers = ", ".join(str(number) for number in sorted({mark.point for mark in group}))
+        axes.annotate(numbers, group[0][:2], xytext=(5, 4), textcoords="offset points", fontsize=8)
 
 
 def _legend(figure: Any, points: Sequence[str], series: Sequence[tuple[str, int]]) -> None:
