@@ -14,6 +14,7 @@ from cocodiff.errors import UserError
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
+    "sweep": "a grid of settings over slices: quality against bytes and speed",
     "bench": "measure: bench step, bench attention",
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: plan --memory",

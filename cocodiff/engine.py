@@ -271,6 +271,11 @@ class Engine:
         own = self.strategy.drift if isinstance(self.strategy, VMajor) else {}
         return merge_drift(self.transport.gather_object(own) or [own])
 
+    def forget_drift(self) -> None:
+        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
+        if isinstance(self.strategy, VMajor):
+            self.strategy.drift.clear()
+
 
 def _check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():

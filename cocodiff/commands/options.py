@@ -53,10 +53,13 @@ RUN_OPTIONS = (
 )
 
 
-def parse(command: str, about: str, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+def parse(
+    command: str, about: str, options: Sequence[Option], words: Sequence[str], sections: Sequence[str] = ()
+) -> dict[str, Any]:
     """The options' values: defaults, then the file named by `--config`, then the command line.
 
     `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key` or `--key true`.
+    sections: keys that only the file may have; they are returned as they stand there, None where they do not.
     Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
     """
     parser = ArgumentParser(prog=f"cocodiff {command}", description=about, exit_on_error=False)
@@ -69,9 +72,9 @@ def parse(command: str, about: str, options: Sequence[Option], words: Sequence[s
         kind = bool if option.type is bool else option.type
         parser.add_argument(f"--{option.name}", type=kind, default=None, help=option.help + shown, **extra)
     given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
-    values = {option.name: option.default for option in options}
+    values = {option.name: option.default for option in options} | dict.fromkeys(sections)
     if "config" in given:
-        values |= _from_file(given.pop("config"), options)
+        values |= _from_file(given.pop("config"), options, sections)
     values |= given
     for option in options:
         if option.required and not values[option.name]:
@@ -135,12 +138,14 @@ def _one_line(message: str, program: str) -> str:
     return f"{text}; see {program} --help"
 
 
-def _from_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
+def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
     """A settings file's values, checked like those of the command line."""
     values = read_yaml(Path(path))
     by_name = {option.name: option for option in options}
-    check_keys(values, by_name, path)
+    check_keys(map(str, values), [*sections, *by_name], path)
     for name, value in values.items():
+        if name in sections:
+            continue
         option = by_name[name]
         if option.many and not isinstance(value, list):
             values[name] = value = [value]

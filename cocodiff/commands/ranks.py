@@ -44,11 +44,15 @@ class End:
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
 
 
-def run_ranks(ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
+def run_ranks(
+    ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work,
+    left: str = "nothing was written",
+) -> int:  # fmt: skip
     """Runs `work` on every rank and returns the exit code.
 
     ranks: how many to fork; under a launcher None or its own number.
     settings: what all ranks must have been started with alike, beside `config`.
+    left: what a run that ends badly leaves behind, in words.
     """
     if launch.kind != "alone":
         if ranks is not None and launch.size is not None and ranks != launch.size:
@@ -62,7 +66,7 @@ def run_ranks(ranks: int | None, launch: Launch, config: Config, settings: dict[
         raise UserError(
             f"--ranks forks ranks for the CPU; for device {config.device} start them with mpiexec or torchrun"
         )
-    return _fork(ranks, config, settings, work)
+    return _fork(ranks, config, settings, work, left)
 
 
 def _run_rank(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> End:
@@ -121,7 +125,7 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 # Forked ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> int:
+def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: str) -> int:
     folder = Path(tempfile.mkdtemp(prefix="cocodiff-"))
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
@@ -142,7 +146,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work) -> i
                 _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
-        return _attend_children(children, ranks, folder, stop)
+        return _attend_children(children, ranks, folder, stop, left)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -190,7 +194,7 @@ class _StopRequest:
         self.asked = True
 
 
-def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest) -> int:
+def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: str) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed."""
     ends: dict[int, End] = {}
     deadline: float | None = None
@@ -214,9 +218,9 @@ def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _
         if ends[rank].code and deadline is None:
             deadline = time.monotonic() + GRACE_S
     if interrupted:
-        print("cocodiff: interrupted; nothing was written", file=sys.stderr)
+        print(f"cocodiff: interrupted; {left}", file=sys.stderr)
         return 130
-    return _report(ends, ranks)
+    return _report(ends, ranks, left)
 
 
 def _signal_all(children: dict[int, int], number: signal.Signals) -> None:
@@ -236,7 +240,7 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     )
 
 
-def _report(ends: dict[int, End], ranks: int) -> int:
+def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
     if not bad:
@@ -251,7 +255,7 @@ def _report(ends: dict[int, End], ranks: int) -> int:
     message = end.message if end.kind in ("killed", "lost", "stuck") else f"rank {cause} {end.kind}: {end.message}"
     named = sum(other.kind == "lost" for other in bad.values())
     print(
-        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, nothing was written",
+        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}",
         file=sys.stderr,
     )
     return 1

@@ -117,33 +117,23 @@ def judge_slice(
 ) -> Judged:
     """Restored slices in the input's dtype, their rows of metrics.json with the biharmonic baseline, the picture."""
     stack, scale = task.stack, task.scale
-    name = stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"
+    name = slice_name(stack, index)
     truth_YX = task.truth.read(index) if task.truth is not None else None
     native = {preset: compose_native(original_YX, runs[preset].restored01_YX, mask_YX, scale) for preset in runs}
-
-    def quality(restored_YX: np.ndarray) -> dict[str, float | None]:
-        measured = MaskedQuality(scale)
-        if truth_YX is not None:
-            measured.add(truth_YX, restored_YX, mask_YX)
-        return measured.result()
-
     started = time.perf_counter()
     smooth_YX = scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, scale), mask_YX))
-    baseline = {**quality(smooth_YX), "seconds": time.perf_counter() - started}
+    baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
     rows = []
     for preset in restorer.presets if mask_YX.any() else []:
         run, against = runs[preset], None
         if restorer.exact is not None:
-            distance = ExactDistance(scale)
-            exact_YX = scale.denormalise(runs[restorer.exact].restored01_YX)
-            distance.add(exact_YX, scale.denormalise(run.restored01_YX), mask_YX)
-            against = distance.psnr_vs_exact_db()
+            against = psnr_vs_exact_db(scale, runs[restorer.exact], run, mask_YX)
         rows.append(
             metrics_row(
                 name,
                 task.mask.name,
                 preset,
-                quality(native[preset]),
+                quality(scale, truth_YX, native[preset], mask_YX),
                 run.cost.seconds,
                 run.cost.sent,
                 psnr_vs_exact_db=against,
@@ -153,6 +143,27 @@ def judge_slice(
         )
     restored = {preset: native[preset] for preset in restorer.presets} | {"biharmonic": smooth_YX}
     return Judged(native, rows, Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))
+
+
+def slice_name(stack: Stack, index: int) -> str:
+    return stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"
+
+
+def quality(
+    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> dict[str, float | None]:
+    """`psnr_db`, `ssim` and `mse` of a slice under its mask; None each where the truth is unknown."""
+    measured = MaskedQuality(scale)
+    if truth_YX is not None:
+        measured.add(truth_YX, restored_YX, mask_YX)
+    return measured.result()
+
+
+def psnr_vs_exact_db(scale: IntensityRange, exact: Run, run: Run, mask_YX: np.ndarray) -> float | None:
+    """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+    distance = ExactDistance(scale)
+    distance.add(scale.denormalise(exact.restored01_YX), scale.denormalise(run.restored01_YX), mask_YX)
+    return distance.psnr_vs_exact_db()
 
 
 def save_previews(folder: Path, picture: Picture, presets: list[str]) -> None:

@@ -109,10 +109,14 @@ def import_before_fork(request: Request) -> None:
 
 def load_on_rank(job: Job, transport: Any) -> Model:
     """The job's model. All ranks call it."""
-    dtype = job.values["dtype"]
+    return load_requested(job.request, job.values["dtype"], transport)
+
+
+def load_requested(request: Request, dtype: str, transport: Any) -> Model:
+    """A model in one of DTYPES. All ranks call it."""
     if dtype == "auto":
         dtype = "fp32" if transport.device.type == "cpu" else "bf16"
-    return load_model(job.request, dtype, transport)
+    return load_model(request, dtype, transport)
 
 
 def open_session(job: Job, transport: Any) -> Session:

@@ -97,12 +97,17 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
         if baseline is not None:
             quality = (number(baseline["psnr_db"], 2), number(baseline["ssim"], 3), MISSING)
             lines.append((shown, shown_mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    aligned = [
+    return aligned(lines, _TEXT_COLUMNS)
+
+
+def aligned(lines: Sequence[Sequence[str]], text_columns: int) -> str:
+    """Lines of equally many cells as text in columns: the first ones to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
         "  ".join(
-            text.ljust(width) if column < _TEXT_COLUMNS else text.replace(MISSING, "-").rjust(width)
+            text.ljust(width) if column < text_columns else text.replace(MISSING, "-").rjust(width)
             for column, (text, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     ]
-    return "\n".join(line.rstrip() for line in aligned)
+    return "\n".join(line.rstrip() for line in shown)

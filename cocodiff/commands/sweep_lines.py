@@ -1,0 +1,153 @@
+"""The folder of a sweep: `sweep.yaml` says what it is, `results.jsonl` grows by a line for every finished run.
+
+A line is on the disk before the next run begins, so a killed sweep goes on where it was. What a kill left of a line
+that was being written has no newline at its end: it is dropped, and the run done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cocodiff.config import read_yaml
+from cocodiff.errors import UserError
+
+SETTINGS, LINES, REPORTS = "sweep.yaml", "results.jsonl", ("pareto.png", "report.html")
+_UNFINISHED = ".sweep.yaml.partial"
+_SHOWN = 60  # characters of a setting in an error
+
+
+class Key(NamedTuple):
+    """What a line is the result of; no two lines have the same."""
+
+    point: str
+    steps: int
+    mask: str
+    slice: str
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Key:
+        return cls(*(line[name] for name in cls._fields))
+
+
+def check_folder(out: str, settings: Mapping[str, Any], overwrite: bool) -> None:
+    """Raises UserError where `out` can take no results, holds something else, or a sweep with other settings."""
+    folder = Path(out)
+    if folder.is_file():
+        raise UserError(f"--out {out} is a file: name a folder")
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--out {out}: no permission to write in {above}: choose another folder")
+    if (folder / SETTINGS).is_file():
+        there = read_yaml(folder / SETTINGS)
+        if "lines" not in there:
+            raise UserError(f"--out {out}: its {SETTINGS} is no record of a sweep's results: choose another folder")
+        if not overwrite:
+            _compare(out, there, settings)
+        return
+    lines = folder / LINES
+    begun = lines.is_file() and lines.stat().st_size == 0  # a sweep that was killed before it could say what it is
+    others = {path.name for path in folder.iterdir()} - {_UNFINISHED} if folder.exists() else set()
+    if others - ({LINES} if begun else set()):
+        raise UserError(f"--out {out} exists and holds no {SETTINGS}, so it is no sweep's: choose another folder")
+
+
+def _compare(out: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in dict.fromkeys([*now, *there]):
+        old, new = there.get(name), now.get(name)
+        if old != new:
+            shown = (f"{one!s:.{_SHOWN}}" for one in _difference(old, new))
+            raise UserError(
+                f"--out {out} holds a sweep with other settings ({name}: {next(shown)} there, {next(shown)} now): "
+                f"choose another folder, or start afresh with --overwrite"
+            )
+
+
+def _difference(old: Any, new: Any) -> tuple[Any, Any]:
+    """The first unequal parts of two settings."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return next(_difference(a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        key = next(key for key in old if old[key] != new[key])
+        inner = _difference(old[key], new[key])
+        return f"{key} {inner[0]}", f"{key} {inner[1]}"
+    return old, new
+
+
+class Results(NamedTuple):
+    """What a folder holds. whole: bytes of results.jsonl up to its last whole line."""
+
+    settings: dict[str, Any]
+    lines: list[dict[str, Any]]
+    whole: int
+
+
+def read_results(folder: Path) -> Results:
+    """The lines of a sweep, without a torn last one. Raises UserError where there is no sweep or it is damaged."""
+    if not (folder / SETTINGS).is_file():
+        raise UserError(f"{folder} holds no {SETTINGS}: give the --out of a sweep")
+    path = folder / LINES
+    data = path.read_bytes() if path.exists() else b""
+    whole = data.rfind(b"\n") + 1
+    lines, seen = [], set()
+    for number, text in enumerate(data[:whole].splitlines(), 1):
+        try:
+            line = json.loads(text)
+            key = Key.of(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number} is damaged: mend it, or start afresh with --overwrite") from error
+        if key in seen:
+            raise UserError(
+                f"{path}, line {number} repeats an earlier one: delete it, or start afresh with --overwrite"
+            )
+        seen.add(key)
+        lines.append(line)
+    return Results(read_yaml(folder / SETTINGS), lines, whole)
+
+
+class LineWriter:
+    """Adds lines to a sweep's results; rank 0 alone has one. Nobody else can open the same folder meanwhile."""
+
+    def __init__(self, out: str, settings: Mapping[str, Any], overwrite: bool) -> None:
+        """Makes the folder, or goes on with what is there. Raises UserError as `check_folder` does, and where another
+        sweep is at work."""
+        import yaml
+
+        check_folder(out, settings, overwrite)
+        self.folder = Path(out)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = (self.folder / LINES).open("ab")
+        self._lock(out)
+        if overwrite:
+            self._file.truncate(0)
+            for name in REPORTS:
+                (self.folder / name).unlink(missing_ok=True)
+        if overwrite or not (self.folder / SETTINGS).exists():
+            unfinished = self.folder / _UNFINISHED
+            unfinished.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+            unfinished.replace(self.folder / SETTINGS)
+        results = read_results(self.folder)
+        self._file.truncate(results.whole)
+        self.done = {Key.of(line) for line in results.lines}
+
+    def _lock(self, out: str) -> None:
+        with contextlib.suppress(OSError):  # some shared file systems have no locks; then nobody is kept out
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"--out {out}: another sweep is at work there: wait, or choose another folder"
+                ) from None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Returns when the line is on the disk."""
+        assert Key.of(line) not in self.done, f"{Key.of(line)} has its line already"
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done.add(Key.of(line))

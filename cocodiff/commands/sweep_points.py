@@ -1,0 +1,122 @@
+"""The points of a sweep, from the sections `base`, `grid` and `points` of its file.
+
+    base: {exchange: flat, selection: v_major}        # what points start from that name no preset
+    grid: {schedule: [linear, fixed], ratio: [.5, .75], mask: [block, center], steps: [20]}
+    points:
+      - {name: theirs, preset: cocodiff}              # further ones, one by one
+      - {schedule: reverse}
+
+Every combination of the settings in `grid` is a point, and so is every entry of `points`. `steps` and `mask` are no
+settings of a point: every point runs at each number of steps and under each mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cocodiff.commands.options import engine_settings
+from cocodiff.config import Config, check_choice, check_keys, preset_names
+from cocodiff.errors import UserError
+
+SECTIONS = ("base", "grid", "points")
+OF_V_MAJOR = ("scoring", "reference", "schedule", "ratio", "ratios", "threshold", "warmup", "sync_interval")
+SETTINGS = ("preset", "exchange", "order", "selection", *OF_V_MAJOR)
+OF_RUNS = ("steps", "mask")
+DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings under a name of their own. settings: what the file says of them, preset included."""
+
+    name: str
+    config: Config
+    settings: dict[str, Any]
+
+    @property
+    def lossy(self) -> bool:
+        return self.config.selection != "full"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a sweep runs: every point at each number of steps under each mask."""
+
+    points: list[Point]
+    steps: list[int]
+    masks: list[str]
+
+
+def read_grid(values: Mapping[str, Any]) -> Grid:
+    """The grid of parsed options. Raises UserError for unknown keys, with a suggestion, and for unfit values."""
+    base = _mapping(values["base"], "base", [*SETTINGS, *OF_RUNS])
+    grid = _mapping(values["grid"], "grid", [*SETTINGS, *OF_RUNS])
+    for key, choices in grid.items():
+        if not isinstance(choices, list) or not choices:
+            raise UserError(f"grid: {key} is {choices!r}: give a list of values")
+    listed = values["points"] or []
+    if not isinstance(listed, list):
+        raise UserError(f"points is {listed!r}: give a list of settings")
+    entries = [_mapping(one, f"points, number {n}", ["name", *SETTINGS]) for n, one in enumerate(listed, 1)]
+    axes = {key: choices for key, choices in grid.items() if key in SETTINGS}
+    if axes or not entries:
+        entries = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())] + entries
+    settings = {key: value for key, value in base.items() if key in SETTINGS}
+    engine = engine_settings({**values, "exchange": None, "order": None})
+    points = _unique([_point(entry, settings, engine) for entry in entries])
+    of_runs = {}
+    for key in OF_RUNS:
+        of_base = [base[key]] if key in base else None
+        of_runs[key] = list(dict.fromkeys(values[key] or grid.get(key) or of_base or DEFAULTS[key]))
+    for steps in of_runs["steps"]:
+        if type(steps) is not int or steps < 1:
+            raise UserError(f"steps {steps!r}: give a whole number of at least 1")
+    for mask in of_runs["mask"]:
+        if not isinstance(mask, str):
+            raise UserError(f"mask {mask!r}: give block, center or the path of a mask file")
+    return Grid(points, of_runs["steps"], of_runs["mask"])
+
+
+def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise UserError(f"{where} is {section!r}: give key: value pairs")
+    check_keys(map(str, section), known, where)
+    return dict(section)
+
+
+def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
+    """One point: its entry over its preset, or over the base where it names none."""
+    own = {key: value for key, value in entry.items() if key != "name"}
+    name = str(entry.get("name") or ", ".join(_in_words(key, value) for key, value in own.items()) or "base")
+    settings = own if "preset" in own else {**base, **own}
+    over_preset = {key: value for key, value in settings.items() if key != "preset"} | dict(engine)
+    try:
+        if "preset" in settings:
+            check_choice("preset", settings["preset"], preset_names())
+            config = Config.preset(settings["preset"], **over_preset)
+        else:
+            config = Config(**over_preset)
+    except (UserError, TypeError) as error:
+        raise UserError(f"point {name}: {error}") from error
+    unused = [key for key in own if key in OF_V_MAJOR]
+    if unused and config.selection == "full":
+        raise UserError(f"point {name}: {unused[0]} does nothing where all tokens travel: add selection: v_major")
+    return Point(name, config, settings)
+
+
+def _in_words(key: str, value: Any) -> str:
+    return str(value) if key == "preset" else f"{key} {value}"
+
+
+def _unique(points: Sequence[Point]) -> list[Point]:
+    by_name: dict[str, Point] = {}
+    for point in points:
+        other = by_name.setdefault(point.name, point)
+        if other.config != point.config:
+            raise UserError(f"two points are called {point.name}: give each a name of its own")
+    return list(by_name.values())

@@ -1,0 +1,148 @@
+"""What the lines of a sweep say together: means over slices, differences to the exact run of the same slice, tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cocodiff_eval.table import MISSING, aligned
+
+LIMITS = {"psnr_db": 2.0, "ssim": 0.03, "mse": 2e-3}  # CoCoDiff, Table II: differences below these count as none
+DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}
+NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}
+Line = Mapping[str, Any]
+
+
+class Spread(NamedTuple):
+    """A mean over slices and its standard error; None for a single slice."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """None where no value is there."""
+        present = [value for value in values if value is not None]
+        if not present:
+            return None
+        error = statistics.stdev(present) / len(present) ** 0.5 if len(present) > 1 else None
+        return cls(statistics.fmean(present), error)
+
+    def text(self, digits: int) -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" +- {self.error:.{digits}f}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point under one mask at one number of steps, over n slices.
+
+    quality     psnr_db, ssim, mse; None where no truth is known
+    difference  the same minus the exact run's on the same slice
+    vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
+    volume      bytes of q, k, v and o over the exact run's; None where nothing travels (one rank)
+    speed_up    seconds of the exact run over this one's
+    """
+
+    point: str
+    mask: str
+    steps: int
+    n: int
+    quality: dict[str, Spread | None]
+    difference: dict[str, Spread | None]
+    vs_exact: Spread | None
+    identical: int
+    volume: Spread | None
+    speed_up: Spread | None
+    seconds: Spread | None
+
+
+def summarise(lines: Sequence[Line]) -> list[Row]:
+    """A row for each mask, number of steps and point, in the order in which they first appear."""
+    groups: dict[tuple[str, int, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line["mask"], line["steps"], line["point"]), []).append(line)
+    points = list(dict.fromkeys(line["point"] for line in lines))
+    return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]
+
+
+def _row(lines: Sequence[Line]) -> Row:
+    def over(value: Callable[[Line], float | None]) -> Spread | None:
+        return Spread.of([value(line) for line in lines])
+
+    def minus(line: Line, name: str) -> float | None:
+        return None if line[name] is None else line[name] - line["exact"][name]
+
+    def volume(line: Line) -> float | None:
+        whole = sum(line["exact"]["bytes"].values())
+        return sum(line["bytes"].values()) / whole if whole else None
+
+    return Row(
+        lines[0]["point"], lines[0]["mask"], lines[0]["steps"], len(lines),
+        {name: Spread.of([line[name] for line in lines]) for name in LIMITS},
+        {name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
+        over(lambda line: line["psnr_vs_exact_db"]),
+        sum(line["psnr_vs_exact_db"] is None for line in lines),
+        over(volume),
+        over(lambda line: line["exact"]["seconds"] / line["seconds"]),
+        over(lambda line: line["seconds"]),
+    )  # fmt: skip
+
+
+def beyond(row: Row) -> bool:
+    """Whether a difference to the exact run is larger than the paper's limit."""
+    pairs = [(row.difference[name], limit) for name, limit in LIMITS.items()]
+    return any(found is not None and abs(found.mean) > limit for found, limit in pairs)
+
+
+def shown(spread: Spread | None, digits: int) -> str:
+    return MISSING if spread is None else spread.text(digits)
+
+
+def shown_exact(row: Row) -> str:
+    """PSNR against the exact run, and of how many slices the bits are the same."""
+    if row.identical == row.n:
+        return "identical"
+    return shown(row.vs_exact, 1) + (f" ({row.identical} identical)" if row.identical else "")
+
+
+def quality_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Heading and lines of the quality table, as the paper's Table II; `*` marks what is beyond its limits."""
+    heading = ("point", "mask", "steps", "n", *NAMES.values(), *(f"d {NAMES[n]} ({LIMITS[n]:g})" for n in LIMITS))
+    lines = [
+        (
+            row.point + (" *" if beyond(row) else ""), row.mask, str(row.steps), str(row.n),
+            *(shown(row.quality[name], DIGITS[name]) for name in LIMITS),
+            *(shown(row.difference[name], DIGITS[name]) for name in LIMITS),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return [heading, *lines]
+
+
+def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    heading = ("point", "mask", "steps", "n", "vs exact dB", "volume", "speed-up to flat", "seconds")
+    lines = [
+        (
+            row.point, row.mask, str(row.steps), str(row.n), shown_exact(row), shown(row.volume, 3),
+            shown(row.speed_up, 2), shown(row.seconds, 2),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return [heading, *lines]
+
+
+NOTE = (
+    "Means over n slices +- standard error. d: the point minus the exact run (flat) of the same slice; in brackets the "
+    "paper's limits, * beyond one."
+)
+
+
+def quality_table(rows: Sequence[Row]) -> str:
+    """Plain ASCII apart from the user's names."""
+    return aligned(quality_cells(rows), 2) + "\n" + NOTE
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    return aligned(cost_cells(rows), 2)

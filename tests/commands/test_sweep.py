@@ -1,0 +1,230 @@
+"""`cocodiff sweep` on two ranks: every line once, also after a kill; what may not go on; its reports; bad grids."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import yaml
+
+from cocodiff.cli import main
+from cocodiff.commands.sweep_lines import Key, LineWriter, read_results
+from cocodiff.commands.sweep_points import read_grid
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+
+SWEEP = {
+    "base": {"exchange": "flat", "selection": "v_major", "sync_interval": 0},
+    "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
+    "points": [{"preset": "flat"}, {"name": "theirs", "preset": "cocodiff"}],
+}
+POINTS = ["schedule fixed, reference sent", "flat", "theirs"]
+KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two slices and the sweep's file."""
+    folder = tmp_path_factory.mktemp("sweep")
+    volume = np.random.default_rng(0).integers(0, 60000, (2, 96, 96), dtype=np.uint16)
+    tifffile.imwrite(folder / "scan.tif", volume, photometric="minisblack")
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP, sort_keys=False))
+    return folder
+
+
+def words(folder: Path, out: Path, *more: str, ranks: int = 2) -> list[str]:
+    of_input = ["--config", str(folder / "sweep.yaml"), "--input", str(folder / "scan.tif"), "--quiet"]
+    return ["sweep", *of_input, "--ranks", str(ranks), "--out", str(out), *more]
+
+
+def begin(folder: Path, out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cocodiff", *words(folder, out)], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def to_its_end(process: subprocess.Popen[str]) -> str:
+    try:
+        printed, errors = process.communicate(timeout=180)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    return printed
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The results of a sweep that nobody disturbed."""
+    printed = to_its_end(begin(folder, folder / "whole"))
+    assert "12/12" in printed and "d PSNR dB (2)" in printed and "pareto.png" in printed
+    return folder / "whole"
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    return {**line, "seconds": 0, "exact": {**line["exact"], "seconds": 0}}
+
+
+def by_key(out: Path) -> dict[Key, dict[str, Any]]:
+    lines = [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+    found = {Key.of(line): timeless(line) for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
+    found = by_key(whole)
+    assert found.keys() == KEYS
+    for key, line in found.items():
+        sent, exact = (sum(one["bytes"].values()) for one in (line, line["exact"]))
+        if key.point == "flat":
+            assert line["psnr_vs_exact_db"] is None and sent == exact and line["drift"] == []
+            assert line["psnr_db"] == line["exact"]["psnr_db"]
+        else:
+            assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact
+            assert [row["step"] for row in line["drift"]] == [0, 1, 2]
+            assert line["drift"][2]["change"] > 0 and line["drift"][2]["stable_fraction"] > 0.4
+    assert found[Key(POINTS[0], 3, "block", "scan[0]")]["settings"]["reference"] == "sent"
+    assert {path.name for path in whole.iterdir()} == {"results.jsonl", "sweep.yaml", "pareto.png", "report.html"}
+
+
+def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
+    out = folder / "killed"
+    process = begin(folder, out)
+    lines, deadline = out / "results.jsonl", time.monotonic() + 180
+    while not lines.exists() or lines.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    time.sleep(0.5)  # ranks die with their parent, a moment later
+    before = read_results(out).lines
+    assert 3 <= len(before) < len(KEYS)
+    with lines.open("ab") as file:
+        file.write(b'{"point": "flat", "steps": 3, "ma')  # as a kill in the middle of a write leaves it
+    printed = to_its_end(begin(folder, out))
+    assert f"{len(before)} of 12 runs are done already" in printed
+    assert read_results(out).lines[: len(before)] == before
+    assert by_key(out) == by_key(whole)
+
+
+def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (whole / "pareto.png").unlink()
+    assert main(["sweep", "--report-only", "--out", str(whole)]) == 0
+    printed = capsys.readouterr().out
+    assert all(point in printed for point in POINTS) and "volume" in printed and "identical" in printed
+    assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    page = (whole / "report.html").read_text()
+    assert "data:image/png;base64," in page and "theirs" in page and "http" not in page.split("<style>")[1]
+
+
+def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "results.jsonl").read_bytes()
+    other = mistake(capsys, *words(folder, whole, "--seed", "1"))
+    assert "other settings (seed: 0 there, 1 now)" in other and "--overwrite" in other
+    assert "other settings (steps: 3 there, 4 now)" in mistake(capsys, *words(folder, whole, "--steps", "4"))
+    assert "ranks: 2 there, 3 now" in mistake(capsys, *words(folder, whole, ranks=3))
+    assert "no record of a sweep" in mistake(capsys, *words(folder, folder, "--overwrite"))
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("mine")
+    assert "holds no sweep.yaml" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))
+    assert (whole / "results.jsonl").read_bytes() == before
+
+
+def test_v_major_on_one_rank_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = mistake(capsys, *words(folder, tmp_path / "out", ranks=1))
+    assert "selects nothing on one rank" in refused and "2 ranks or more" in refused
+    assert not (tmp_path / "out").exists()
+
+
+def line(point: str) -> dict[str, Any]:
+    return {"point": point, "steps": 3, "mask": "block", "slice": "scan"}
+
+
+def test_lines_are_kept_and_torn_ones_are_not(tmp_path: Path) -> None:
+    out, settings = tmp_path / "out", {"seed": 0, "lines": 3}
+    first = LineWriter(str(out), settings, overwrite=False)
+    first.add(line("a"))
+    with pytest.raises(UserError, match="another sweep is at work"):
+        LineWriter(str(out), settings, overwrite=False)
+    first._file.write(json.dumps(line("b")).encode())  # whole, but for its newline
+    first._file.close()
+    second = LineWriter(str(out), settings, overwrite=False)
+    assert second.done == {Key("a", 3, "block", "scan")}
+    second.add(line("b"))
+    second._file.close()
+    assert [one["point"] for one in read_results(out).lines] == ["a", "b"]
+    with pytest.raises(UserError, match="seed: 0 there, 1 now"):
+        LineWriter(str(out), settings | {"seed": 1}, overwrite=False)
+    third = LineWriter(str(out), settings | {"seed": 1}, overwrite=True)
+    assert third.done == set() and read_results(out).settings["seed"] == 1
+    third._file.close()
+    (out / "results.jsonl").write_text("nonsense\n")
+    with pytest.raises(UserError, match=r"results.jsonl, line 1 is damaged"):
+        read_results(out)
+
+
+def grid(**sections: Any) -> Any:
+    given = {"machine": "local", "transport": "auto", "device": "auto", "timeout_s": 300.0, "vae": None}
+    return read_grid({"base": None, "grid": None, "points": None, "steps": None, "mask": None} | given | sections)
+
+
+def test_a_grid_is_every_combination_and_then_the_points() -> None:
+    found = grid(
+        base={"selection": "v_major"}, grid={"ratio": [0.5, 0.75], "reference": ["prev", "sent"], "steps": [20, 50]},
+        points=[{"name": "mine", "preset": "cocodiff+", "ratio": 0.9}],
+    )  # fmt: skip
+    assert [point.name for point in found.points] == [
+        "ratio 0.5, reference prev", "ratio 0.5, reference sent", "ratio 0.75, reference prev",
+        "ratio 0.75, reference sent", "mine",
+    ]  # fmt: skip
+    assert found.points[0].config == Config(selection="v_major", ratio=0.5, reference="prev")
+    assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
+    assert (found.steps, found.masks) == ([20, 50], ["block"])
+    assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"grid": {"ratios": [[0.1]], "rato": [1]}}, "grid: unknown key rato, did you mean ratio?"),
+        ({"base": {"referense": "sent"}}, "base: unknown key referense, did you mean reference?"),
+        ({"points": [{"preset": "flat"}, {"step": 3}]}, "points, number 2: unknown key step"),
+        ({"grid": {"preset": ["flatt"]}}, "unknown preset 'flatt', did you mean flat?"),
+        ({"grid": {"ratio": 0.5}}, "grid: ratio is 0.5: give a list of values"),
+        ({"grid": {"selection": ["v_major"], "ratio": [3]}}, "ratio 3: give a fraction from 0 to 1"),
+        ({"grid": {"preset": ["flat"], "ratio": [0.5]}}, "ratio does nothing where all tokens travel"),
+        ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
+        ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
+        ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),
+        ({"base": {"selection": "v_major", "ratios": 3}}, "point base: "),
+    ],
+)
+def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        grid(**sections)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_shipped_sweep_is_well_formed() -> None:
+    path = Path(__file__).parents[2] / "configs" / "sweeps" / "quality.yaml"
+    found = grid(**yaml.safe_load(path.read_text()))
+    assert len(found.points) == 11 and found.masks == ["block", "center"] and found.steps == [20]
+    assert sum(point.lossy for point in found.points) == 9
