@@ -150,7 +150,8 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
         rows.append(
             metrics_row(
                 name, None, mode, NOTHING, image.cost.seconds, image.cost.sent, psnr_vs_exact_db=against,
-                exact_compared=session.exact is not None,
+                exact_compared=session.exact is not None, drift=image.cost.drift,
+                exact_bytes=images[session.exact].cost.sent if session.exact is not None else None,
             )
         )  # fmt: skip
     return rows

@@ -139,6 +139,8 @@ def judge_slice(
                 psnr_vs_exact_db=against,
                 exact_compared=restorer.exact is not None,
                 baseline=baseline,
+                drift=run.cost.drift,
+                exact_bytes=runs[restorer.exact].cost.sent if restorer.exact is not None else None,
             )
         )
     restored = {preset: native[preset] for preset in restorer.presets} | {"biharmonic": smooth_YX}

@@ -149,21 +149,25 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
 
 @dataclass
 class Cost:
-    """What a stretch of work took: seconds on this rank, and bytes per link class of all ranks (rank 0 knows them)."""
+    """What a stretch of work took: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and in
+    a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
+    drift: list[dict[str, float | None]] = field(default_factory=list)
 
 
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
     """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
     before, cost = engine.bytes(), Cost()
+    engine.forget_drift()
     started = time.perf_counter()
     with engine:
         yield cost
     cost.seconds = time.perf_counter() - started
     cost.sent = {link: count - before[link] for link, count in engine.bytes().items()}
+    cost.drift = engine.drift_profile()
 
 
 def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **report: Any) -> None:

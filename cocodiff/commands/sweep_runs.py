@@ -131,13 +131,11 @@ class Runner:
         exact = self.restore(one, self.exact, EXACT_RUN)
         for point in one.points:
             if point.config == self.exact:
-                run, drift = exact, []
+                run = exact
             else:
-                self.engine(point.config).forget_drift()
                 run = self.restore(one, point.config, point.name)
-                drift = self.engine(point.config).drift_profile()
             if self.writer is not None:
-                line = result_line(one, point, run, exact, drift)
+                line = result_line(one, point, run, exact)
                 self.writer.add(line)
                 psnr = line["psnr_db"]
                 shown = "" if psnr is None else f" {psnr:.2f} dB,"
@@ -145,7 +143,7 @@ class Runner:
                 say(f"{len(self.writer.done)}/{self.sweep.settings['lines']}  {key}:{shown} {run.cost.seconds:.1f} s")
 
 
-def result_line(one: Slice, point: Point, run: Run, exact: Run, drift: list[dict[str, float | None]]) -> dict[str, Any]:
+def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any]:
     """A line of results.jsonl. `psnr_vs_exact_db` is null where every bit is the exact run's; `exact` is that run's
     own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
     task = one.task
@@ -168,5 +166,5 @@ def result_line(one: Slice, point: Point, run: Run, exact: Run, drift: list[dict
         **judged(run),
         "psnr_vs_exact_db": psnr_vs_exact_db(task.scale, exact, run, mask_YX),
         "exact": judged(exact),
-        "drift": drift,
+        "drift": run.cost.drift,
     }

@@ -99,11 +99,15 @@ def metrics_row(
     psnr_vs_exact_db: float | None = None,
     exact_compared: bool = True,
     baseline: Mapping[str, Any] | None = None,
+    drift: Sequence[Mapping[str, float | None]] = (),
+    exact_bytes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
 
     `exact_compared` is False where no exact run was made (`--no-exact`): a null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
+    `drift`, of a run that leaves tokens behind, and then the bytes of the exact run beside it: for each step the mean
+    relative change of v and the fraction of tokens that stayed.
     """
     row: dict[str, Any] = {
         "name": name,
@@ -119,6 +123,10 @@ def metrics_row(
     }
     if baseline is not None:
         row["baseline"] = dict(baseline)
+    if drift:
+        row["drift"] = [dict(step) for step in drift]
+        if exact_bytes is not None:
+            row["bytes_exact"] = {link: int(exact_bytes.get(link, 0)) for link in LINKS}
     return row
 
 

@@ -177,3 +177,19 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
     assert row["psnr_vs_exact_db"] is None
     assert row["bytes"]["sibling"] > 0 and row["bytes"]["plane"] > 0
     assert row["bytes"]["cross_plane"] == row["bytes"]["node"] == 0
+
+
+def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
+    presets = ("--preset", "tapa", "cocodiff", "cocodiff+")
+    words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
+    done = cocodiff("inpaint", *words, *presets)
+    assert done.returncode == 0, done.stderr
+    exact, *lossy = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
+    assert "drift" not in exact and len(lossy) == 2
+    for row in lossy:
+        assert [step["step"] for step in row["drift"]] == list(range(6))
+        assert row["drift"][0] == {"step": 0, "change": None, "stable_fraction": 0.0}
+        assert max(step["stable_fraction"] for step in row["drift"]) > 0
+        assert row["psnr_vs_exact_db"] > 0
+        assert row["bytes"]["plane"] < row["bytes_exact"]["plane"] + row["bytes_exact"]["cross_plane"]
