@@ -15,7 +15,11 @@ from cocodiff.commands.session import settle
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, check_choice
 
-KINDS = {"step": "a whole denoising step of a pipeline", "attention": "one attention call of a stand-in model"}
+KINDS = {
+    "step": "a whole denoising step of a pipeline",
+    "attention": "one attention call of a stand-in model",
+    "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
+}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
