@@ -1,0 +1,76 @@
+"""`cocodiff bench peers` where no other library is installed: our variants alone, and mistakes in one line."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launching import assert_succeeded, run
+
+from cocodiff.commands import bench_peers
+from cocodiff.commands.options import parse
+from cocodiff.errors import UserError
+
+TINY = ("--side", "6", "--text", "5", "--heads", "4", "--double", "1", "--single", "1", "--repeats", "2")
+
+
+def cocodiff(*words: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "cocodiff", *words])
+
+
+def mistake(ranks: int, *words: str) -> str:
+    values = parse("bench peers", "", bench_peers.OPTIONS, words)
+    with pytest.raises(UserError) as caught:
+        bench_peers.check(values, ranks)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_peer_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)
+    assert "pip install cache-dit einops" in mistake(2)
+    assert mistake(2).endswith("--only ours diffusers")
+    assert mistake(2, "--only", "cache_dit").endswith("--only ours")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "told"),
+    [
+        (1, (), "at least 2"),
+        (3, (), "1024 image tokens on 3 ranks"),
+        (2, ("--text", "7"), "7 text tokens on 2 ranks"),
+        (2, ("--heads", "5"), "--only ours"),
+        (2, ("--side", "0"), "--side 0"),
+    ],
+)
+def test_sizes_that_peers_cannot_split(ranks, words, told):
+    assert told in mistake(ranks, "--only", "ours", "diffusers", *words)
+
+
+def test_uneven_sizes_are_fine_for_ours():
+    bench_peers.check(parse("bench peers", "", bench_peers.OPTIONS, ("--only", "ours", "--text", "7")), 3)
+
+
+def test_our_variants_alone_on_two_ranks(tmp_path):
+    done = cocodiff("bench", "peers", "--ranks", "2", "--only", "ours", *TINY, "--out", str(tmp_path / "bench"))
+    assert_succeeded(done)
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["flat", "flat v_first", "tapa", "tapa v_first"]
+    assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
+    assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
+
+
+def test_a_wrong_output_is_an_error():
+    expected = torch.linspace(-1, 1, 100)
+    with pytest.raises(RuntimeError, match="broken is wrong"):
+        bench_peers.worst_error("broken", expected + 1e-3, expected, SimpleNamespace(rank=1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cache_dit") is not None, reason="a peer is installed here")
+def test_without_peers_the_command_ends_with_code_2(tmp_path):
+    done = cocodiff("bench", "peers", "--ranks", "2", "--out", str(tmp_path / "bench"))
+    assert done.returncode == 2 and "pip install" in done.stderr
+    assert not (tmp_path / "bench").exists()
