@@ -1,7 +1,7 @@
 """The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
 
 It wires the rooms together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
-guidance branches. Nothing is patched: attention goes in through `set_attn_processor`, sharding through forward hooks,
+guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding through forward hooks,
 and leaving the context puts everything back as it was.
 """
 
@@ -31,7 +31,7 @@ from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
-from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens
+from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -159,11 +159,7 @@ class Engine:
 
     def __enter__(self) -> Engine:
         model: Any = self.model
-        before = dict(model.attn_processors)
-        ours = self.adapter.processors(model, self._attend, lambda: self._shard.tokens)
-        model.set_attn_processor(dict(ours))
-        self._restore.append(lambda: model.set_attn_processor(dict(before)))
-        self._check_replaced(ours)
+        self._restore.append(replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
@@ -188,18 +184,6 @@ class Engine:
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
         if self._owns_transport and error is None:
             self.transport.close()
-
-    def _check_replaced(self, ours: dict[str, Any]) -> None:
-        """Every module with an attention processor must now have ours; one that was missed would attend to a shard."""
-        own = {id(processor) for processor in ours.values()}
-        for name, module in self.model.named_modules():
-            processor = getattr(module, "processor", None)
-            if processor is not None and id(processor) not in own:
-                self.__exit__(None, None, None)
-                raise UserError(
-                    f"attention module {name} keeps its {type(processor).__name__}: the adapter does not know it, and "
-                    f"it would see only this rank's tokens"
-                )
 
     # What happens during a model call -------------------------------------------------------------------------------
 

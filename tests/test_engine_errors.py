@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, PAGJointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
@@ -77,6 +77,12 @@ def ip_adapter() -> nn.Module:
     return model
 
 
+def perturbed_guidance() -> nn.Module:
+    model = sd3_transformer(4)
+    model.set_attn_processor({**model.attn_processors, next(iter(model.attn_processors)): PAGJointAttnProcessor2_0()})
+    return model
+
+
 def key_value_cache() -> nn.Module:
     model = flux2_transformer(4)
     model.set_attn_processor({**model.attn_processors, next(iter(model.attn_processors)): Flux2KVAttnProcessor()})
@@ -99,12 +105,13 @@ def with_processor_setting(name: str, value: object) -> nn.Module:
     ("make", "message"),
     [
         (ip_adapter, "is a FluxIPAdapterAttnProcessor, which has no parallel form"),
+        (perturbed_guidance, "is a PAGJointAttnProcessor2_0, which has no parallel form"),
         (key_value_cache, "is a Flux2KVAttnProcessor, which has no parallel form"),
         (fused, r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections"),
         (lambda: with_processor_setting("_attention_backend", "flash"), "uses the attention backend flash.*reset"),
         (lambda: with_processor_setting("_parallel_config", object()), "is parallel already"),
     ],
-    ids=["IP-adapter", "KV cache", "fused", "backend", "parallel"],
+    ids=["IP-adapter", "PAG", "KV cache", "fused", "backend", "parallel"],
 )
 def test_attention_that_is_not_the_familys_own_is_refused(make, message, alone):
     model = make()
@@ -120,7 +127,7 @@ def test_attention_that_is_not_the_familys_own_is_refused(make, message, alone):
     [
         ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "run without a ControlNet"),
         ("flux", {"joint_attention_kwargs": {"ip_hidden_states": 1}}, "ip_hidden_states"),
-        ("flux2", {"kv_cache_mode": "extract"}, "key and value cache of reference images"),
+        ("flux2", {"kv_cache_mode": "extract"}, "cache of reference images"),
         ("qwen", {"attention_kwargs": {"hint": 1}}, r"attention_kwargs \(hint\)"),
     ],
 )
@@ -135,7 +142,10 @@ def test_attention_that_the_adapter_does_not_know_is_refused(alone):
     model.extra = nn.Linear(2, 2)
     model.extra.processor = object()
     before = dict(model.attn_processors)
-    with pytest.raises(UserError, match="attention module extra keeps its object"), parallelize(model, transport=alone):
+    with (
+        pytest.raises(UserError, match=r"extra\.processor is a object, which has no parallel"),
+        parallelize(model, transport=alone),
+    ):
         raise AssertionError("entered")
     assert model.attn_processors == before
     assert not model._forward_pre_hooks and not model.pos_embed._forward_hooks

@@ -22,14 +22,7 @@ CASES = {
     "Qwen-Image": Case(24, 5, 7, 11, batch=2, family="qwen"),
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_a_rank():
-    """The ranks are threads themselves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,7 @@ from cocodiff.engine import parallelize
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 12, 24)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_a_rank():
-    """The ranks are threads themselves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,14 +16,7 @@ from cocodiff.engine import parallelize
 SIDE = 32
 VARIANTS = (("flat", "joint"), ("tapa", "joint"), ("tapa", "v_first"))
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_a_rank():
-    """The ranks are threads themselves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 def inpainting(name: str) -> tuple[Any, dict[str, Any]]:

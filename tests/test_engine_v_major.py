@@ -14,14 +14,7 @@ from cocodiff.errors import UserError
 
 STEPS = 4
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_a_rank():
-    """The ranks are threads themselves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 def denoise(model: Any, inputs: dict[str, Any], **changes: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,8 +22,7 @@ def nothing() -> None:
     """No work."""
 
 
-@dataclass(frozen=True)
-class LazyQKV:
+class LazyQKV(NamedTuple):
     """Queries, keys and values that are projected when asked for, so that a strategy decides when.
 
     Each call returns this rank's rows [B, L, H, D], text and image together in the model's own order, normalised and

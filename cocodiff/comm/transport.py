@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -116,14 +117,14 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class PeerGroup:
+class PeerGroup(ABC):
     """all_to_all and all_gather out of send_recv: every peer is served at once, none waits for another's turn."""
 
     ranks: tuple[int, ...]
     index: int
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        raise NotImplementedError("a group implements send_recv")
+    @abstractmethod
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending: ...
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
         check_counts(len(self.ranks), sends, recvs)

@@ -4,9 +4,10 @@ tokens enter and gathered where they leave. `docs/new-model.md` tells how one is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ class Shard(Protocol):
 
 Attend = Callable[[LazyQKV, str], Tensor]  # (q, k and v of this rank, layer name) -> out_BLHD
 Arguments = dict[str, Any]
+CONTROLNET = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
 
 
 @dataclass(frozen=True)
@@ -43,65 +45,90 @@ class Hook:
     output: Callable[[Any], Any] | None = None
 
 
-class Adapter(Protocol):
-    """One model family."""
+class AttentionProcessor:
+    """What a family's processors are made from. layer: the name of the module that attends."""
 
+    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
+        self._attend, self._tokens, self._layer = attend, tokens, layer
+
+
+class Adapter(ABC):
+    """One model family. What most families share stands here; a family overrides what is different."""
+
+    unsupported: ClassVar[dict[str, str]] = {}  # arguments of a call that shards would misread, and why
+    attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
+
+    @abstractmethod
     def matches(self, model: nn.Module) -> bool: ...
+
+    @abstractmethod
+    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
+        """Where image tokens, text tokens and their rotary angles become this rank's own."""
+
+    @abstractmethod
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
+        """Ours for each of diffusers' processors that does nothing but the family's plain attention."""
 
     def check_call(self, arguments: Arguments) -> None:
         """Raises UserError for arguments of the model that its shards would misread."""
-        ...
+        for name, reason in self.unsupported.items():
+            if arguments.get(name) is not None:
+                raise UserError(reason)
+        # Of the attention's arguments only the scale of LoRA layers, which diffusers takes out, is ours to pass on.
+        others = sorted(set(arguments.get(self.attention_kwargs) or {}) - {"scale"})
+        if others:
+            names = ", ".join(others)
+            raise UserError(
+                f"{self.attention_kwargs} ({names}) reach no parallel attention processor: run without them"
+            )
 
-    def tokens(self, model: nn.Module, arguments: Arguments) -> Tokens:
+    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
         """How many tokens a call of the model has, from its arguments."""
-        ...
+        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
 
-    def hooks(self, model: nn.Module, shard: Shard) -> Iterable[Hook]:
-        """Where image tokens, text tokens and their rotary angles become this rank's own."""
-        ...
-
-    def image_exit(self, model: nn.Module) -> nn.Module:
+    def image_exit(self, model: Any) -> nn.Module:
         """The module whose output are the last image tokens [B, L, C]: gathered there."""
-        ...
-
-    def processors(self, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
-        """Our processor for each of the model's attention modules, by diffusers' processor name.
-
-        Raises UserError for a processor that does something else than the family's plain attention.
-        """
-        ...
+        exit_layer: nn.Module = model.proj_out
+        return exit_layer
 
 
-def check_processors(model: Any, plain: tuple[type, ...]) -> None:
-    """Every attention module must do the family's plain attention, in one process, with torch's own kernels."""
-    for name, processor in model.attn_processors.items():
-        if type(processor) not in plain:
-            raise UserError(
-                f"{name} is a {type(processor).__name__}, which has no parallel form (plain joint attention has): "
-                f"unload the adapter or unfuse the projections that put it there, then parallelize"
-            )
-        if getattr(processor, "_parallel_config", None) is not None:
-            raise UserError(f"{name} is parallel already, by diffusers' own enable_parallelism: load the model anew")
-        backend = getattr(processor, "_attention_backend", None)
-        if backend is not None and getattr(backend, "value", backend) != "native":
-            raise UserError(
-                f"{name} uses the attention backend {getattr(backend, 'value', backend)}, which ranks do not: call "
-                f"transformer.reset_attention_backend() first"
-            )
-    for name, module in model.named_modules():
-        if getattr(module, "fused_projections", False):
-            raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")
+def replace_attention(
+    adapter: Adapter, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens]
+) -> Callable[[], None]:
+    """Gives every attention module of a model the family's processor; the returned function puts the old ones back.
+
+    Raises UserError, with the model as it was, where one does something else than the family's plain attention, in one
+    process, with torch's own kernels: it would attend to a shard.
+    """
+    # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
+    walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
+    attending: list[tuple[str, Any, Any]] = [(n, module, before) for n, module, before in walk if before is not None]
+    ours = adapter.processors()
+    for name, module, before in attending:
+        _check_plain(name, module, before, ours)
+    for name, module, before in attending:
+        module.set_processor(ours[type(before)](attend, tokens, name))
+
+    def put_back() -> None:
+        for _, module, before in attending:
+            module.set_processor(before)
+
+    return put_back
 
 
-def refuse(arguments: Arguments, reasons: dict[str, str]) -> None:
-    """Raises UserError with the reason for the first of the named arguments that is given."""
-    for name, reason in reasons.items():
-        if arguments.get(name) is not None:
-            raise UserError(reason)
-
-
-def check_attention_kwargs(arguments: Arguments, name: str) -> None:
-    """Of a call's attention arguments only the scale of LoRA layers, which diffusers takes out, is ours to pass on."""
-    others = sorted(set(arguments.get(name) or {}) - {"scale"})
-    if others:
-        raise UserError(f"{name} ({', '.join(others)}) reach no parallel attention processor: run without them")
+def _check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
+    if type(processor) not in plain:
+        raise UserError(
+            f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "
+            f"has): unload the adapter or unfuse the projections that put it there, then parallelize"
+        )
+    if getattr(processor, "_parallel_config", None) is not None:
+        raise UserError(f"{name} is parallel already, by diffusers' own enable_parallelism: load the model anew")
+    backend = getattr(processor, "_attention_backend", None)
+    if backend is not None and getattr(backend, "value", backend) != "native":
+        raise UserError(
+            f"{name} uses the attention backend {getattr(backend, 'value', backend)}, which ranks do not: call "
+            f"transformer.reset_attention_backend() first"
+        )
+    if getattr(module, "fused_projections", False):
+        raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")

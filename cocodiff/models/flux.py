@@ -5,54 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import (
-    Arguments,
-    Attend,
-    Hook,
-    Shard,
-    Tokens,
-    check_attention_kwargs,
-    check_processors,
-    refuse,
-)
+from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
 from cocodiff.models.streams import Stream, Streams
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 
 
-class FluxAdapter:
+class FluxAdapter(Adapter):
+    unsupported: ClassVar = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), CONTROLNET)
+
     def matches(self, model: nn.Module) -> bool:
         from diffusers import FluxTransformer2DModel
 
         return isinstance(model, FluxTransformer2DModel)
 
-    def check_call(self, arguments: Arguments) -> None:
-        controlnet = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
-        refuse(arguments, {"controlnet_block_samples": controlnet, "controlnet_single_block_samples": controlnet})
-        check_attention_kwargs(arguments, "joint_attention_kwargs")
-
-    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
-        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
-
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         return [Hook(model, arguments=partial(shard_call, shard))]
 
-    def image_exit(self, model: Any) -> nn.Module:
-        return model.proj_out
-
-    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
-        check_processors(model, (FluxAttnProcessor,))
-        return {
-            name: FluxAttentionProcessor(attend, tokens, name.removesuffix(".processor"))
-            for name in model.attn_processors
-        }
+        return {FluxAttnProcessor: FluxAttentionProcessor}
 
 
 def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
@@ -65,14 +43,11 @@ def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
     }
 
 
-class FluxAttentionProcessor:
+class FluxAttentionProcessor(AttentionProcessor):
     """Does what diffusers' FluxAttnProcessor (and Flux2AttnProcessor) does; attention itself is asked of the engine.
 
     In single blocks the hidden states are text and image rows in one.
     """
-
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
-        self._attend, self._tokens, self._layer = attend, tokens, layer
 
     def __call__(
         self,

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Arguments, Attend, Tokens, check_attention_kwargs, check_processors, refuse
+from cocodiff.models.adapter import AttentionProcessor
 from cocodiff.models.flux import FluxAdapter, FluxAttentionProcessor, Rotary, rotation
-from cocodiff.models.streams import FusedLinear
+from cocodiff.models.streams import FusedLinear, heads_of
 
 
 class Flux2Adapter(FluxAdapter):
+    unsupported: ClassVar = {
+        "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
+        "run without it"
+    }
+
     def matches(self, model: nn.Module) -> bool:
         from diffusers import Flux2Transformer2DModel
 
         return isinstance(model, Flux2Transformer2DModel)
 
-    def check_call(self, arguments: Arguments) -> None:
-        reason = "the key and value cache of reference images is for all tokens, a rank holds some: run without it"
-        refuse(arguments, {"kv_cache_mode": reason})
-        check_attention_kwargs(arguments, "joint_attention_kwargs")
-
-    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 
-        check_processors(model, (Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor))
-        ours = {Flux2AttnProcessor: FluxAttentionProcessor, Flux2ParallelSelfAttnProcessor: Flux2SingleProcessor}
-        return {
-            name: ours[type(processor)](attend, tokens, name.removesuffix(".processor"))
-            for name, processor in model.attn_processors.items()
-        }
+        return {Flux2AttnProcessor: FluxAttentionProcessor, Flux2ParallelSelfAttnProcessor: Flux2SingleProcessor}
 
 
-class Flux2SingleProcessor:
+class Flux2SingleProcessor(AttentionProcessor):
     """Does what diffusers' Flux2ParallelSelfAttnProcessor does; attention itself is asked of the engine.
 
     If v is asked for first, it comes from its own rows of the fused weight. The MLP needs no attention: it is work for
     while q and k travel.
     """
-
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
-        self._attend, self._tokens, self._layer = attend, tokens, layer
 
     def __call__(
         self,
@@ -60,18 +51,15 @@ class Flux2SingleProcessor:
         qk_BLC = cache(lambda: fused.channels(0, 2 * width))  # asked for twice, computed once
         mlp_BLC = cache(lambda: attn.mlp_act_fn(fused.channels(3 * width, None)))
 
-        def heads_of(x_BLC: Tensor) -> Tensor:
-            return x_BLC.unflatten(-1, (attn.heads, -1))
-
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:
-            x_BLHD = norm(heads_of(x_BLC))
+            x_BLHD = norm(heads_of(x_BLC, attn.heads))
             return x_BLHD if rotate is None else rotate(x_BLHD)
 
         tokens = self._tokens()
         qkv = LazyQKV(
             q=lambda: rotated(attn.norm_q, qk_BLC()[..., :width]),
             k=lambda: rotated(attn.norm_k, qk_BLC()[..., width:]),
-            v=lambda: heads_of(fused.channels(2 * width, 3 * width)),
+            v=lambda: heads_of(fused.channels(2 * width, 3 * width), attn.heads),
             image_tokens=tokens.image,
             text_tokens=tokens.text,
             heads=attn.heads,

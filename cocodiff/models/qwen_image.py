@@ -5,37 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import (
-    Arguments,
-    Attend,
-    Hook,
-    Shard,
-    Tokens,
-    check_attention_kwargs,
-    check_processors,
-    refuse,
-)
+from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
 from cocodiff.models.streams import Stream, Streams
 
 
-class QwenImageAdapter:
+class QwenImageAdapter(Adapter):
+    unsupported: ClassVar = {"controlnet_block_samples": CONTROLNET}
+    attention_kwargs = "attention_kwargs"
+
     def matches(self, model: nn.Module) -> bool:
         from diffusers import QwenImageTransformer2DModel
 
         return isinstance(model, QwenImageTransformer2DModel)
-
-    def check_call(self, arguments: Arguments) -> None:
-        controlnet = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
-        refuse(arguments, {"controlnet_block_samples": controlnet})
-        check_attention_kwargs(arguments, "attention_kwargs")
-
-    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
-        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         """The model derives text positions from its text's length, so tokens are cut at the first block. The text mask
@@ -59,24 +45,14 @@ class QwenImageAdapter:
         yield Hook(first, arguments=cut_tokens)
         yield from (Hook(block, arguments=cut_index) for block in others)
 
-    def image_exit(self, model: Any) -> nn.Module:
-        return model.proj_out
-
-    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
-        check_processors(model, (QwenDoubleStreamAttnProcessor2_0,))
-        return {
-            name: QwenAttentionProcessor(attend, tokens, name.removesuffix(".processor"))
-            for name in model.attn_processors
-        }
+        return {QwenDoubleStreamAttnProcessor2_0: QwenAttentionProcessor}
 
 
-class QwenAttentionProcessor:
+class QwenAttentionProcessor(AttentionProcessor):
     """Does what diffusers' QwenDoubleStreamAttnProcessor2_0 does; attention itself is asked of the engine."""
-
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
-        self._attend, self._tokens, self._layer = attend, tokens, layer
 
     def __call__(
         self,

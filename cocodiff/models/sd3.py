@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import (
-    Arguments,
-    Attend,
-    Hook,
-    Shard,
-    Tokens,
-    check_attention_kwargs,
-    check_processors,
-    refuse,
-)
+from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard, Tokens
 from cocodiff.models.streams import Stream, Streams
 
 
-class SD3Adapter:
+class SD3Adapter(Adapter):
+    unsupported: ClassVar = {"block_controlnet_hidden_states": CONTROLNET}
+
     def matches(self, model: nn.Module) -> bool:
         from diffusers import SD3Transformer2DModel
 
         return isinstance(model, SD3Transformer2DModel)
-
-    def check_call(self, arguments: Arguments) -> None:
-        controlnet = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
-        refuse(arguments, {"block_controlnet_hidden_states": controlnet})
-        check_attention_kwargs(arguments, "joint_attention_kwargs")
 
     def tokens(self, model: Any, arguments: Arguments) -> Tokens:
         height, width = arguments["hidden_states"].shape[-2:]
@@ -40,27 +28,17 @@ class SD3Adapter:
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         return [Hook(model.pos_embed, output=shard.image), Hook(model.context_embedder, output=shard.text)]
 
-    def image_exit(self, model: Any) -> nn.Module:
-        return model.proj_out
-
-    def processors(self, model: Any, attend: Attend, tokens: Callable[[], Tokens]) -> dict[str, Any]:
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.attention_processor import JointAttnProcessor2_0
 
-        check_processors(model, (JointAttnProcessor2_0,))
-        return {
-            name: SD3AttentionProcessor(attend, tokens, name.removesuffix(".processor"))
-            for name in model.attn_processors
-        }
+        return {JointAttnProcessor2_0: SD3AttentionProcessor}
 
 
-class SD3AttentionProcessor:
+class SD3AttentionProcessor(AttentionProcessor):
     """Does what diffusers' JointAttnProcessor2_0 does; attention itself is asked of the engine.
 
     Serves the joint attention and, in SD3.5's dual layers, the second one over image tokens alone.
     """
-
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
-        self._attend, self._tokens, self._layer = attend, tokens, layer
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any

@@ -4,16 +4,14 @@ concatenated."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """This rank's tokens of one kind, and how their q, k and v come about. rotate: of a q or k [B, L, H, D]."""
 
     x_BLC: Tensor
@@ -25,8 +23,7 @@ class Stream:
     rotate: Callable[[Tensor], Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """Streams in the order in which the model concatenates them; `q`, `k` and `v` compute [B, L, H, D] when called."""
 
     of: Sequence[Stream]
@@ -39,16 +36,22 @@ class Streams:
         return self._join([self._rotated(s, s.to_k, s.norm_k) for s in self.of])
 
     def v(self) -> Tensor:
-        return self._join([s.to_v(s.x_BLC).unflatten(-1, (self.heads, -1)) for s in self.of])
+        return self._join([heads_of(s.to_v(s.x_BLC), self.heads) for s in self.of])
 
     def _rotated(self, stream: Stream, to: nn.Module, norm: nn.Module | None) -> Tensor:
-        x_BLHD = to(stream.x_BLC).unflatten(-1, (self.heads, -1))
+        x_BLHD = heads_of(to(stream.x_BLC), self.heads)
         x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
         # A rank may have no text at all, and an empty tensor's shape is ambiguous to the rotation.
         return x_BLHD if stream.rotate is None or not x_BLHD.shape[1] else stream.rotate(x_BLHD)
 
     def _join(self, parts_BLHD: list[Tensor]) -> Tensor:
         return parts_BLHD[0] if len(parts_BLHD) == 1 else torch.cat(parts_BLHD, dim=1)
+
+
+def heads_of(x_BLC: Tensor, heads: int) -> Tensor:
+    """[B, L, H, D], a view."""
+    B, L, C = x_BLC.shape
+    return x_BLC.view(B, L, heads, C // heads)
 
 
 class FusedLinear:
