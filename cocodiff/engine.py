@@ -239,7 +239,7 @@ class Engine:
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self._gather_lane.submit(gather).wait())
+        return used_on_current_stream(self._gather_lane.submit_and_wait_soon(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 

@@ -51,10 +51,18 @@ class Exchange:
             self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
 
     def forward(
-        self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv", layer: str = ""
+        self,
+        tensors_BLHD: Sequence[Tensor],
+        layout: Layout,
+        name: str = "qkv",
+        layer: str = "",
+        soon: bool = False,
     ) -> LanePending[list[Tensor]]:
-        """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""
-        return self.forward_when(lambda: (tensors_BLHD, layout), name, layer)
+        """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D].
+
+        soon: the caller waits for them next, so there is nothing to travel behind.
+        """
+        return self.forward_when(lambda: (tensors_BLHD, layout), name, layer, soon=soon)
 
     def forward_when(
         self,
@@ -62,6 +70,7 @@ class Exchange:
         name: str,
         layer: str,
         after_first: Callable[[Freight], Freight] | None = None,
+        soon: bool = False,
     ) -> LanePending[list[Tensor]]:
         """As `forward`, of tensors and a layout that are asked for on the first lane, which may wait for them.
 
@@ -89,7 +98,7 @@ class Exchange:
             return received_BSGD
 
         plan = self._forward if after_first is None else self._plan
-        return self._route(plan, own_blocks, assemble, (name, layer), after_first)
+        return self._route(plan, own_blocks, assemble, (name, layer), after_first, soon)
 
     def link_class(self, peer: int) -> str | None:
         """The class of the link to a peer; None for this rank itself."""
@@ -109,7 +118,8 @@ class Exchange:
         return scored_blocks(self._topology, self.rank)
 
     def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o", layer: str = "") -> LanePending[Tensor]:
-        """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""
+        """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]. To be
+        waited for next."""
 
         def own_blocks() -> Freight:
             blocks = {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
@@ -122,21 +132,22 @@ class Exchange:
                 out_BLHD[:, :, heads] = freight.blocks[Block(self.rank, peer)][0]
             return out_BLHD
 
-        return self._route(self._back, own_blocks, assemble, (name, layer))
+        return self._route(self._back, own_blocks, assemble, (name, layer), soon=True)
 
     def _route(
         self, plan: Plan, freight: Callable[[], Freight], assemble: Callable[[Freight], R], about: tuple[str, str],
-        after_first: Callable[[Freight], Freight] | None = None,
+        after_first: Callable[[Freight], Freight] | None = None, soon: bool = False,
     ) -> LanePending[R]:  # fmt: skip
         """Submits every phase to its lane; the lane of a later phase waits for the phase before it.
 
         about: what travels, and for which kind of layer; for the trace.
         """
+        submit = Lane.submit_and_wait_soon if soon else Lane.submit
         *early, final = [partial(self._take_phase, phase, about) for phase in plan]
         for phase, take in zip(plan, early, strict=False):
-            freight = self._lanes[phase.lane][0].submit(partial(take, freight)).wait
+            freight = submit(self._lanes[phase.lane][0], partial(take, freight)).wait
         before_last = freight if after_first is None else partial(_change, after_first, freight)
-        return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(before_last)))
+        return submit(self._lanes[plan[-1].lane][0], lambda: assemble(final(before_last)))
 
     def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
         """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""

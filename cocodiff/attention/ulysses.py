@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout, slices
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.device import used_on_current_stream
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
@@ -39,8 +39,10 @@ class Call(Protocol):
         """v is there: what depends on it can start. Called before anything is sent."""
         ...
 
-    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
-        """Starts the exchange of one or more of q, k and v, which `names` spells, in one message to each peer."""
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+        """Starts the exchange of one or more of q, k and v, which `names` spells, in one message to each peer.
+
+        soon: they are waited for next, so there is nothing to travel behind."""
         ...
 
 
@@ -57,8 +59,8 @@ class FullCall:
     def know_v(self, v_BLHD: Tensor) -> None:
         return
 
-    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
-        return self.exchange.forward(tensors_BLHD, self.layout, names, self.layer)
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+        return self.exchange.forward(tensors_BLHD, self.layout, names, self.layer, soon)
 
 
 Order = Callable[[Call], tuple[Tensor, Tensor, Tensor]]  # -> q, k, v, each [B, S, G, D]
@@ -72,7 +74,7 @@ def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     with call.trace.span("project v", layer=call.layer):
         v_BLHD = call.qkv.v()
     call.know_v(v_BLHD)
-    travelling = call.send("qkv", [q_BLHD, k_BLHD, v_BLHD])
+    travelling = call.send("qkv", [q_BLHD, k_BLHD, v_BLHD], soon=call.qkv.meanwhile is nothing)
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
     with call.trace.span("wait for qkv", layer=call.layer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cocodiff.attention.strategy import nothing
 from cocodiff.attention.ulysses import Call
 
 
@@ -16,7 +17,7 @@ def v_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     v_travelling = call.send("v", [v_BLHD])
     with call.trace.span("project qk", layer=call.layer):
         q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
-    qk_travelling = call.send("qk", [q_BLHD, k_BLHD])
+    qk_travelling = call.send("qk", [q_BLHD, k_BLHD], soon=call.qkv.meanwhile is nothing)
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
     with call.trace.span("wait for v", layer=call.layer):

@@ -253,9 +253,9 @@ class SourceCall(SelectiveCall):
         self.remember(own_BNHD, own_active_BN)
         return Selection.build(active_BS, layout, self.qkv.text_first)
 
-    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
         if self.chosen is None:
-            return self.arrive(names, super().send(names, tensors_BLHD), None)
+            return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
         selected = self.chosen.wait
 
         def ready() -> tuple[list[Tensor], Layout]:
@@ -276,7 +276,7 @@ class CardCall(SelectiveCall):
     def know_v(self, v_BLHD: Tensor) -> None:
         self.begin(v_BLHD)
 
-    def send(self, names: str, tensors_BLHD: list[Tensor]) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
         if names == "qkv":  # v goes ahead: its first phase decides what of q and k travels
             v_arriving = self.send("v", tensors_BLHD[2:])
             return Both(self.send("qk", tensors_BLHD[:2]), v_arriving)
@@ -286,7 +286,7 @@ class CardCall(SelectiveCall):
             pending = self.exchange.forward_when(lambda: (tensors_BLHD, self.layout), "v", self.layer, after_first)
             return self.arrive("v", pending, selected)
         if selected is None:
-            return self.arrive(names, super().send(names, tensors_BLHD), None)
+            return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
 
         def ready() -> tuple[list[Tensor], Layout]:
             selection = self._selected()

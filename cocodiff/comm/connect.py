@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class _LateHealth:
 
     def when_lost(self, action: Callable[[BaseException], None]) -> None:
         self.actual.when_lost(action)
+
+    def blocking(self) -> AbstractContextManager[None]:
+        return self.actual.blocking()
 
     def close(self) -> None:
         self.actual.close()

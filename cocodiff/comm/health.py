@@ -9,11 +9,13 @@ rank sees its own socket close. The watch is apart from the transport, whose own
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from cocodiff.errors import PeerLost, UserError
@@ -35,6 +37,9 @@ class Alone:
 
     def when_lost(self, action: Callable[[BaseException], None]) -> None:
         return
+
+    def blocking(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         return
@@ -79,6 +84,7 @@ class Watch:
         self._agreed = False
         self._beat_s = min(5.0, timeout_s / 4)
         self._actions: list[Callable[[BaseException], None]] = []
+        self._blocked = False  # the main thread is in a library that cannot be interrupted
 
     @classmethod
     def open(
@@ -121,6 +127,18 @@ class Watch:
         """Calls `action` with the error, from the watch's thread, at the moment of a loss: launchers kill the whole job
         soon after one of its processes, and the main thread may be deep in a computation."""
         self._actions.append(action)
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        self.check()
+        if threading.current_thread() is not threading.main_thread():
+            yield  # the main thread hears of the loss itself
+            return
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
 
     def blame(self, error: BaseException) -> BaseException:
         with self._changed:
@@ -219,8 +237,17 @@ class Watch:
         with self._changed:
             first, self._lost = self._lost is None, self._lost or lost
             self._changed.notify_all()
-        for action in self._actions if first else []:
-            action(lost)
+        if first:
+            for action in self._actions:
+                action(lost)
+            threading.Thread(target=self._end_if_blocked, name="watch-end", daemon=True).start()
+
+    def _end_if_blocked(self) -> None:
+        """A dead peer's connections close, which ends every wait for it. A silent one's stay open."""
+        time.sleep(BLAME_S)
+        if self._blocked:
+            os.write(2, f"cocodiff: [rank {self.rank}] {self._lost}; this rank was waiting for it and ends\n".encode())
+            os._exit(1)
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()

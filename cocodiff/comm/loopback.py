@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -110,6 +111,9 @@ class LoopbackHealth:
 
     def when_lost(self, action: Callable[[BaseException], None]) -> None:
         return  # a failed rank ends the call of `run_ranks`, which raises its error
+
+    def blocking(self) -> AbstractContextManager[None]:
+        return nullcontext()  # waits for a mailbox look out for failed ranks
 
     def close(self) -> None:
         return

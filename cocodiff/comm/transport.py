@@ -7,13 +7,14 @@ off the critical path. All ranks submit to a lane in program order, which is all
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +87,11 @@ class Health(Protocol):
         """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
         ...
 
+    def blocking(self) -> AbstractContextManager[None]:
+        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
+        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
+        ...
+
     def close(self) -> None:
         """Leaves in good order, after the peers' last messages."""
         ...
@@ -149,14 +155,24 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
 
 
+class Job(NamedTuple):
+    work: Callable[[], Any]
+    submitted: StreamMark
+    future: Future[Any]
+
+
 class LanePending(Generic[T]):
     """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
 
-    def __init__(self, future: Future[tuple[T, StreamMark]], health: Health) -> None:
-        self._future = future
-        self._health = health
+    def __init__(
+        self, future: Future[tuple[T, StreamMark]], health: Health, begin: Callable[[], None] | None = None
+    ) -> None:
+        """begin: what is to be done first when somebody waits."""
+        self._future, self._health, self._begin = future, health, begin
 
     def wait(self) -> T:
+        if self._begin is not None:
+            self._begin()
         while True:
             try:
                 value, mark = self._future.result(timeout=CHECK_S)
@@ -183,30 +199,64 @@ class Lane:
         self.name = name
         self._device = device
         self._health = health
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], StreamMark, Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
+        self._turn = threading.Lock()  # held while jobs are taken and run, by whichever thread
+        self._wake = threading.Semaphore(0)
+        self._open = True
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], T]) -> LanePending[T]:
-        """Runs `job` after all earlier jobs of this lane, and after what the caller's stream holds now."""
-        future: Future[tuple[T, StreamMark]] = Future()
-        self._jobs.put((job, StreamMark(self._device), future))
+    def submit(self, work: Callable[[], T]) -> LanePending[T]:
+        """Runs `work` after all earlier jobs of this lane, and after what the caller's stream holds now."""
+        future = self._append(work)
+        self._wake.release()
         return LanePending(future, self._health)
 
+    def submit_and_wait_soon(self, work: Callable[[], T]) -> LanePending[T]:
+        """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
+        which saves waking a thread and being woken by it."""
+        if self._device.type != "cpu":
+            return self.submit(work)
+        future = self._append(work)
+        return LanePending(future, self._health, lambda: self._run_up_to(future))
+
     def close(self) -> None:
-        self._jobs.put(None)
+        self._open = False
+        self._wake.release()
+
+    def _append(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append(Job(work, StreamMark(self._device), future))
+        return future
+
+    def _run_up_to(self, future: Future[Any]) -> None:
+        """Runs the lane's jobs up to this one here, unless the lane's own thread is at it: then that one goes on."""
+        if not self._turn.acquire(blocking=False):
+            self._wake.release()
+            return
+        try:
+            with torch.no_grad(), self._health.blocking():
+                while not future.done():
+                    self._run(self._jobs.popleft())
+        finally:
+            self._turn.release()
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.submitted.wait()
+            job.future.set_result((job.work(), StreamMark(self._device)))
+        except BaseException as error:
+            job.future.set_exception(error)
 
     def _work(self) -> None:
         with torch.no_grad(), lane_stream(self._device):
-            while (item := self._jobs.get()) is not None:
-                job, submitted, future = item
-                try:
-                    submitted.wait()
-                    value = job()
-                    future.set_result((value, StreamMark(self._device)))
-                except BaseException as error:
-                    future.set_exception(error)
-                del item, job, future  # a waiting lane must not keep tensors alive
+            while True:
+                self._wake.acquire()
+                with self._turn:
+                    while self._jobs:
+                        self._run(self._jobs.popleft())
+                if not self._open:
+                    return
 
 
 class LaneOwner:

@@ -59,7 +59,7 @@ def run_ranks(
             raise UserError(f"--ranks {ranks} in a job of {launch.size} ranks: leave --ranks away under a launcher")
         return _run_launched(launch, config, settings, work)
     if ranks is None or ranks == 1:
-        end = _run_rank(launch, config, settings, work)
+        end = _run_rank(launch, config, settings, work, None)
         _say(end, "")
         return end.code
     if config.device not in ("auto", "cpu"):
@@ -69,14 +69,21 @@ def run_ranks(
     return _fork(ranks, config, settings, work, left)
 
 
-def _run_rank(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> End:
+def _run_rank(
+    launch: Launch,
+    config: Config,
+    settings: dict[str, str],
+    work: Work,
+    note_loss: Callable[[BaseException], None] | None,
+) -> End:
+    """note_loss: told of a lost peer at once, from the watch's thread; this rank may not live to its end."""
     from cocodiff.engine import open_transport  # torch: after the fork's parent has imported it, or in this rank alone
 
     transport = None
     try:
         transport = open_transport(config, launch, settings)
-        if launch.kind in ("mpi", "torchrun"):
-            transport.health.when_lost(lambda error: _last_words(error, launch))
+        if note_loss is not None:
+            transport.health.when_lost(note_loss)
         work(transport)
         transport.close()
         return End("done")
@@ -112,7 +119,7 @@ def _last_words(error: BaseException, launch: Launch) -> None:
 
 def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
     """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
-    end = _run_rank(launch, config, settings, work)
+    end = _run_rank(launch, config, settings, work, lambda error: _last_words(error, launch))
     if end.kind != "lost" and (launch.speaks or end.kind != "mistake"):  # of a loss `_last_words` has told already
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
     if end.code:
@@ -164,8 +171,12 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
             log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-        end = _run_rank(launch, config, settings, work)
-        (folder / f"rank{launch.rank}.end").write_text(json.dumps(vars(end)))
+
+        def note(end: End) -> None:
+            (folder / f"rank{launch.rank}.end").write_text(json.dumps(vars(end)))
+
+        end = _run_rank(launch, config, settings, work, lambda error: note(_end_of(error)))
+        note(end)
         code = end.code
         sys.stdout.flush()
         sys.stderr.flush()

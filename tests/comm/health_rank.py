@@ -2,11 +2,13 @@
 
     health_rank.py RANK SIZE PORT KEY TIMEOUT_S      (rank 0: PORT 0; it prints the port that it got)
 
-Prints "open" when the watch stands. Then reads a line: "close" says goodbye, "leave" exits without a word.
+Prints "open" when the watch stands. Then reads a line: "close" says goodbye, "leave" exits without a word, "block" is a
+call into a library that no error reaches.
 """
 
 import socket
 import sys
+import time
 
 from cocodiff.comm.health import Watch
 
@@ -18,8 +20,13 @@ def main(rank: int, size: int, port: int, key: str, timeout_s: float) -> None:
         print(endpoint.getsockname()[1], flush=True)
     watch = Watch.open(rank, size, endpoint, key, {}, timeout_s)
     print("open", flush=True)
-    if sys.stdin.readline().strip() == "close":
+    word = sys.stdin.readline().strip()
+    if word == "close":
         watch.close()
+    if word == "block":
+        with watch.blocking():
+            print("blocked", flush=True)
+            time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,27 @@ def test_a_silent_rank_is_lost_after_the_timeout(victim):
     assert {str(error) for error in errors} == {f"rank {victim} has been silent for 3 s"}
 
 
+def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(capfd):
+    contexts = []
+
+    def meet(port: int) -> None:
+        contexts.append(process_rank(1, 2, port, 20.0))
+        contexts[0].process = contexts[0].__enter__()
+
+    (watch,) = open_all(range(1), 2, meet=meet)
+    process = contexts[0].process
+    process.stdin.write("block\n")
+    process.stdin.flush()
+    assert [process.stdout.readline() for _ in range(2)] == ["open\n", "blocked\n"]
+    watch.fail("out of memory")
+    assert process.wait(20) == 1
+    assert "[rank 1] rank 0 failed: out of memory; this rank was waiting for it and ends" in capfd.readouterr().err
+    awaited_error(watch)
+    with pytest.raises(PeerLost), watch.blocking():
+        raise AssertionError("a rank is lost already")
+    contexts[0].__exit__(None, None, None)
+
+
 def test_a_busy_rank_is_not_lost():
     """Heartbeats come from a thread: three timeouts of silence from the ranks' own work lose nobody."""
     watches = open_all(range(3), 3, timeout_s=1.0)
