@@ -1,6 +1,7 @@
 """V-Major in whole models: nothing stable is nothing changed, in every family; clean starts; what it reports."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,39 @@ def test_an_image_leaves_no_ghost(preset):
         assert engine.strategy.cache_bytes() == 0
 
     run_ranks(3, work)
+
+
+def test_an_interrupted_image_leaves_nothing_behind():
+    """All ranks stop in the middle of an image; the same models then give what untouched ones give."""
+    pipe = sd3_inpaint_pipeline(12)
+    pipe.set_progress_bar_config(disable=True)
+    untouched, interrupted = ([copy.deepcopy(pipe) for _ in range(3)] for _ in range(2))
+    engines = []
+
+    def restore(pipes: list[Any], transport: Any) -> torch.Tensor:
+        own = pipes[transport.rank]
+        with torch.no_grad(), parallelize(own, "cocodiff+", transport=transport) as engine:
+            engines.append(engine)
+            return pipeline_call(own, 0)
+
+    def stop(_module: Any, _arguments: Any, call: list[int]) -> None:
+        call.append(1)
+        if len(call) == 4:
+            raise RuntimeError("stopped by hand")
+
+    expected = run_ranks(3, partial(restore, untouched))
+    calls: list[list[int]] = [[], [], []]
+    hooks = [
+        own.transformer.register_forward_pre_hook(lambda m, a, call=call: stop(m, a, call))
+        for own, call in zip(interrupted, calls, strict=True)
+    ]
+    with pytest.raises(RuntimeError, match="stopped by hand"):
+        run_ranks(3, partial(restore, interrupted))
+    for hook in hooks:
+        hook.remove()
+    assert [engine.strategy.cache_bytes() for engine in engines] == [0] * 6
+    for one, other in zip(run_ranks(3, partial(restore, interrupted)), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_pipeline_tells_how_many_steps_run():

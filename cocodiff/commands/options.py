@@ -14,6 +14,10 @@ from cocodiff.config import (
     DEVICES,
     EXCHANGES,
     ORDERS,
+    REFERENCES,
+    SCHEDULES,
+    SCORINGS,
+    SELECTIONS,
     TRANSPORTS,
     VAE_RANKS,
     Config,
@@ -52,6 +56,20 @@ RUN_OPTIONS = (
     Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
 )
 
+V_MAJOR_OPTIONS = (
+    Option("selection", "full (exact) or v_major (only tokens that changed), instead of the preset's", None,
+           choices=SELECTIONS),
+    Option("schedule", "how the fraction of tokens that stay goes over the steps", choices=SCHEDULES),
+    Option("ratio", "that fraction, for --schedule fixed", type=float),
+    Option("ratios", "one for each step, for --schedule list", type=float, many=True),
+    Option("threshold", "relative change of a token that travels, for --schedule threshold", type=float),
+    Option("scoring", "who scores tokens: their rank (source) or their card's first tile (card)", choices=SCORINGS),
+    Option("reference", "what they are compared with: as last sent, or the step before (prev)", choices=REFERENCES),
+    Option("warmup", "full steps at the start", type=int),
+    Option("sync_interval", "a full step every so many, 0 for never", type=int),
+)  # fmt: skip
+OVER_PRESET = ("exchange", "order", "vae", *(option.name for option in V_MAJOR_OPTIONS))
+
 
 def parse(
     command: str, about: str, options: Sequence[Option], words: Sequence[str], sections: Sequence[str] = ()
@@ -85,7 +103,7 @@ def parse(
 def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
     of_machine = {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
-    over_preset = {name: values[name] for name in ("exchange", "order", "vae") if values[name] is not None}
+    over_preset = {name: values[name] for name in OVER_PRESET if values.get(name) is not None}
     return of_machine | over_preset
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cocodiff.commands.options import RUN_OPTIONS, Option, engine_settings, parse, preset_configs
+from cocodiff.commands.options import RUN_OPTIONS, V_MAJOR_OPTIONS, Option, engine_settings, parse, preset_configs
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 
@@ -127,5 +127,28 @@ def test_run_options_go_over_what_a_preset_says():
     over = parse("inpaint", "", RUN_OPTIONS, ("--exchange", "flat", "--order", "v_first", "--vae", "all"))
     for config in preset_configs(over | {"preset": ["flat", "tapa"]}).values():
         assert config == Config(exchange="flat", order="v_first", vae="all")
+
+
+def test_selection_is_set_over_a_preset():
+    words = (
+        "--selection",
+        "v_major",
+        "--schedule",
+        "list",
+        "--ratios",
+        "0",
+        "0.5",
+        "--warmup",
+        "0",
+        "--scoring",
+        "card",
+    )
+    found = parse("inpaint", "", (*RUN_OPTIONS, *V_MAJOR_OPTIONS), words)
+    assert Config.preset("tapa", **engine_settings(found)) == Config(
+        selection="v_major", schedule="list", ratios=(0.0, 0.5), warmup=0, scoring="card"
+    )
+    wrong = parse("inpaint", "", (*RUN_OPTIONS, *V_MAJOR_OPTIONS), ("--selection", "v_major", "--ratio", "1.5"))
+    with pytest.raises(UserError, match=r"ratio 1\.5: give a fraction from 0 to 1"):
+        Config.preset("tapa", **engine_settings(wrong))
     with pytest.raises(UserError, match="names none; choose from cocodiff"):
         preset_configs(found | {"preset": [","]})
