@@ -15,7 +15,7 @@ from cocodiff.errors import UserError
 from cocodiff.topology import Device, Links, Machine
 
 T = TypeVar("T")
-EXCHANGES = ("flat", "tapa")
+EXCHANGES = ("flat", "tapa", "split")
 ORDERS = ("joint", "v_first")
 SELECTIONS = ("full", "v_major")
 SCORINGS = ("source", "card")
@@ -30,7 +30,8 @@ DEVICES = ("auto", "cpu", "xpu", "cuda")
 class Config:
     """The engine's settings.
 
-    exchange: flat (Ulysses' all-to-all, every message straight to its rank) or tapa (siblings, then planes).
+    exchange: flat (Ulysses' all-to-all, every message straight to its rank), tapa (siblings, then planes) or split
+    (straight within planes; siblings relay the rest meanwhile).
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
     selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).

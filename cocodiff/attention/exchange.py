@@ -1,8 +1,8 @@
-"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA).
+"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA, split).
 
-One executor runs every plan. Each phase packs its messages, posts all receives before all sends and waits, on the
-lane of its link group; nothing in it knows which exchange it is. A block travels through intermediate ranks unchanged,
-so the result has the same bits whatever the route.
+Flat and TAPA go phase by phase: each packs its messages, posts all receives before all sends and waits, on the lane of
+its link group. Split runs its phases together (`relay.py`), on one lane. Nothing here knows who owns what: a block
+travels through intermediate ranks unchanged, so the result has the same bits whatever the route.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks
+from cocodiff.attention.relay import Freight, relay
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import pack, unpack
@@ -22,14 +23,7 @@ from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 R = TypeVar("R")
-Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
-
-
-class Freight(NamedTuple):
-    """What a rank holds between two phases: the blocks that pass through it, and the layout that tells their shapes."""
-
-    blocks: Blocks
-    layout: Layout
+TOGETHER = ("split",)  # exchanges whose phases run at once, each message as soon as its blocks are here
 
 
 class Exchange:
@@ -40,15 +34,15 @@ class Exchange:
 
     def __init__(self, name: str, topology: Topology, transport: Transport, trace: Trace) -> None:
         self.rank, self._topology, self._trace = transport.rank, topology, trace
+        self._together = name in TOGETHER
         self._plan = plan = PLANS[name](topology, self.rank)
         self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
         self._back: Plan = reverse(self._forward)
         self._lanes: dict[str, tuple[Lane, Group]] = {}
-        for phase in plan:  # every rank makes a group here, also one without a part in the phase or a sibling
-            members = (
-                topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
-            )
-            self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
+        # every rank makes a group here, also one without a part in the phase or a sibling
+        for name in dict.fromkeys(phase.lane for phase in plan):
+            members = topology.cards[topology.places[self.rank].card] if name == "sibling" else range(topology.size)
+            self._lanes[name] = (transport.lane(name), transport.group(members))
 
     def forward(
         self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv", layer: str = ""
@@ -132,11 +126,19 @@ class Exchange:
 
         about: what travels, and for which kind of layer; for the trace.
         """
+        if self._together:
+            return self._lanes["plane"][0].submit(lambda: assemble(self._take_all(plan, about, freight())))
         *early, final = [partial(self._take_phase, phase, about) for phase in plan]
         for phase, take in zip(plan, early, strict=False):
             freight = self._lanes[phase.lane][0].submit(partial(take, freight)).wait
         before_last = freight if after_first is None else partial(_change, after_first, freight)
         return self._lanes[plan[-1].lane][0].submit(lambda: assemble(final(before_last)))
+
+    def _take_all(self, plan: Plan, about: tuple[str, str], freight: Freight) -> Freight:
+        """Runs on the plane lane: all phases together."""
+        groups = {name: group for name, (_, group) in self._lanes.items()}
+        with self._trace.span(f"{about[0]} plane", "plane", about[1]):
+            return relay(plan, freight, groups, lambda peer, sent: self._trace.count(self.link_class(peer), sent))
 
     def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
         """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""

@@ -158,6 +158,45 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
     return (swap, across)
 
 
+def split_plan(topology: Topology, rank: int) -> Plan:
+    """Split: on a node, blocks for the planes that a rank serves go straight to their owners; each sibling gets one
+    message with all blocks for its planes and relays them. Blocks for other nodes go straight.
+
+    So every link carries what it carries in TAPA, but the slow ones start at once: what siblings swap travels while
+    they are busy. Phases stand in the order in which their messages are posted; only the relay needs an earlier one.
+    """
+    here, serves = topology.places[rank], topology.served_planes
+    on_node = [place for place in topology.places if place.node == here.node]
+    siblings = topology.siblings(rank)
+
+    def heads_of(planes: frozenset[int]) -> list[int]:
+        return [other.rank for other in on_node if other.plane in planes]
+
+    swap = Phase(
+        "sibling",
+        sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
+        receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
+    )
+    off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != here.card]
+    servers = {topology.server(c, here.plane): topology.cards[c] for c in {p.card for p in on_node} - {here.card}}
+    off_node = [other.rank for other in topology.places if other.node != here.node]
+    straight = Phase(
+        "plane",
+        sends={other: (Block(rank, other),) for other in off_card + off_node},
+        receives={other: (Block(other, rank),) for other in [*sorted(servers), *off_node]},
+    )
+    relay = Phase(
+        "plane",
+        sends={other: tuple(Block(rows, other) for rows in siblings) for other in off_card if siblings},
+        receives={
+            server: tuple(Block(rows, rank) for rows in ranks if rows != server)
+            for server, ranks in sorted(servers.items())
+            if len(ranks) > 1
+        },
+    )
+    return (swap, straight, relay)
+
+
 def reverse(plan: Plan) -> Plan:
     """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows."""
     return tuple(phase.reversed() for phase in reversed(plan))
@@ -171,4 +210,4 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
     return card, [place.rank for place in topology.places if place.plane == plane]
 
 
-PLANS = {"flat": flat_plan, "tapa": tapa_plan}
+PLANS = {"flat": flat_plan, "tapa": tapa_plan, "split": split_plan}
