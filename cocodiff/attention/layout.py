@@ -103,14 +103,16 @@ class Phase:
     """What one rank sends and receives before the next phase: peer -> blocks of the message, in their order in it.
 
     lane: the link group that carries it, "sibling" or "plane" (planes and nodes).
+    hop: 0 for blocks that go straight to their owner, 1 for those that another rank will pass on, 2 when it does.
     """
 
     lane: str
     sends: dict[int, tuple[Block, ...]]
     receives: dict[int, tuple[Block, ...]]
+    hop: int = 0
 
     def reversed(self) -> Phase:
-        return Phase(self.lane, sends=self.receives, receives=self.sends)
+        return Phase(self.lane, sends=self.receives, receives=self.sends, hop=(0, 2, 1)[self.hop])
 
 
 Plan = tuple[Phase, ...]
@@ -145,6 +147,7 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
         "sibling",
         sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
         receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
+        hop=1,
     )
     off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != place.card]
     other_cards = [(c, ranks) for c, ranks in topology.cards.items() if c != place.card]
@@ -154,6 +157,7 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
         receives={
             topology.server(c, place.plane): tuple(Block(rows, rank) for rows in ranks) for c, ranks in other_cards
         },
+        hop=2,
     )
     return (swap, across)
 
@@ -176,6 +180,7 @@ def split_plan(topology: Topology, rank: int) -> Plan:
         "sibling",
         sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
         receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
+        hop=1,
     )
     off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != here.card]
     servers = {topology.server(c, here.plane): topology.cards[c] for c in {p.card for p in on_node} - {here.card}}
@@ -193,13 +198,17 @@ def split_plan(topology: Topology, rank: int) -> Plan:
             for server, ranks in sorted(servers.items())
             if len(ranks) > 1
         },
+        hop=2,
     )
-    return (swap, straight, relay)
+    return (straight, swap, relay)
 
 
 def reverse(plan: Plan) -> Plan:
-    """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows."""
-    return tuple(phase.reversed() for phase in reversed(plan))
+    """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows.
+
+    What is to be passed on is posted first, what goes straight next, what is passed on last: it has to wait.
+    """
+    return tuple(sorted((phase.reversed() for phase in reversed(plan)), key=lambda phase: (1, 0, 2).index(phase.hop)))
 
 
 def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:

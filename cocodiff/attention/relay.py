@@ -51,10 +51,14 @@ class Letter:
         self.opened = True
 
 
-def relay(plan: Plan, freight: Freight, groups: Mapping[str, Group], count: Callable[[int, int], None]) -> Freight:
-    """Sends and receives all messages of the plan. Returns the old and the new blocks.
+def relay(
+    plan: Plan, freight: Freight, groups: Mapping[str, Group], count: Callable[[int, int], None],
+    land: Callable[[Block, list[Tensor]], None],
+) -> None:  # fmt: skip
+    """Sends and receives all messages of the plan.
 
     groups: of every lane that a phase names. count: called with the peer and the bytes of each message sent.
+    land: called with every block that is or comes here, the last ones while later ones still travel.
     """
     blocks, layout = dict(freight.blocks), freight.layout
     like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
@@ -81,12 +85,15 @@ def relay(plan: Plan, freight: Freight, groups: Mapping[str, Group], count: Call
         sending = _post_ahead(plan, letters, packed, groups)
     else:
         sending = [_post_phase(phase, of, packed, groups[phase.lane]) for phase, of in zip(plan, letters, strict=True)]
+    for block, parts in freight.blocks.items():
+        land(block, parts)
     for of_phase in letters:
         for letter in of_phase.values():
             letter.open(blocks)
+            for block in letter.message:
+                land(block, blocks[block])
     for pending in sending:
         pending.wait()
-    return Freight(blocks, layout)
 
 
 Packed = Callable[[int, Sequence[Block]], Tensor]

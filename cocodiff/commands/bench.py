@@ -16,6 +16,7 @@ from cocodiff.commands.terminal import say
 from cocodiff.config import Config, check_choice
 
 KINDS = {
+    "alltoall": "one exchange, beside the libraries' own and the links' bound",
     "step": "a whole denoising step of a pipeline",
     "attention": "one attention call of a stand-in model",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",

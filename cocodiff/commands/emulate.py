@@ -69,6 +69,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return run_emulated(values, topology, command, own, token)
 
 
+def emulated() -> dict[str, Any]:
+    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing."""
+    return dict(json.loads(os.environ.get(EMULATED, "{}")))
+
+
 def topology_of(values: dict[str, Any]) -> Topology:
     """Raises UserError where the machine cannot have so many nodes or ranks."""
     machine = load_machine(values["machine"])
