@@ -74,8 +74,11 @@ def relay(
         for block in message:
             if block not in blocks:
                 bringing[block].open(blocks)
-        sent = buffer(message)
-        pack([used_on_current_stream(part) for block in message for part in blocks[block]], sent)
+        parts = [used_on_current_stream(part) for block in message for part in blocks[block]]
+        sent = as_one(parts)
+        if sent is None:
+            sent = buffer(message)
+            pack(parts, sent)
         count(peer, sent.nbytes)
         return sent
 
@@ -94,6 +97,20 @@ def relay(
                 land(block, blocks[block])
     for pending in sending:
         pending.wait()
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts that lie one behind the other in memory, as most relayed ones do, as one flat tensor; else None."""
+    parts = [part for part in parts if part.numel()]  # an empty one has no place
+    if not parts:
+        return None
+    whole, end = parts[0], parts[0].data_ptr()
+    storage = whole.untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.nbytes
+    return whole.as_strided((sum(part.numel() for part in parts),), (1,))
 
 
 Packed = Callable[[int, Sequence[Block]], Tensor]
