@@ -161,6 +161,11 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
     return table
 
 
+def shipped_names(folder: str) -> list[str]:
+    """The names of the files in configs/`folder`."""
+    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
+
+
 def find_shipped(what: str, folder: str, name: str) -> Path:
     """The file of a name in configs/`folder`, or of a path that ends in .yaml. Raises UserError with the names that
     exist."""

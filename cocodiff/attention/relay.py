@@ -63,9 +63,10 @@ def relay(
     blocks, layout = dict(freight.blocks), freight.layout
     like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
     B, _, _, D = like.shape
+    rows, heads = layout.rows, layout.heads
 
     def shapes(message: Sequence[Block]) -> list[Shape]:
-        return [(B, layout.rows[b.rows], layout.heads[b.heads], D) for b in message for _ in range(copies)]
+        return [(B, rows[b.rows], heads[b.heads], D) for b in message for _ in range(copies)]
 
     def buffer(message: Sequence[Block]) -> Tensor:
         return like.new_empty(sum(math.prod(shape) for shape in shapes(message)))

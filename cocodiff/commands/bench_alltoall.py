@@ -26,6 +26,7 @@ from cocodiff.commands.bench_common import (
     with_common_options,
 )  # fmt: skip
 from cocodiff.commands.emulate import emulated
+from cocodiff.commands.one_peer import SerialTransport
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
@@ -191,15 +192,12 @@ def exchange_variant(name: str, values: Values, topology: Topology, transport: A
 
 
 def flat_serial(transport: Any) -> Variant:
-    """Flat, one peer at a time: at step s to the rank s further on, from the rank s before."""
-    group = transport.group(range(transport.size))
+    group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
-        size, rank = transport.size, transport.rank
-        blocks.received[rank].copy_(blocks.packed[rank])
-        for step in range(1, size):
-            to, source = (rank + step) % size, (rank - step) % size
-            group.send_recv([(blocks.packed[to], to)], [(blocks.received[source], source)]).wait()
+        others = [peer for peer in range(transport.size) if peer != transport.rank]
+        blocks.received[transport.rank].copy_(blocks.packed[transport.rank])
+        group.send_recv([(blocks.packed[p], p) for p in others], [(blocks.received[p], p) for p in others]).wait()
         return blocks.received
 
     return run

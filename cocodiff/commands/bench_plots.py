@@ -36,3 +36,28 @@ def plot_alltoall(measured: Rows, where: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)
     figure.savefig(path, dpi=110)
+
+
+def plot_steps(measured: Rows, path: Path) -> None:
+    """Bars of a step's time for every case: compute below, exposed communication above (CoCoDiff's Figures 1, 7, 8)."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row["case"] for row in measured))
+    figure = Figure(figsize=(9, 3.4 * len(cases)), layout="constrained")
+    for axes, case in zip(figure.subplots(len(cases), squeeze=False)[:, 0], cases, strict=True):
+        of_case = [row for row in measured if row["case"] == case]
+        names = [row["variant"].replace(" ", "\n") for row in of_case]
+        compute = [row["compute_s"] * 1e3 for row in of_case]
+        whole = [row["median_s"] * 1e3 for row in of_case]
+        axes.bar(names, compute, color="#4e79a7", label="compute (model)")
+        exposed = [w - c for w, c in zip(whole, compute, strict=True)]
+        axes.bar(names, exposed, bottom=compute, color="#f28e2b", label="communication not hidden")
+        for x, (row, top) in enumerate(zip(of_case, whole, strict=True)):
+            note = f"{row['communication_share']:.0%}"
+            if row["ratio_vs_flat_serial"]:
+                note = f"{1 / row['ratio_vs_flat_serial']:.2f}x\n{note}"
+            axes.text(x, top, note, ha="center", va="bottom", fontsize=8)
+        axes.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25))
+        axes.set_title(f"{case}\nspeed-up over flat_serial, share of communication", fontsize=9)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
