@@ -33,6 +33,7 @@ class Config:
     exchange: flat (Ulysses' all-to-all, every message straight to its rank), tapa (siblings, then planes), split
     (straight within planes; siblings relay the rest meanwhile) or auto (by size, from a measured table).
     exchange_table: for auto, a table that `cocodiff bench alltoall --tune` wrote, instead of the shipped one.
+    nic_balance: split lets blocks for other nodes take a detour where tiles share NICs unequally.
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
     selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
@@ -52,6 +53,7 @@ class Config:
 
     exchange: str = "tapa"
     exchange_table: str | None = None
+    nic_balance: bool = True
     order: str = "joint"
     selection: str = "full"
     scoring: str = "source"

@@ -140,7 +140,7 @@ class Engine:
         exchange = None
         if self.size > 1:
             table = exchange_table(config, self.topology)
-            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace, table)
+            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace, table, config.nic_balance)
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
         self.strategy = self._strategy(exchange)

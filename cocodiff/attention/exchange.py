@@ -15,7 +15,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from cocodiff.attention.choice import ExchangeTable, megabytes_per_rank
-from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks
+from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
+from cocodiff.attention.nic_balance import nic_detours
 from cocodiff.attention.relay import Freight, relay
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
@@ -36,12 +37,15 @@ class Exchange:
     """
 
     def __init__(
-        self, name: str, topology: Topology, transport: Transport, trace: Trace, table: ExchangeTable | None = None
-    ) -> None:
-        """table: for "auto", which exchange to take for which size."""
+        self, name: str, topology: Topology, transport: Transport, trace: Trace, table: ExchangeTable | None = None,
+        nic_balance: bool = True,
+    ) -> None:  # fmt: skip
+        """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes."""
         self.rank, self._topology, self._trace, self._table = transport.rank, topology, trace, table
         self._together = name in TOGETHER
         plans = {known: PLANS[known](topology, self.rank) for known in (PLANS if name == "auto" else (name,))}
+        if "split" in plans and nic_balance:
+            plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
         self._routes = {known: _routes(plan) for known, plan in plans.items()}
         self._name = next(iter(plans))
         self._lanes: dict[str, tuple[Lane, Group]] = {}

@@ -8,7 +8,7 @@ and receives, phase by phase; it can be printed and checked without any communic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -162,9 +162,10 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
     return (swap, across)
 
 
-def split_plan(topology: Topology, rank: int) -> Plan:
+def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], int] | None = None) -> Plan:
     """Split: on a node, blocks for the planes that a rank serves go straight to their owners; each sibling gets one
-    message with all blocks for its planes and relays them. Blocks for other nodes go straight.
+    message with all blocks for its planes and relays them. Blocks for other nodes go straight, but for `detours`:
+    (rows, heads) -> the rank that passes the block on.
 
     So every link carries what it carries in TAPA, but the slow ones start at once: what siblings swap travels while
     they are busy. Phases stand in the order in which their messages are posted; only the relay needs an earlier one.
@@ -185,10 +186,13 @@ def split_plan(topology: Topology, rank: int) -> Plan:
     off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != here.card]
     servers = {topology.server(c, here.plane): topology.cards[c] for c in {p.card for p in on_node} - {here.card}}
     off_node = [other.rank for other in topology.places if other.node != here.node]
+    detours = detours or {}
+    to_nodes = [other for other in off_node if (rank, other) not in detours]
+    from_nodes = [other for other in off_node if (other, rank) not in detours]
     straight = Phase(
         "plane",
-        sends={other: (Block(rank, other),) for other in off_card + off_node},
-        receives={other: (Block(other, rank),) for other in [*sorted(servers), *off_node]},
+        sends={other: (Block(rank, other),) for other in off_card + to_nodes},
+        receives={other: (Block(other, rank),) for other in [*sorted(servers), *from_nodes]},
     )
     relay = Phase(
         "plane",
@@ -200,7 +204,35 @@ def split_plan(topology: Topology, rank: int) -> Plan:
         },
         hop=2,
     )
-    return (straight, swap, relay)
+    if not detours:
+        return (straight, swap, relay)
+    out, on = detour_phases(rank, detours)
+    return (out, straight, swap, relay, on)
+
+
+def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Phase, Phase]:
+    """What a rank sends and receives for blocks that are passed on: the first hop and the second."""
+
+    def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
+        found: dict[int, tuple[Block, ...]] = {}
+        for peer, block in sorted(chosen):
+            found[peer] = (*found.get(peer, ()), block)
+        return found
+
+    every = [(Block(*pair), via) for pair, via in detours.items()]
+    out = Phase(
+        "plane",
+        sends=by_peer((via, block) for block, via in every if block.rows == rank),
+        receives=by_peer((block.rows, block) for block, via in every if via == rank),
+        hop=1,
+    )
+    on = Phase(
+        "plane",
+        sends=by_peer((block.heads, block) for block, via in every if via == rank),
+        receives=by_peer((via, block) for block, via in every if block.heads == rank),
+        hop=2,
+    )
+    return out, on
 
 
 def reverse(plan: Plan) -> Plan:
@@ -219,4 +251,4 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
     return card, [place.rank for place in topology.places if place.plane == plane]
 
 
-PLANS = {"flat": flat_plan, "tapa": tapa_plan, "split": split_plan}
+PLANS: dict[str, Callable[[Topology, int], Plan]] = {"flat": flat_plan, "tapa": tapa_plan, "split": split_plan}

@@ -33,6 +33,9 @@ def plot_alltoall(measured: Rows, where: str, path: Path) -> None:
                 if all(phase is not None for phase in phases):
                     axes.plot(sizes, [p * 1e3 for p in phases], label=label, color=colour, marker=".", linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="MB per rank", ylabel="milliseconds", title=f"all-to-all: {where}")
+    every = sorted({float(row["case"].removesuffix("MB")) for row in measured})
+    axes.set_xticks(every, [f"{size:g}" for size in every])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)
     figure.savefig(path, dpi=110)

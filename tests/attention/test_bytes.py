@@ -31,7 +31,7 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 
     def work(transport: LoopbackTransport) -> Counted:
         trace = Trace(transport.rank)
-        ours = Exchange(exchange, topology, transport, trace)
+        ours = Exchange(exchange, topology, transport, trace, nic_balance=False)
         rows, heads = layout.rows[transport.rank], sum(layout.heads)
         q_BSGD, _, _ = ours.forward([torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
         forward = trace.bytes()
