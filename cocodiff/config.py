@@ -15,7 +15,7 @@ from cocodiff.errors import UserError
 from cocodiff.topology import Device, Links, Machine
 
 T = TypeVar("T")
-EXCHANGES = ("flat", "tapa")
+EXCHANGES = ("flat", "tapa", "split", "auto")
 ORDERS = ("joint", "v_first")
 SELECTIONS = ("full", "v_major")
 SCORINGS = ("source", "card")
@@ -30,7 +30,10 @@ DEVICES = ("auto", "cpu", "xpu", "cuda")
 class Config:
     """The engine's settings.
 
-    exchange: flat (Ulysses' all-to-all, every message straight to its rank) or tapa (siblings, then planes).
+    exchange: flat (Ulysses' all-to-all, every message straight to its rank), tapa (siblings, then planes), split
+    (straight within planes; siblings relay the rest meanwhile) or auto (by size, from a measured table).
+    exchange_table: for auto, a table that `cocodiff bench alltoall --tune` wrote, instead of the shipped one.
+    nic_balance: split lets blocks for other nodes take a detour where tiles share NICs unequally.
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
     selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
@@ -49,6 +52,8 @@ class Config:
     """
 
     exchange: str = "tapa"
+    exchange_table: str | None = None
+    nic_balance: bool = True
     order: str = "joint"
     selection: str = "full"
     scoring: str = "source"
@@ -128,6 +133,39 @@ def load_machine(name: str) -> Machine:
         return from_mapping(Machine, data, path.name)
     except TypeError as error:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
+
+
+def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
+    """Rows (up to so many MB per rank, exchange) of a machine's table for so many nodes, the last without limit.
+
+    The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or something else in it.
+    """
+    file = Path(path) if path is not None else _shipped("exchange") / "auto.yaml"
+    known = read_yaml(file)
+    remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
+    try:
+        rows = known.get(machine, {}).get(nodes)
+        if rows is None:
+            there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
+            raise UserError(
+                f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
+                f"{remedy}"
+            )
+        table = [(float("inf") if limit is None else float(limit), str(name)) for limit, name in rows]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
+        ) from error
+    for _, name in table:
+        check_choice(f"exchange in {file.name}", name, [known for known in EXCHANGES if known != "auto"])
+    if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != float("inf"):
+        raise UserError(f"{file}: rows of {machine} on {nodes} node(s) must ascend and end with no limit (null)")
+    return table
+
+
+def shipped_names(folder: str) -> list[str]:
+    """The names of the files in configs/`folder`."""
+    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
 
 
 def find_shipped(what: str, folder: str, name: str) -> Path:

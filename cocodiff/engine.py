@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cocodiff.attention.choice import ExchangeTable
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.selection import Schedule
@@ -25,7 +26,7 @@ from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_machine
+from cocodiff.config import Config, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
@@ -138,7 +139,8 @@ class Engine:
         self._sized: set[Load] = set()
         exchange = None
         if self.size > 1:
-            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace)
+            table = exchange_table(config, self.topology)
+            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace, table, config.nic_balance)
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
         self.strategy = self._strategy(exchange)
@@ -259,6 +261,14 @@ class Engine:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
         if isinstance(self.strategy, VMajor):
             self.strategy.drift.clear()
+
+
+def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
+    """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    if config.exchange != "auto":
+        return None
+    rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
+    return ExchangeTable(tuple(rows))
 
 
 def _check_not_compiled(model: nn.Module) -> None:

@@ -18,12 +18,24 @@ from cocodiff.errors import UserError
 
 @dataclass(frozen=True)
 class Links:
-    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node."""
+    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node.
+
+    nic_of: the NIC of every tile of a node; default: in turns.
+    """
 
     sibling_gb_s: float = 10.0
     plane_gb_s: float = 10.0
     nic_gb_s: float = 10.0
     nics: int = 1
+    nic_of: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nic_of", tuple(self.nic_of))
+        if self.nics < 1 or any(not 0 <= nic < self.nics for nic in self.nic_of):
+            raise UserError(f"links: nics {self.nics}, nic_of {list(self.nic_of)}: number the NICs of a node from 0")
+        for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,11 @@ class Machine:
         if self.tiles < 1 or (self.cards is not None and self.cards < 1):
             raise UserError(f"machine {self.name}: {self.cards} cards of {self.tiles} tiles: both must be at least 1")
         whole_node = None if self.cards is None else self.cards * self.tiles
+        if self.links.nic_of and len(self.links.nic_of) != whole_node:
+            raise UserError(
+                f"machine {self.name}: nic_of names the NICs of {len(self.links.nic_of)} tiles: give one for each of "
+                f"the {whole_node or 'tiles of a node of fixed size'}"
+            )
         if len(self.planes) not in (self.tiles, whole_node):
             raise UserError(
                 f"machine {self.name}: {len(self.planes)} plane entries; give one for each of the {self.tiles} tiles "
@@ -162,6 +179,15 @@ class Topology:
         """The rank that carries `plane`'s traffic of `card`: the tile of that plane, else the card's lowest rank."""
         ranks = self.cards[card]
         return next((rank for rank in ranks if self.places[rank].plane == plane), ranks[0])
+
+    @cached_property
+    def nics(self) -> tuple[int, ...]:
+        """The NIC of every rank, counted on its node."""
+        links, first = self.machine.links, dict[int, int]()
+        for place in self.places:
+            first.setdefault(place.node, place.rank)
+        local = [place.rank - first[place.node] for place in self.places]
+        return tuple(links.nic_of[tile] if links.nic_of else tile % links.nics for tile in local)
 
     def link_class(self, sender: int, receiver: int) -> str | None:
         """The class of the link between two ranks, by its endpoints; None for a rank and itself."""

@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "cocodiff.attention": (
         "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
     ),
+    "cocodiff.links": ("cocodiff.topology",),
+    "cocodiff.emulation": ("cocodiff.topology", "cocodiff.links", "cocodiff.comm.launch"),
     "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout"),
     "cocodiff.models": ("cocodiff.attention.strategy",),
     "cocodiff.decoding": ("cocodiff.comm.transport",),

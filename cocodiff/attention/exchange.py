@@ -1,8 +1,8 @@
-"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA).
+"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA, split).
 
-One executor runs every plan. Each phase packs its messages, posts all receives before all sends and waits, on the
-lane of its link group; nothing in it knows which exchange it is. A block travels through intermediate ranks unchanged,
-so the result has the same bits whatever the route.
+TAPA goes phase by phase: each packs its messages, posts all receives before all sends and waits, on the lane of its
+link group. The others run their phases together (`relay.py`), on one lane. Nothing here knows who owns what: a block
+travels through intermediate ranks unchanged, so the result has the same bits whatever the route.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks
+from cocodiff.attention.choice import ExchangeTable, megabytes_per_rank
+from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
+from cocodiff.attention.nic_balance import nic_detours
+from cocodiff.attention.relay import Freight, relay
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import pack, unpack
@@ -22,14 +25,9 @@ from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 R = TypeVar("R")
-Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
-
-
-class Freight(NamedTuple):
-    """What a rank holds between two phases: the blocks that pass through it, and the layout that tells their shapes."""
-
-    blocks: Blocks
-    layout: Layout
+Land = Callable[[Block, list[Tensor]], None]  # puts a block in its place of the result, where it belongs there
+Assemble = Callable[[Freight], tuple[R, Land]]  # makes the empty result
+TOGETHER = ("flat", "split", "auto")  # exchanges whose phases run at once, each message as soon as its blocks are here
 
 
 class Exchange:
@@ -38,17 +36,23 @@ class Exchange:
     Tensors given together travel together: q, k and v in one message to each peer.
     """
 
-    def __init__(self, name: str, topology: Topology, transport: Transport, trace: Trace) -> None:
-        self.rank, self._topology, self._trace = transport.rank, topology, trace
-        self._plan = plan = PLANS[name](topology, self.rank)
-        self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
-        self._back: Plan = reverse(self._forward)
+    def __init__(
+        self, name: str, topology: Topology, transport: Transport, trace: Trace, table: ExchangeTable | None = None,
+        nic_balance: bool = True,
+    ) -> None:  # fmt: skip
+        """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes."""
+        self.rank, self._topology, self._trace, self._table = transport.rank, topology, trace, table
+        self._together = name in TOGETHER
+        plans = {known: PLANS[known](topology, self.rank) for known in (PLANS if name == "auto" else (name,))}
+        if "split" in plans and nic_balance:
+            plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
+        self._routes = {known: _routes(plan) for known, plan in plans.items()}
+        self._name = next(iter(plans))
         self._lanes: dict[str, tuple[Lane, Group]] = {}
-        for phase in plan:  # every rank makes a group here, also one without a part in the phase or a sibling
-            members = (
-                topology.cards[topology.places[self.rank].card] if phase.lane == "sibling" else range(topology.size)
-            )
-            self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
+        # every rank makes a group here, also one without a part in the phase or a sibling
+        for name in dict.fromkeys(phase.lane for plan in plans.values() for phase in plan):
+            members = topology.cards[topology.places[self.rank].card] if name == "sibling" else range(topology.size)
+            self._lanes[name] = (transport.lane(name), transport.group(members))
 
     def forward(
         self,
@@ -87,18 +91,21 @@ class Exchange:
                 layout,
             )
 
-        def assemble(freight: Freight) -> list[Tensor]:
+        def assemble(freight: Freight) -> tuple[list[Tensor], Land]:
             blocks, layout = freight
-            first = blocks[Block(self.rank, self.rank)]
+            first, where = blocks[Block(self.rank, self.rank)], layout.row_slices
             shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
             received_BSGD = [x.new_empty(shape) for x in first]
-            for peer, rows in enumerate(layout.row_slices):
-                for whole, part in zip(received_BSGD, blocks[Block(peer, self.rank)], strict=True):
-                    whole[:, rows] = part
-            return received_BSGD
 
-        plan = self._forward if after_first is None else self._plan
-        return self._route(plan, own_blocks, assemble, (name, layer), after_first, soon)
+            def land(block: Block, parts: list[Tensor]) -> None:
+                if block.heads == self.rank:
+                    for whole, part in zip(received_BSGD, parts, strict=True):
+                        whole[:, where[block.rows]] = part
+
+            return received_BSGD, land
+
+        way = "forward" if after_first is None else "both phases"
+        return self._route(way, own_blocks, assemble, (name, layer), after_first, soon)
 
     def link_class(self, peer: int) -> str | None:
         """The class of the link to a peer; None for this rank itself."""
@@ -125,17 +132,21 @@ class Exchange:
             blocks = {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
             return Freight(blocks, layout)
 
-        def assemble(freight: Freight) -> Tensor:
+        def assemble(freight: Freight) -> tuple[Tensor, Land]:
             B, _, _, D = out_BSGD.shape
+            where = layout.head_slices
             out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
-            for peer, heads in enumerate(layout.head_slices):
-                out_BLHD[:, :, heads] = freight.blocks[Block(self.rank, peer)][0]
-            return out_BLHD
 
-        return self._route(self._back, own_blocks, assemble, (name, layer), soon=True)
+            def land(block: Block, parts: list[Tensor]) -> None:
+                if block.rows == self.rank:
+                    out_BLHD[:, :, where[block.heads]] = parts[0]
+
+            return out_BLHD, land
+
+        return self._route("back", own_blocks, assemble, (name, layer), soon=True)
 
     def _route(
-        self, plan: Plan, freight: Callable[[], Freight], assemble: Callable[[Freight], R], about: tuple[str, str],
+        self, way: str, freight: Callable[[], Freight], assemble: Assemble[R], about: tuple[str, str],
         after_first: Callable[[Freight], Freight] | None = None, soon: bool = False,
     ) -> LanePending[R]:  # fmt: skip
         """Submits every phase to its lane; the lane of a later phase waits for the phase before it.
@@ -143,11 +154,29 @@ class Exchange:
         about: what travels, and for which kind of layer; for the trace.
         """
         submit = Lane.submit_and_wait_soon if soon else Lane.submit
+        if self._together:
+            return submit(self._lanes["plane"][0], lambda: self._take_all(way, about, freight(), assemble))
+        plan = self._routes[self._name][way]
         *early, final = [partial(self._take_phase, phase, about) for phase in plan]
         for phase, take in zip(plan, early, strict=False):
             freight = submit(self._lanes[phase.lane][0], partial(take, freight)).wait
         before_last = freight if after_first is None else partial(_change, after_first, freight)
-        return submit(self._lanes[plan[-1].lane][0], lambda: assemble(final(before_last)))
+        return submit(self._lanes[plan[-1].lane][0], lambda: _assembled(assemble, final(before_last)))
+
+    def _take_all(self, way: str, about: tuple[str, str], freight: Freight, assemble: Assemble[R]) -> R:
+        """Runs on the plane lane: all phases together, of the exchange that the table has for this size."""
+        name = self._name
+        if self._table is not None:
+            some = next(iter(freight.blocks.values()))
+            B, _, _, D = some[0].shape
+            cell = B * D * some[0].element_size() * len(some)
+            name = self._table.choose(megabytes_per_rank(freight.layout, cell))
+        plan = self._routes[name][way]
+        groups = {name: group for name, (_, group) in self._lanes.items()}
+        with self._trace.span(f"{about[0]} plane", "plane", about[1]):
+            whole, land = assemble(freight)
+            relay(plan, freight, groups, lambda peer, sent: self._trace.count(self.link_class(peer), sent), land)
+            return whole
 
     def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
         """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""
@@ -179,6 +208,19 @@ class Exchange:
                 parts = iter(unpack(receives[peer], shapes(message)))
                 blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
         return Freight(blocks, layout)
+
+
+def _assembled(assemble: Assemble[R], freight: Freight) -> R:
+    whole, land = assemble(freight)
+    for block, parts in freight.blocks.items():
+        land(block, parts)
+    return whole
+
+
+def _routes(plan: Plan) -> dict[str, Plan]:
+    """The plan with all its phases, and both ways through those that have messages for this rank."""
+    forward = tuple(phase for phase in plan if phase.sends or phase.receives)
+    return {"both phases": plan, "forward": forward, "back": reverse(forward)}
 
 
 def _change(change: Callable[[Freight], Freight], earlier: Callable[[], Freight]) -> Freight:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.exchange import Exchange, Freight
+from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Block, Layout, slices
+from cocodiff.attention.relay import Freight
 from cocodiff.attention.selection import Schedule, Selection, card_tokens, l1_score, quiet_tokens, stable_tokens
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Ulysses, joint

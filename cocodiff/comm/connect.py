@@ -106,7 +106,7 @@ def _initialise_over_mpi(backend: str, device: torch.device) -> None:
     one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == world.Get_size()
     if one_host and device.type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    host = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", socket.gethostname())
+    host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = world.bcast(probe.getsockname()[1])
@@ -121,7 +121,8 @@ def _open_watch(transport: Transport, launch: Launch, settings: dict[str, str], 
     listener, word = None, None
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=size)
-        word = (socket.gethostname(), listener.getsockname()[1], secrets.token_hex(8))
+        # Where rank 0 can be reached the launcher knows best; hosts of one name may not share a loopback.
+        word = (os.environ.get("MASTER_ADDR") or socket.gethostname(), listener.getsockname()[1], secrets.token_hex(8))
     hub, port, key = transport.broadcast_object(word)
     host = "127.0.0.1" if hub == socket.gethostname() else hub
     return Watch.open(rank, size, listener or (host, port), key, settings, timeout_s)

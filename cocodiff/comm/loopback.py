@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -53,18 +54,38 @@ class LoopbackWorld:
                     raise PeerLost(peer, f"sent nothing for {self.timeout_s:g} s") from None
 
 
-class _Receipts:
-    def __init__(self, world: LoopbackWorld, receipts: list[tuple[Tensor, int, queue.SimpleQueue[Any]]]) -> None:
-        self._world, self._receipts = world, receipts
+class _Inbox:
+    """Receives of one rank from one peer, in the order in which they were posted: letters are theirs in that order,
+    whichever is waited for first."""
 
-    def wait(self) -> None:
-        for tensor, peer, mailbox in self._receipts:
-            letter = self._world.take(mailbox, peer)
+    def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
+        self._world, self._peer, self._mailbox = world, peer, mailbox
+        self._posted: deque[Tensor] = deque()
+        self._numbers = count()
+        self._delivered = 0
+
+    def post(self, tensor: Tensor) -> int:
+        self._posted.append(tensor)
+        return next(self._numbers)
+
+    def wait(self, number: int) -> None:
+        while self._delivered <= number:
+            letter, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
             if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
                 raise ValueError(
-                    f"rank {peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited"
+                    f"rank {self._peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited"
                 )
             tensor.copy_(letter)
+            self._delivered += 1
+
+
+class _Receipts:
+    def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
+        self._receipts = receipts
+
+    def wait(self) -> None:
+        for inbox, number in self._receipts:
+            inbox.wait(number)
         self._receipts = []
 
 
@@ -72,25 +93,21 @@ class LoopbackGroup(PeerGroup):
     def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], rank: int) -> None:
         self._world, self._context = world, context
         self.ranks, self.index = ranks, ranks.index(rank)
+        self._inboxes = [_Inbox(world, ranks[p], world.mailbox(context, p, self.index)) for p in range(len(ranks))]
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         for tensor, peer in sends:
             if tensor.numel():
                 self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
         return _Receipts(
-            self._world,
-            [
-                (tensor, self.ranks[peer], self._world.mailbox(self._context, peer, self.index))
-                for tensor, peer in recvs
-                if tensor.numel()
-            ],
+            [(self._inboxes[peer], self._inboxes[peer].post(tensor)) for tensor, peer in recvs if tensor.numel()]
         )
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         self.all_gather(tensor, parts).wait()
         tensor.copy_(torch.stack(parts).sum(0))
-        return _Receipts(self._world, [])
+        return _Receipts([])
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1)).wait()

@@ -34,6 +34,7 @@ class TorchDistGroup(PeerGroup):
         self._process_group = process_group
         self._on_cpu = device.type == "cpu"
         self.ranks, self.index = ranks, ranks.index(rank)
+        self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]

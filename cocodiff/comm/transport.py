@@ -44,10 +44,14 @@ class Group(Protocol):
 
     Tensors are contiguous and stay untouched by the caller until `wait`. Sizes may be uneven; a size of 0 is posted by
     neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
+
+    receives_ahead: a receive may be posted in an earlier call than its peer's send, or in a call without sends. Where
+    not, both sides list a message in calls of the same number.
     """
 
     ranks: tuple[int, ...]
     index: int
+    receives_ahead: bool
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
         """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied."""
@@ -128,6 +132,7 @@ class PeerGroup(ABC):
 
     ranks: tuple[int, ...]
     index: int
+    receives_ahead = True
 
     @abstractmethod
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.bench_common import Benchmark, machine_settings
@@ -13,13 +14,28 @@ from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.session import settle
 from cocodiff.commands.terminal import say
-from cocodiff.config import Config, check_choice
+from cocodiff.config import Config, check_choice, shipped_names
 
 KINDS = {
-    "step": "a whole denoising step of a pipeline",
+    "alltoall": "one exchange, beside the libraries' own and the links' bound",
+    "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
     "attention": "one attention call of a stand-in model",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
+
+
+def module_of(words: Sequence[str]) -> str:
+    """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone."""
+    if words[0] == "step" and named_shape(words) is not None:
+        return "bench_model_step"
+    return f"bench_{words[0]}"
+
+
+def named_shape(words: Sequence[str]) -> str | None:
+    """The name in configs/models that `--model` has among the words, if it is one."""
+    given = [b for a, b in pairwise(words) if a == "--model"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
+    return next((name for name in given if name in shipped_names("models")), None)
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
@@ -31,7 +47,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         )
         return 0
     check_choice("benchmark", words[0], KINDS)
-    benchmark: Benchmark = import_module(f"cocodiff.commands.bench_{words[0]}").BENCHMARK
+    benchmark: Benchmark = import_module(f"cocodiff.commands.{module_of(words)}").BENCHMARK
     values = parse(f"bench {words[0]}", benchmark.about, benchmark.options, words[1:])
     settle(values, launch)
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size

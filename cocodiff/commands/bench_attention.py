@@ -53,7 +53,7 @@ JOINT, IMAGE = (
 )  # kinds of layer: image and text tokens; image tokens alone, as SD3.5's second attention
 LOCAL = ("wait", "real")
 OPTIONS = with_common_options(
-    Option("exchange", "exchanges to measure", list(EXCHANGES), many=True),
+    Option("exchange", "exchanges to measure", [name for name in EXCHANGES if name != "auto"], many=True),
     Option("order", "orders to measure", list(ORDERS), many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
     Option("text_tokens", "text tokens of all ranks", 77, type=int),
@@ -100,10 +100,10 @@ class Variant:
     def __init__(self, config: Config, topology: Topology, transport: Any, local: str) -> None:
         from cocodiff.attention.exchange import Exchange
         from cocodiff.attention.ulysses import Ulysses
-        from cocodiff.engine import ORDERS
+        from cocodiff.engine import ORDERS, exchange_table
 
         self.trace = Trace(transport.rank)
-        self.exchange = Exchange(config.exchange, topology, transport, self.trace)
+        self.exchange = Exchange(config.exchange, topology, transport, self.trace, exchange_table(config, topology))
         attention = waiting_attention if local == "wait" else None
         self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], attention)
         self.outputs: dict[str, Tensor] = {}

@@ -142,7 +142,7 @@ def our_configs(values: Values) -> dict[str, Config]:
     return {
         exchange if order == "joint" else f"{exchange} {order}":
         Config(exchange=exchange, order=order, **machine_settings(values))
-        for exchange in EXCHANGES for order in ORDERS
+        for exchange in EXCHANGES if exchange != "auto" for order in ORDERS
     }  # fmt: skip
 
 

@@ -54,6 +54,23 @@ class Formulas:
         off_card = [j for j in self.ranks if self.places[j].plane in self.K[i] and self.places[j].card != card]
         return [("sibling", swap)] + [(self.link(i, j), self.S[card] * self.h[j]) for j in off_card]
 
+    def split_forward(self, i: int) -> list[tuple[str, int]]:
+        node, card = self.places[i].node, self.places[i].card
+        here = {j for j in self.ranks if self.places[j].node == node}
+        swap = self.L[i] * sum(self.h[j] for j in here if self.places[j].plane not in self.K[i])
+        off_card = [j for j in here if self.places[j].plane in self.K[i] and self.places[j].card != card]
+        on_node = [("sibling", swap)] + [(self.link(i, j), self.S[card] * self.h[j]) for j in off_card]
+        return on_node + [("node", self.L[i] * self.h[j]) for j in self.ranks if j not in here]
+
+    def split_back(self, i: int) -> list[tuple[str, int]]:
+        node, card, plane = self.places[i].node, self.places[i].card, self.places[i].plane
+        here = {j for j in self.ranks if self.places[j].node == node}
+        cards = {self.places[j].card for j in here}
+        across = [(self.link(i, self.server(c, plane)), self.h[i] * self.S[c]) for c in cards if c != card]
+        served = sum(self.h[j] for j in here if self.places[j].plane in self.K[i])
+        off_node = [("node", self.h[i] * self.L[j]) for j in self.ranks if j not in here]
+        return [*across, ("sibling", (self.S[card] - self.L[i]) * served), *off_node]
+
     def tapa_back(self, i: int) -> list[tuple[str, int]]:
         card, plane = self.places[i].card, self.places[i].plane
         across = [(self.link(i, self.server(c, plane)), self.h[i] * self.S[c]) for c in self.cards if c != card]

@@ -31,7 +31,7 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 
     def work(transport: LoopbackTransport) -> Counted:
         trace = Trace(transport.rank)
-        ours = Exchange(exchange, topology, transport, trace)
+        ours = Exchange(exchange, topology, transport, trace, nic_balance=False)
         rows, heads = layout.rows[transport.rank], sum(layout.heads)
         q_BSGD, _, _ = ours.forward([torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
         forward = trace.bytes()
@@ -43,7 +43,7 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
     topology, image, text, heads = WORLDS[world]
@@ -65,6 +65,7 @@ def test_even_case_on_aurora(nodes):
     expected = {
         "flat": {"sibling": c, "plane": 5 * c, "cross_plane": 5 * c, "node": node},
         "tapa": {"sibling": 6 * nodes * c, "plane": 10 * c, "cross_plane": 0, "node": node},
+        "split": {"sibling": 6 * c, "plane": 10 * c, "cross_plane": 0, "node": node},
     }
     for exchange, of_each_rank in expected.items():
         for forward, back in counted_bytes(exchange, topology, layout, torch.float32):

@@ -8,7 +8,7 @@ from worlds import topologies, topology_of
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
-from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -34,19 +34,19 @@ def check_exchange(
     run_ranks(topology.size, work, timeout_s=60.0)
 
 
-@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 12])
 def test_uneven_tokens_and_heads(size, exchange):
     check_exchange(exchange, topology_of("local", size), size + 8, 3, 2 * size + 1, 3, torch.float32)
 
 
-@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 @pytest.mark.parametrize("machine", ["aurora", "local-6x2"])
 def test_two_nodes_in_bf16(machine, exchange):
     check_exchange(exchange, topology_of(machine, 24), 37, 5, 38, 3, torch.bfloat16)
 
 
-@given(data=st.data(), exchange=st.sampled_from(("flat", "tapa")), topology=topologies(largest=7))
+@given(data=st.data(), exchange=st.sampled_from(("flat", "tapa", "split")), topology=topologies(largest=7))
 @settings(max_examples=25, deadline=None)
 def test_any_tokens_and_heads(data, exchange, topology):
     if topology.size == 1:
@@ -58,7 +58,7 @@ def test_any_tokens_and_heads(data, exchange, topology):
     check_exchange(exchange, topology, image, text, heads, data.draw(st.integers(1, 4)), dtype, B=1)
 
 
-@pytest.mark.parametrize("exchange", ["flat", "tapa"])
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 def test_calls_under_way_together_do_not_mix(exchange):
     topology = topology_of("local", 4)
     layout = Layout.build(topology, 10, 3, 6)
@@ -73,6 +73,13 @@ def test_calls_under_way_together_do_not_mix(exchange):
             assert torch.equal(x_BSGD, torch.full((1, 13, layout.heads[transport.rank], 2), float(n)))
 
     run_ranks(topology.size, work, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("topology", [topology_of("local", 7), topology_of("aurora", 24)], ids=["ragged", "two nodes"])
+def test_split_where_receives_cannot_be_posted_ahead(topology, monkeypatch):
+    """Device backends match the sends and receives of one call."""
+    monkeypatch.setattr(LoopbackGroup, "receives_ahead", False)
+    check_exchange("split", topology, 41, 7, 26, 2, torch.float32)
 
 
 def test_non_contiguous_parts_are_packed():

@@ -88,6 +88,19 @@ def test_tapa_keeps_to_siblings_then_planes(topology):
             assert "cross_plane" not in links
 
 
+@given(topology=topologies())
+@MODEST
+def test_split_uses_the_links_of_tapa_with_one_message_to_a_sibling(topology):
+    for rank, (straight, swap, relay) in enumerate(all_plans("split", topology)):
+        assert set(swap.sends) == set(topology.siblings(rank))
+        on_node = {p: b for p, b in straight.sends.items() if topology.link_class(rank, p) != "node"}
+        assert all(message == (Block(rank, peer),) for peer, message in straight.sends.items())
+        assert {block.rows for message in relay.sends.values() for block in message} <= set(topology.siblings(rank))
+        for peer in (*on_node, *relay.sends):
+            assert topology.link_class(rank, peer) == "plane" or not is_full(topology)
+            assert topology.link_class(rank, peer) != "sibling"
+
+
 def test_flat_sends_each_block_straight_to_its_owner():
     (phase,) = PLANS["flat"](topology_of("local", 3), 1)
     assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}

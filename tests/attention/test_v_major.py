@@ -125,7 +125,8 @@ def test_equals_one_process(schedule, scoring, reference, order):
     heads=st.integers(12, 15), batch=st.integers(1, 2), text_first=st.booleans(),
     schedule=st.sampled_from(sorted(SCHEDULES)),
     scoring=st.sampled_from(("source", "card")), reference=st.sampled_from(("prev", "sent")),
-    order=st.sampled_from((joint, v_first)), exchange=st.sampled_from(("flat", "tapa")), steps=st.sampled_from((6, 20)),
+    order=st.sampled_from((joint, v_first)), exchange=st.sampled_from(("flat", "tapa", "split")),
+    steps=st.sampled_from((6, 20)),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process_anywhere(

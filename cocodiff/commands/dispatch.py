@@ -1,0 +1,37 @@
+"""Finds a subcommand, hands it its options, turns a user's mistake into one line and exit 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from cocodiff.comm.launch import Launch
+from cocodiff.config import check_choice
+from cocodiff.errors import UserError
+
+COMMANDS = {
+    "inpaint": "restore masked regions of slices",
+    "generate": "make images from text",
+    "sweep": "a grid of settings over slices: quality against bytes and speed",
+    "bench": "measure: bench alltoall, bench attention, bench step, bench peers",
+    "trace": "what a run's trace tells: trace summary",
+    "plan": "what a run would take: plan --memory",
+    "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
+}
+
+
+def run_command(words: Sequence[str], launch: Launch) -> int:
+    """The exit code of a subcommand and its options."""
+    try:
+        check_choice("subcommand", words[0], COMMANDS)
+        command = import_module(f"cocodiff.commands.{words[0]}")
+        return int(command.start(words[1:], launch))
+    except UserError as error:
+        if launch.speaks:
+            print(f"cocodiff: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if launch.speaks:
+            print("cocodiff: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,29 @@
+"""`python -m cocodiff.emulation.enter PROGRAM...`: a rank of an MPI launcher goes to its tile and becomes the program.
+
+The launcher starts all ranks alike; which tile is a rank's own it learns from the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cocodiff.comm.launch import detect
+from cocodiff.emulation.namespaces import enter_path
+from cocodiff.emulation.processes import die_with_parent
+
+TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by rank
+
+
+def main(words: Sequence[str]) -> None:
+    rank = detect().rank
+    if rank is None:
+        raise SystemExit("cocodiff: the MPI launcher does not say which rank this is")
+    die_with_parent(os.getppid())
+    enter_path(os.environ[TILES].split(":")[rank])
+    os.execvp(words[0], list(words))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

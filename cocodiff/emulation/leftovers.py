@@ -1,0 +1,64 @@
+"""Which emulations run, and what is left of those that were killed: only processes, for namespaces go with them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+TOKEN = "COCODIFF_EMULATION"  # in the environment of every program started in an emulation
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"cocodiff-emulations-{os.geteuid()}"
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[str]:
+    """The token of a new emulation, on record for as long as this process lives. First ends what others left."""
+    folder = _folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    end_leftovers()
+    token = secrets.token_hex(8)
+    path = folder / token
+    with path.open("w") as record:
+        fcntl.flock(record, fcntl.LOCK_EX)
+        os.set_inheritable(record.fileno(), False)
+        try:
+            yield token
+        finally:
+            path.unlink()
+
+
+def end_leftovers() -> int:
+    """Kills the processes of emulations whose own process is gone; returns how many."""
+    ended = 0
+    for path in _folder().iterdir() if _folder().exists() else []:
+        with contextlib.suppress(FileNotFoundError), path.open("r+") as record:
+            try:
+                fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # it runs
+            ended += kill_all(path.name, ())
+            path.unlink(missing_ok=True)
+    return ended
+
+
+def kill_all(token: str, namespaces: Collection[int]) -> int:
+    """Kills every process that was started with the token, or is in one of the namespaces (inodes). Not this one."""
+    mark, inside = f"{TOKEN}={token}".encode(), {f"net:[{inode}]" for inode in namespaces}
+    killed = 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it may end while we look
+            own = str((entry / "ns" / "net").readlink()) in inside
+            if own or mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed += 1
+    return killed
