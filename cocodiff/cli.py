@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": "a grid of settings over slices: quality against bytes and speed",
     "bench": "measure: bench step, bench attention",
     "trace": "what a run's trace tells: trace summary",
+    "kernels": "the SYCL kernels: kernels build",
     "plan": "what a run would take: plan --memory",
 }
 

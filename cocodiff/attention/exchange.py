@@ -8,21 +8,22 @@ so the result has the same bits whatever the route.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels import pack, unpack
+from cocodiff.kernels import Kernels, Rows, views
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 R = TypeVar("R")
-Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
+Travelling = Tensor | Rows  # [B, L, H, D], or rows chosen of it
+Blocks = dict[Block, list[Travelling]]  # a block of each tensor that travels together, [B, rows, heads, D]
 
 
 class Freight(NamedTuple):
@@ -38,8 +39,12 @@ class Exchange:
     Tensors given together travel together: q, k and v in one message to each peer.
     """
 
-    def __init__(self, name: str, topology: Topology, transport: Transport, trace: Trace) -> None:
+    def __init__(
+        self, name: str, topology: Topology, transport: Transport, trace: Trace, kernels: Kernels | None = None
+    ) -> None:
+        """kernels: what packs and unpacks; by default whatever suits the device, noted in the trace."""
         self.rank, self._topology, self._trace = transport.rank, topology, trace
+        self.kernels = kernels or Kernels(note=trace.note_kernel)
         self._plan = plan = PLANS[name](topology, self.rank)
         self._forward: Plan = tuple(phase for phase in plan if phase.sends or phase.receives)
         self._back: Plan = reverse(self._forward)
@@ -51,14 +56,14 @@ class Exchange:
             self._lanes[phase.lane] = (transport.lane(phase.lane), transport.group(members))
 
     def forward(
-        self, tensors_BLHD: Sequence[Tensor], layout: Layout, name: str = "qkv", layer: str = ""
+        self, tensors_BLHD: Sequence[Travelling], layout: Layout, name: str = "qkv", layer: str = ""
     ) -> LanePending[list[Tensor]]:
         """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D]."""
         return self.forward_when(lambda: (tensors_BLHD, layout), name, layer)
 
     def forward_when(
         self,
-        ready: Callable[[], tuple[Sequence[Tensor], Layout]],
+        ready: Callable[[], tuple[Sequence[Travelling], Layout]],
         name: str,
         layer: str,
         after_first: Callable[[Freight], Freight] | None = None,
@@ -72,7 +77,7 @@ class Exchange:
             tensors_BLHD, layout = ready()
             return Freight(
                 {
-                    Block(self.rank, peer): [x[:, :, heads] for x in tensors_BLHD]
+                    Block(self.rank, peer): [_of_heads(x, heads) for x in tensors_BLHD]
                     for peer, heads in enumerate(layout.head_slices)
                 },
                 layout,
@@ -83,9 +88,12 @@ class Exchange:
             first = blocks[Block(self.rank, self.rank)]
             shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
             received_BSGD = [x.new_empty(shape) for x in first]
+            parts: list[Travelling] = []
+            places = []
             for peer, rows in enumerate(layout.row_slices):
-                for whole, part in zip(received_BSGD, blocks[Block(peer, self.rank)], strict=True):
-                    whole[:, rows] = part
+                parts += blocks[Block(peer, self.rank)]
+                places += [whole[:, rows] for whole in received_BSGD]
+            self.kernels.unpack(parts, places)
             return received_BSGD
 
         plan = self._forward if after_first is None else self._plan
@@ -112,14 +120,16 @@ class Exchange:
         """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]."""
 
         def own_blocks() -> Freight:
-            blocks = {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
+            blocks: Blocks = {
+                Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)
+            }
             return Freight(blocks, layout)
 
         def assemble(freight: Freight) -> Tensor:
             B, _, _, D = out_BSGD.shape
             out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
-            for peer, heads in enumerate(layout.head_slices):
-                out_BLHD[:, :, heads] = freight.blocks[Block(self.rank, peer)][0]
+            parts = [freight.blocks[Block(self.rank, peer)][0] for peer in range(len(layout.heads))]
+            self.kernels.unpack(parts, [out_BLHD[:, :, heads] for heads in layout.head_slices])
             return out_BLHD
 
         return self._route(self._back, own_blocks, assemble, (name, layer))
@@ -156,18 +166,32 @@ class Exchange:
 
             receives = {peer: buffer(message) for peer, message in phase.receives.items()}
             sends = {peer: buffer(message) for peer, message in phase.sends.items()}
-            for peer, message in phase.sends.items():
-                pack([used_on_current_stream(part) for b in message for part in blocks[b]], sends[peer])
-                self._trace.count(self._topology.link_class(self.rank, peer), sends[peer].nbytes)
+            self._pack([[part for b in message for part in blocks[b]] for message in phase.sends.values()], sends)
+            for peer, sent in sends.items():
+                self._trace.count(self._topology.link_class(self.rank, peer), sent.nbytes)
             index = group.ranks.index
             group.send_recv(
                 [(sent, index(peer)) for peer, sent in sends.items()],
                 [(received, index(peer)) for peer, received in receives.items()],
             ).wait()
             for peer, message in phase.receives.items():
-                parts = iter(unpack(receives[peer], shapes(message)))
+                parts = iter(views(receives[peer], shapes(message)))
                 blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
         return Freight(blocks, layout)
+
+    def _pack(self, messages: Sequence[Sequence[Travelling]], sends: Mapping[int, Tensor]) -> None:
+        """All messages of a phase, in one launch."""
+        pieces = [piece for message in messages for piece in message]
+        for piece in pieces:
+            used_on_current_stream(piece.source_RHD if isinstance(piece, Rows) else piece)
+        if any(isinstance(piece, Rows) for piece in pieces):
+            self.kernels.gather_pack(messages, list(sends.values()))
+        elif sends:
+            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), list(sends.values()))
+
+
+def _of_heads(x_BLHD: Travelling, heads: slice) -> Travelling:
+    return x_BLHD.heads(heads) if isinstance(x_BLHD, Rows) else x_BLHD[:, :, heads]
 
 
 def _change(change: Callable[[Freight], Freight], earlier: Callable[[], Freight]) -> Freight:

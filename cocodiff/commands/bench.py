@@ -18,6 +18,7 @@ from cocodiff.config import Config, check_choice
 KINDS = {
     "step": "a whole denoising step of a pipeline",
     "attention": "one attention call of a stand-in model",
+    "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
 

@@ -101,9 +101,12 @@ class Variant:
         from cocodiff.attention.exchange import Exchange
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.engine import ORDERS
+        from cocodiff.kernels import Kernels
 
         self.trace = Trace(transport.rank)
-        self.exchange = Exchange(config.exchange, topology, transport, self.trace)
+        self.exchange = Exchange(
+            config.exchange, topology, transport, self.trace, Kernels(config.kernels, self.trace.note_kernel)
+        )
         attention = waiting_attention if local == "wait" else None
         self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], attention)
         self.outputs: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
 
-The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, and SYCL's own
-cache of compiled kernels, whose keys add device and driver. One process builds under a lock; others wait and load.
+The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, and SYCL's
+own cache of compiled kernels, whose keys add device and driver. One process builds under a lock; others wait and load.
 """
 
 from __future__ import annotations

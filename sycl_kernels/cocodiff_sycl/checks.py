@@ -1,4 +1,4 @@
-"""What the operations ask of their tensors. Everything that a kernel cannot notice is an error here, before a launch."""
+"""What the operations ask of their tensors. What a kernel cannot notice is an error here, before a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def check_like(op: str, device: torch.device, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors are of the given device and dtype, and TypeError for a dtype without kernel."""
+    """Raises ValueError unless all tensors are of the device and dtype, and TypeError for a dtype without kernel."""
     if dtype not in DTYPES:
         raise TypeError(f"{op}: {dtype} has no kernel; use {', '.join(map(str, DTYPES))}")
     for name, tensor in tensors.items():
@@ -20,7 +20,7 @@ def check_like(op: str, device: torch.device, dtype: torch.dtype, **tensors: Ten
 
 
 def check_index(op: str, index: Tensor, device: torch.device, rows: int, look: bool, least: int = 0) -> None:
-    """Raises ValueError unless index is a contiguous int64 list on the device; with `look` also for numbers out of range."""
+    """Raises ValueError unless index is contiguous int64 on the device; with `look` for numbers out of range too."""
     if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
         raise ValueError(
             f"{op}: an index must be contiguous int64 of one dimension, not {index.dtype} {list(index.shape)}"

@@ -56,7 +56,9 @@ def _library_of_xpu(device: torch.device, queue: int) -> Library:
 class SyclOps:
     """All operations of one device. `look`: whether indices are read and checked; on a GPU that makes it wait."""
 
-    def __init__(self, library: Library, device: torch.device, queue: Callable[[], int | None], look: bool | None = None):
+    def __init__(
+        self, library: Library, device: torch.device, queue: Callable[[], int | None], look: bool | None = None
+    ):
         self.library, self.device, self._queue = library, device, queue
         self.look = library.is_cpu if look is None else look
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class Rows:
     """Rows `index_K` (int64) of source_RHD, in that order, not yet gathered.
 
-    reference_RHD: where the gathered rows are written as well, at rows reference_index_K; a negative one is not written.
+    reference_RHD: where the gathered rows are written as well, at rows reference_index_K; a negative one is not.
     """
 
     source_RHD: Tensor
