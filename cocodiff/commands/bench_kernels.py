@@ -1,8 +1,8 @@
 """`cocodiff bench kernels`: every operation by SYCL, by torch, by the dispatch's choice, beside a copy of its bytes.
 
-Cases are OP/SIZEMB/THREADS; 0MB is one row of 24 heads, where a call's own cost is all there is. Each number of threads
-is a process of its own on so many cores, because libraries read it once. Variants take turns; results are compared with
-torch's before anything is timed.
+Cases are OP/SIZEMB/THREADS; 0MB is one row for one peer, where a call's own cost is all there is. Each number of
+threads is a process of its own on so many cores, because libraries read it once. Variants take turns; results are
+compared with torch's before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 OPS = (
     "pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials",
 )  # fmt: skip
+OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
 OPTIONS = with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
@@ -64,23 +65,27 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Measures here where this process has the one number of threads asked for, else in processes that have."""
     if transport.device.type != "cpu":
         raise UserError(f"bench kernels times the host's clock, which says nothing on {transport.device.type}")
-    if os.environ.get("COCODIFF_BENCH_THREADS") == str(values["threads"][0]) and len(values["threads"]) == 1:
+    here = [int(os.environ.get(OWN_THREADS, 0))] == values["threads"]
+    if here:
         measured = list(measure_here(values))
     else:
         measured = [row for threads in values["threads"] for row in measure_apart(values, threads)]
     folder = output.open()
     save(folder, measured, values)
     output.publish()
-    say(f"results: {output.final / 'bench.json'}")
+    if not here:
+        say(f"results: {output.final / 'bench.json'}")
 
 
 def measure_apart(values: Values, threads: int) -> list[dict[str, Any]]:
     """The rows of a process with so many threads on so many cores."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"],
-                 "--dtype", values["dtype"], "--op", *values["op"], "--sizes_mb", *values["sizes_mb"], "--quiet"]  # fmt: skip
+        words = [
+            "--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"], "--dtype", values["dtype"],
+            "--op", *values["op"], "--sizes_mb", *values["sizes_mb"], "--quiet",
+        ]  # fmt: skip
         count = str(threads)
-        own = {"COCODIFF_BENCH_THREADS": count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
+        own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
         command = [sys.executable, "-m", "cocodiff", "bench", "kernels", *map(str, words)]
         done = subprocess.run(command, env={**os.environ, **own}, check=False)
         if done.returncode:

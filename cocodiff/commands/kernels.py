@@ -20,15 +20,8 @@ OPTIONS = (
 
 def start(words: Sequence[str], launch: Launch) -> int:
     if not words or words[0] in ("-h", "--help"):
-        say(
-            "\n".join(
-                [
-                    "usage: cocodiff kernels ACTION [--help] [options]",
-                    "",
-                    *(f"  {k:<8} {v}" for k, v in ACTIONS.items()),
-                ]
-            )
-        )
+        actions = [f"  {name:<8} {what}" for name, what in ACTIONS.items()]
+        say("\n".join(["usage: cocodiff kernels ACTION [--help] [options]", "", *actions]))
         return 0
     check_choice("action", words[0], ACTIONS)
     values = parse("kernels build", "Compiles the SYCL kernels for this machine.", OPTIONS, words[1:])

@@ -28,7 +28,8 @@ def check_index(op: str, index: Tensor, device: torch.device, rows: int, look: b
     if index.device != device:
         raise ValueError(f"{op}: an index is on {index.device}, not on {device}: move it there")
     if look and index.numel():
-        low, high = (int(x) for x in torch.aminmax(index))
+        numbers = index.cpu().numpy()  # for short lists several times faster than torch's own reductions
+        low, high = int(numbers.min()), int(numbers.max())
         if low < least or high >= rows:
             raise ValueError(f"{op}: index from {low} to {high} for {rows} rows: give {least} to {rows - 1}")
 
