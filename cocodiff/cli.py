@@ -15,7 +15,7 @@ COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure: bench step, bench attention",
+    "bench": "measure: bench step, bench attention, bench kernels",
     "trace": "what a run's trace tells: trace summary",
     "kernels": "the SYCL kernels: kernels build",
     "plan": "what a run would take: plan --memory",
