@@ -24,6 +24,7 @@ SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
 VAE_RANKS = ("one", "all")
 TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
 DEVICES = ("auto", "cpu", "xpu", "cuda")
+KERNELS = ("auto", "sycl", "torch")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Config:
     transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
     machine: a name in configs/machines or the path of a machine file.
     device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
+    kernels: auto (by a table of measurements, see docs/kernels.md), sycl or torch: what packs, gathers and scores.
     timeout_s: a rank that gives no sign of life for so many seconds is lost and ends the run on every rank.
 
     Of v_major:
@@ -69,6 +71,7 @@ class Config:
     transport: str = "auto"
     machine: str = "local"
     device: str = "auto"
+    kernels: str = "auto"
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class Config:
         self._check_selection()
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
+        check_choice("kernels", self.kernels, KERNELS)
         if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise UserError(f"timeout_s is {self.timeout_s!r}: give a number of seconds above 0")
 

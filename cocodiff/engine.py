@@ -30,6 +30,7 @@ from cocodiff.config import Config, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
+from cocodiff.kernels import Kernels
 from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
@@ -139,8 +140,10 @@ class Engine:
         self._sized: set[Load] = set()
         exchange = None
         if self.size > 1:
-            table = exchange_table(config, self.topology)
-            exchange = Exchange(config.exchange, self.topology, self.transport, self.trace, table, config.nic_balance)
+            exchange = Exchange(
+                config.exchange, self.topology, self.transport, self.trace, exchange_table(config, self.topology),
+                config.nic_balance, Kernels(config.kernels, self.trace.note_kernel),
+            )  # fmt: skip
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
         self.strategy = self._strategy(exchange)

@@ -39,6 +39,7 @@ class Trace:
         self.spans: list[Span] = []
         self.dropped = 0
         self._bytes: Counter[tuple[str, str]] = Counter()
+        self._kernels: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -62,6 +63,16 @@ class Trace:
             with self._lock:
                 self._bytes[purpose, link_class] += payload_bytes
 
+    def note_kernel(self, operation: str, path: str) -> None:
+        """Counts an operation that "sycl" or "torch" ran."""
+        with self._lock:
+            self._kernels[operation, path] += 1
+
+    def kernels(self) -> dict[tuple[str, str], int]:
+        """How often each (operation, path) ran on this rank."""
+        with self._lock:
+            return dict(self._kernels)
+
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
         """Bytes sent by this rank per link class: q, k, v and o, or with purpose="gather" the model's output."""
         with self._lock:
@@ -71,6 +82,7 @@ class Trace:
         with self._lock:
             self.spans, self.dropped = [], 0
             self._bytes.clear()
+            self._kernels.clear()
 
     def save(self, path: str | Path) -> None:
         """Writes this rank's spans and bytes as Chrome trace JSON."""
@@ -79,7 +91,8 @@ class Trace:
     def record(self) -> dict[str, Any]:
         """Everything as plain data, to be gathered from other ranks."""
         with self._lock:
-            return {"rank": self.rank, "spans": list(self.spans), "dropped": self.dropped, "bytes": dict(self._bytes)}
+            return {"rank": self.rank, "spans": list(self.spans), "dropped": self.dropped, "bytes": dict(self._bytes),
+                    "kernels": dict(self._kernels)}  # fmt: skip
 
 
 def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
@@ -100,7 +113,10 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
             about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer}}
             events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", **about, **times})
         sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
-    other = {"bytes": dict(sent), "spans_not_kept": sum(record["dropped"] for _, record in every)}
+    ran: Counter[str] = Counter()
+    for mode, record in every:
+        ran.update({f"{mode} {operation} {path}": count for (operation, path), count in record["kernels"].items()})
+    other = {"bytes": dict(sent), "kernels": dict(ran), "spans_not_kept": sum(record["dropped"] for _, record in every)}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))
 
 

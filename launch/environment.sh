@@ -7,6 +7,11 @@ fail() {
     exit 1
 }
 
+# Whether this machine is of the kind that SYCL's CPU runtime is published for.
+has_sycl() {
+    [ "$(uname -sm)" = "Linux x86_64" ]
+}
+
 prepare_environment() {
     local python=${COCODIFF_PYTHON:-python3} extras=test,local-mpi mpi wanted pins
     command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer (Debian: apt install python3 python3-venv)"
@@ -17,6 +22,7 @@ prepare_environment() {
     # A machine with an MPI of its own keeps it: the one from PyPI would be picked up instead.
     mpi=$(command -v mpiexec || true)
     if [ -n "$mpi" ] && [ "$mpi" != "$PWD/.venv/bin/mpiexec" ]; then extras=test; fi
+    if has_sycl; then extras=$extras,sycl; fi
 
     wanted=$(cat pyproject.toml launch/constraints.txt | sha256sum | cut -c1-16)-$extras-${COCODIFF_TORCH:-pinned}
     if [ -e .venv/ready ] && [ "$(cat .venv/ready)" = "$wanted" ]; then return; fi

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology",),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
-    "cocodiff.kernels": (),
+    "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.attention": (
         "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
     ),
@@ -42,12 +42,19 @@ MAY_IMPORT = {
     "cocodiff.cli": ("cocodiff.__init__", "cocodiff.commands", "cocodiff.comm.launch", "cocodiff.config"),
     "cocodiff.commands": ("cocodiff", "cocodiff_eval"),
     "cocodiff_eval": ("cocodiff.engine", "cocodiff.config"),
+    "cocodiff_sycl": (),
 }  # fmt: skip
-SOURCES = sorted([*(ROOT / "cocodiff").rglob("*.py"), *(ROOT / "eval").rglob("*.py")])
+TOPS = {"cocodiff": ROOT, "cocodiff_eval": ROOT / "eval", "cocodiff_sycl": ROOT / "sycl_kernels"}
+SOURCES = sorted(path for name, top in TOPS.items() for path in (top / name).rglob("*.py"))
+
+
+def top_of(path: Path) -> Path:
+    """The folder that a file's package lies in."""
+    return next((top for top in TOPS.values() if top != ROOT and path.is_relative_to(top)), ROOT)
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT / "eval" if path.is_relative_to(ROOT / "eval") else ROOT).with_suffix("").parts
+    parts = path.relative_to(top_of(path)).with_suffix("").parts
     return ".".join(parts) if len(parts) == 2 else ".".join(parts).removesuffix(".__init__")
 
 
@@ -67,18 +74,17 @@ def imports_of_ours(path: Path) -> set[str]:
             below = {f"{base}.{alias.name}" for alias in node.names}
             inner = {name for name in below if is_module(name)}
             found |= inner if len(inner) == len(below) else inner | {base}
-    ours = {name for name in found if name.split(".")[0] in ("cocodiff", "cocodiff_eval")}
+    ours = {name for name in found if name.split(".")[0] in TOPS}
     return {"cocodiff.__init__" if name == "cocodiff" else name for name in ours}
 
 
 def package(path: Path, level: int) -> list[str]:
     """What a relative import of this file starts from; nothing for an absolute one."""
-    top = ROOT / "eval" if path.is_relative_to(ROOT / "eval") else ROOT
-    return list(path.relative_to(top).parts[:-level]) if level else []
+    return list(path.relative_to(top_of(path)).parts[:-level]) if level else []
 
 
 def is_module(name: str) -> bool:
-    base = ROOT / ("eval" if name.startswith("cocodiff_eval") else "")
+    base = TOPS.get(name.split(".")[0], ROOT)
     path = base.joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
@@ -147,8 +153,9 @@ def tracked_texts() -> dict[str, str]:
     if listed.returncode == 0:
         names = listed.stdout.splitlines()
     else:
-        names = [str(path.relative_to(ROOT)) for top in ("cocodiff", "eval", "configs", "tests") for path in
-                 (ROOT / top).rglob("*") if path.suffix in (".py", ".yaml", ".md", ".j2")]  # fmt: skip
+        tops, kinds = ("cocodiff", "eval", "sycl_kernels", "configs", "tests"), ["py", "yaml", "md", "j2", "cpp", "hpp"]
+        paths = (path for top in tops for path in (ROOT / top).rglob("*") if path.suffix[1:] in kinds)
+        names = [str(path.relative_to(ROOT)) for path in paths]
     texts = {}
     for name in names:
         data = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b""

@@ -10,22 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
 from cocodiff.attention.choice import ExchangeTable, megabytes_per_rank
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
 from cocodiff.attention.nic_balance import nic_detours
-from cocodiff.attention.relay import Freight, relay
+from cocodiff.attention.relay import Blocks, Freight, Travelling, relay
 from cocodiff.comm.transport import Group, Lane, LanePending, Transport
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels import pack, unpack
+from cocodiff.kernels import Kernels, Rows, views
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 R = TypeVar("R")
-Land = Callable[[Block, list[Tensor]], None]  # puts a block in its place of the result, where it belongs there
+Land = Callable[[Blocks], None]  # puts blocks in their places of the result, those that belong there
 Assemble = Callable[[Freight], tuple[R, Land]]  # makes the empty result
 TOGETHER = ("flat", "split", "auto")  # exchanges whose phases run at once, each message as soon as its blocks are here
 
@@ -38,10 +38,12 @@ class Exchange:
 
     def __init__(
         self, name: str, topology: Topology, transport: Transport, trace: Trace, table: ExchangeTable | None = None,
-        nic_balance: bool = True,
+        nic_balance: bool = True, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
-        """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes."""
+        """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes.
+        kernels: what packs and unpacks; by default whatever suits the device, noted in the trace."""
         self.rank, self._topology, self._trace, self._table = transport.rank, topology, trace, table
+        self.kernels = kernels or Kernels(note=trace.note_kernel)
         self._together = name in TOGETHER
         plans = {known: PLANS[known](topology, self.rank) for known in (PLANS if name == "auto" else (name,))}
         if "split" in plans and nic_balance:
@@ -56,7 +58,7 @@ class Exchange:
 
     def forward(
         self,
-        tensors_BLHD: Sequence[Tensor],
+        tensors_BLHD: Sequence[Travelling],
         layout: Layout,
         name: str = "qkv",
         layer: str = "",
@@ -70,7 +72,7 @@ class Exchange:
 
     def forward_when(
         self,
-        ready: Callable[[], tuple[Sequence[Tensor], Layout]],
+        ready: Callable[[], tuple[Sequence[Travelling], Layout]],
         name: str,
         layer: str,
         after_first: Callable[[Freight], Freight] | None = None,
@@ -85,7 +87,7 @@ class Exchange:
             tensors_BLHD, layout = ready()
             return Freight(
                 {
-                    Block(self.rank, peer): [x[:, :, heads] for x in tensors_BLHD]
+                    Block(self.rank, peer): [_of_heads(x, heads) for x in tensors_BLHD]
                     for peer, heads in enumerate(layout.head_slices)
                 },
                 layout,
@@ -97,10 +99,10 @@ class Exchange:
             shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
             received_BSGD = [x.new_empty(shape) for x in first]
 
-            def land(block: Block, parts: list[Tensor]) -> None:
-                if block.heads == self.rank:
-                    for whole, part in zip(received_BSGD, parts, strict=True):
-                        whole[:, where[block.rows]] = part
+            def land(arrived: Blocks) -> None:
+                mine = {block.rows: parts for block, parts in arrived.items() if block.heads == self.rank}
+                places = [whole[:, where[rank]] for rank in mine for whole in received_BSGD]
+                self._unpack([part for parts in mine.values() for part in parts], places)
 
             return received_BSGD, land
 
@@ -129,7 +131,9 @@ class Exchange:
         waited for next."""
 
         def own_blocks() -> Freight:
-            blocks = {Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)}
+            blocks: Blocks = {
+                Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)
+            }
             return Freight(blocks, layout)
 
         def assemble(freight: Freight) -> tuple[Tensor, Land]:
@@ -137,9 +141,9 @@ class Exchange:
             where = layout.head_slices
             out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
 
-            def land(block: Block, parts: list[Tensor]) -> None:
-                if block.rows == self.rank:
-                    out_BLHD[:, :, where[block.heads]] = parts[0]
+            def land(arrived: Blocks) -> None:
+                mine = {block.heads: parts for block, parts in arrived.items() if block.rows == self.rank}
+                self._unpack([part for (part,) in mine.values()], [out_BLHD[:, :, where[rank]] for rank in mine])
 
             return out_BLHD, land
 
@@ -169,13 +173,13 @@ class Exchange:
         if self._table is not None:
             some = next(iter(freight.blocks.values()))
             B, _, _, D = some[0].shape
-            cell = B * D * some[0].element_size() * len(some)
+            cell = B * D * some[0].new_empty(0).element_size() * len(some)
             name = self._table.choose(megabytes_per_rank(freight.layout, cell))
         plan = self._routes[name][way]
         groups = {name: group for name, (_, group) in self._lanes.items()}
         with self._trace.span(f"{about[0]} plane", "plane", about[1]):
             whole, land = assemble(freight)
-            relay(plan, freight, groups, lambda peer, sent: self._trace.count(self.link_class(peer), sent), land)
+            relay(plan, freight, groups, self._pack, self._count, land)
             return whole
 
     def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
@@ -196,24 +200,46 @@ class Exchange:
 
             receives = {peer: buffer(message) for peer, message in phase.receives.items()}
             sends = {peer: buffer(message) for peer, message in phase.sends.items()}
-            for peer, message in phase.sends.items():
-                pack([used_on_current_stream(part) for b in message for part in blocks[b]], sends[peer])
-                self._trace.count(self._topology.link_class(self.rank, peer), sends[peer].nbytes)
+            messages = [[part for b in message for part in blocks[b]] for message in phase.sends.values()]
+            self._pack(messages, list(sends.values()))
+            for peer, sent in sends.items():
+                self._count(peer, sent.nbytes)
             index = group.ranks.index
             group.send_recv(
                 [(sent, index(peer)) for peer, sent in sends.items()],
                 [(received, index(peer)) for peer, received in receives.items()],
             ).wait()
             for peer, message in phase.receives.items():
-                parts = iter(unpack(receives[peer], shapes(message)))
+                parts = iter(views(receives[peer], shapes(message)))
                 blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
         return Freight(blocks, layout)
+
+    def _count(self, peer: int, sent_bytes: int) -> None:
+        self._trace.count(self.link_class(peer), sent_bytes)
+
+    def _unpack(self, parts: list[Travelling], places: list[Tensor]) -> None:
+        """All parts in one launch."""
+        if parts:
+            self.kernels.unpack(parts, places)
+
+    def _pack(self, messages: Sequence[Sequence[Travelling]], buffers: Sequence[Tensor]) -> None:
+        """All messages in one launch."""
+        pieces = [piece for message in messages for piece in message]
+        for piece in pieces:
+            used_on_current_stream(piece.source_RHD if isinstance(piece, Rows) else piece)
+        if any(isinstance(piece, Rows) for piece in pieces):
+            self.kernels.gather_pack(messages, buffers)
+        elif messages:
+            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+
+
+def _of_heads(x_BLHD: Travelling, heads: slice) -> Travelling:
+    return x_BLHD.heads(heads) if isinstance(x_BLHD, Rows) else x_BLHD[:, :, heads]
 
 
 def _assembled(assemble: Assemble[R], freight: Freight) -> R:
     whole, land = assemble(freight)
-    for block, parts in freight.blocks.items():
-        land(block, parts)
+    land(freight.blocks)
     return whole
 
 

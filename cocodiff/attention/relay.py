@@ -16,9 +16,10 @@ from torch import Tensor
 from cocodiff.attention.layout import Block, Layout, Phase, Plan
 from cocodiff.comm.transport import Group, Pending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels import pack, unpack
+from cocodiff.kernels import Rows, views
 
-Blocks = dict[Block, list[Tensor]]  # a block of each tensor that travels together, [B, rows, heads, D]
+Travelling = Tensor | Rows  # [B, L, H, D], or rows chosen of it
+Blocks = dict[Block, list[Travelling]]  # a block of each tensor that travels together, [B, rows, heads, D]
 Shape = tuple[int, ...]
 
 
@@ -45,20 +46,22 @@ class Letter:
             return
         assert self.pending is not None, "a block is sent on in a later phase than it arrives"
         self.pending.wait()
-        parts = iter(unpack(self.buffer, self.shapes))
+        parts = iter(views(self.buffer, self.shapes))
         for block in self.message:
             blocks[block] = [next(parts) for _ in range(self.copies)]
         self.opened = True
 
 
 def relay(
-    plan: Plan, freight: Freight, groups: Mapping[str, Group], count: Callable[[int, int], None],
-    land: Callable[[Block, list[Tensor]], None],
+    plan: Plan, freight: Freight, groups: Mapping[str, Group],
+    pack: Callable[[Sequence[Sequence[Travelling]], Sequence[Tensor]], None], count: Callable[[int, int], None],
+    land: Callable[[Blocks], None],
 ) -> None:  # fmt: skip
     """Sends and receives all messages of the plan.
 
-    groups: of every lane that a phase names. count: called with the peer and the bytes of each message sent.
-    land: called with every block that is or comes here, the last ones while later ones still travel.
+    groups: of every lane that a phase names. pack: copies messages to buffers. count: called with the peer and the
+    bytes of each message sent. land: called with the blocks that are here, then with those of each message that comes,
+    while later ones still travel.
     """
     blocks, layout = dict(freight.blocks), freight.layout
     like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
@@ -75,11 +78,12 @@ def relay(
         for block in message:
             if block not in blocks:
                 bringing[block].open(blocks)
-        parts = [used_on_current_stream(part) for block in message for part in blocks[block]]
+        parts = [part for block in message for part in blocks[block]]
         sent = as_one(parts)
         if sent is None:
             sent = buffer(message)
-            pack(parts, sent)
+            pack([parts], [sent])
+        used_on_current_stream(sent)
         count(peer, sent.nbytes)
         return sent
 
@@ -89,21 +93,19 @@ def relay(
         sending = _post_ahead(plan, letters, packed, groups)
     else:
         sending = [_post_phase(phase, of, packed, groups[phase.lane]) for phase, of in zip(plan, letters, strict=True)]
-    for block, parts in freight.blocks.items():
-        land(block, parts)
+    land(freight.blocks)
     for of_phase in letters:
         for letter in of_phase.values():
             letter.open(blocks)
-            for block in letter.message:
-                land(block, blocks[block])
+            land({block: blocks[block] for block in letter.message})
     for pending in sending:
         pending.wait()
 
 
-def as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Parts that lie one behind the other in memory, as most relayed ones do, as one flat tensor; else None."""
-    parts = [part for part in parts if part.numel()]  # an empty one has no place
-    if not parts:
+def as_one(pieces: Sequence[Travelling]) -> Tensor | None:
+    """Pieces that lie one behind the other in memory, as most relayed ones do, as one flat tensor; else None."""
+    parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no place
+    if not parts or any(isinstance(piece, Rows) for piece in pieces):
         return None
     whole, end = parts[0], parts[0].data_ptr()
     storage = whole.untyped_storage().data_ptr()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.layout import Layout, slices
+from cocodiff.kernels import Kernels
 from cocodiff.topology import Topology
 
 SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
@@ -64,17 +65,11 @@ class Schedule:
         return min(1.0, max(0.0, shapes[self.kind]))
 
 
-def l1_score(v_BLHD: Tensor, reference_BLHD: Tensor) -> Tensor:
-    """Change of every token, float32 [B, L]: the L1 distance over heads and channels, summed in float64, rounded
-    once."""
-    return (v_BLHD.double() - reference_BLHD.double()).abs().sum((-2, -1)).float()
-
-
-def stable_tokens(score_BN: Tensor, fraction: float) -> Tensor:
+def stable_tokens(score_BN: Tensor, fraction: float, kernels: Kernels) -> Tensor:
     """The floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
-    count = math.floor(score_BN.shape[1] * fraction)
-    order_BN = torch.sort(score_BN, dim=1, stable=True).indices
-    return torch.zeros_like(score_BN, dtype=torch.bool).scatter_(1, order_BN[:, :count], True)
+    tokens = score_BN.shape[1]
+    active_BK = kernels.select(score_BN.contiguous(), tokens - math.floor(tokens * fraction))
+    return torch.ones_like(score_BN, dtype=torch.bool).scatter_(1, active_BK, False)
 
 
 def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:

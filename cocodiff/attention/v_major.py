@@ -18,11 +18,12 @@ from torch import Tensor
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Block, Layout, slices
-from cocodiff.attention.relay import Freight
-from cocodiff.attention.selection import Schedule, Selection, card_tokens, l1_score, quiet_tokens, stable_tokens
+from cocodiff.attention.relay import Blocks, Freight, Travelling
+from cocodiff.attention.selection import Schedule, Selection, card_tokens, quiet_tokens, stable_tokens
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Ulysses, joint
 from cocodiff.comm.transport import LanePending, Transport
+from cocodiff.kernels import Kernels, Rows
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -86,6 +87,7 @@ class VMajor(Ulysses):
         self._caches: dict[Site, SiteCache] = {}
         self._cards: dict[tuple[int, ...], list[Tensor]] = {}
         self.drift: dict[int, Drift] = {}
+        self._kernels = exchange.kernels if exchange is not None else Kernels()
         if exchange is not None:
             self.group, self.lane = transport.group(range(transport.size)), transport.lane("select")
 
@@ -120,7 +122,7 @@ class VMajor(Ulysses):
         fraction = self.schedule.stable_fraction(step, steps)
         if fraction is None:
             return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
-        return stable_tokens(score_BN, fraction)
+        return stable_tokens(score_BN, fraction, self._kernels)
 
     def cards(self, layout: Layout) -> list[Tensor]:
         if layout.image not in self._cards:
@@ -137,11 +139,6 @@ class VMajor(Ulysses):
         drift = self.drift.setdefault(step, Drift())
         drift.tokens += active_BN.numel()
         drift.stable += int((~active_BN).sum())
-
-
-def norm(v_BLHD: Tensor) -> Tensor:
-    """L1 norm of every token, float32 [B, L]."""
-    return v_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
 
 
 @dataclass
@@ -169,19 +166,19 @@ class SelectiveCall(FullCall):
         return slice(text, text + self.layout.image[rank])
 
     def remember(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
-        """Updates the reference: all of it (active None, or reference "prev"), or the tokens that travel."""
+        """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
         if self.cache.reference is None:
             self.cache.reference = v_BNHD.clone()
-        elif active_BN is None or self.strategy.reference == "prev":
-            self.cache.reference.copy_(v_BNHD)
-        else:
+        elif active_BN is not None and self.strategy.reference == "sent":
             self.cache.reference[active_BN] = v_BNHD[active_BN]
 
     def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Change and norm of every token against the reference, which must be there; noted in the drift profile."""
+        """Change and norm of every token against the reference, which must be there; noted in the profile. At full
+        steps, and where the reference is "prev", the same pass makes v the reference."""
         assert self.cache.reference is not None, "a selective step follows a full one"
         with self.trace.span("score", "select", self.layer):
-            change_BN, norm_BN = l1_score(v_BNHD, self.cache.reference), norm(self.cache.reference)
+            renew = self.full or self.strategy.reference == "prev"
+            change_BN, norm_BN = self.exchange.kernels.l1_score(v_BNHD, self.cache.reference, renew)
         self.strategy.note(self.moment.step, change_BN, norm_BN)
         return change_BN, norm_BN
 
@@ -193,7 +190,7 @@ class SelectiveCall(FullCall):
             self.trace.count(self.exchange.link_class(peer), own_BN.nbytes)
 
     def arrive(self, names: str, pending: Arriving, selection: Callable[[], Selection] | None) -> Arriving:
-        return Arrival(self.cache, names, pending, selection)
+        return Arrival(self.cache, names, pending, selection, self.exchange.kernels)
 
 
 @dataclass
@@ -204,21 +201,27 @@ class Arrival:
     names: str
     pending: Arriving
     selection: Callable[[], Selection] | None
+    kernels: Kernels
 
     def wait(self) -> Sequence[Tensor]:
         received = self.pending.wait()
         if self.selection is None:
             self.cache.received |= dict(zip(self.names, received, strict=True))
         else:
-            arriving = self.selection().arriving
-            for name, rows_1NGD in zip(self.names, received, strict=True):
-                self.cache.received[name].flatten(0, 1).index_copy_(0, arriving, rows_1NGD[0])
+            caches = [self.cache.received[name].flatten(0, 1) for name in self.names]
+            self.kernels.scatter_rows([rows_1NGD[0] for rows_1NGD in received], self.selection().arriving, caches)
         return [self.cache.received[name] for name in self.names]
 
 
-def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Tensor:
-    """The chosen rows of all batch rows in one: [1, N, H, D]."""
-    return x_BLHD.flatten(0, 1).index_select(0, index_N)[None]
+def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
+    """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
+    return Rows(x_BLHD.flatten(0, 1), index_N)
+
+
+def whole(x_BLHD: Travelling) -> Tensor:
+    """A block of which all rows travel, as v's do in TAPA's first phase."""
+    assert isinstance(x_BLHD, Tensor), "these rows were chosen already"
+    return x_BLHD
 
 
 @dataclass
@@ -259,7 +262,7 @@ class SourceCall(SelectiveCall):
             return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
         selected = self.chosen.wait
 
-        def ready() -> tuple[list[Tensor], Layout]:
+        def ready() -> tuple[list[Rows], Layout]:
             selection = selected()
             own = selection.of_rank[self.strategy.rank]
             return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
@@ -289,7 +292,7 @@ class CardCall(SelectiveCall):
         if selected is None:
             return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
 
-        def ready() -> tuple[list[Tensor], Layout]:
+        def ready() -> tuple[list[Rows], Layout]:
             selection = self._selected()
             own = selection.of_rank[self.strategy.rank]
             return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
@@ -305,7 +308,7 @@ class CardCall(SelectiveCall):
         if card[0] != self.strategy.rank:
             return None
         rows = [
-            torch.cat([freight.blocks[Block(rank, head)][0][:, self.image_rows(rank)] for head in heads], 2)
+            torch.cat([whole(freight.blocks[Block(rank, head)][0])[:, self.image_rows(rank)] for head in heads], 2)
             for rank in card
         ]
         return torch.cat(rows, 1)
@@ -327,8 +330,8 @@ class CardCall(SelectiveCall):
             self.chosen.set_exception(error)
             raise
         selection, carried = self._selected(), self.exchange.carried_heads()
-        blocks = {
-            block: [travelling_rows(x, selection.of_rank[block.rows]) for x in parts]
+        blocks: Blocks = {
+            block: [travelling_rows(whole(x), selection.of_rank[block.rows]) for x in parts]
             for block, parts in freight.blocks.items()
             if block.heads in carried
         }
@@ -337,7 +340,7 @@ class CardCall(SelectiveCall):
     def _choose(self, freight: Freight) -> Selection:
         strategy, layout, moment = self.strategy, self.layout, self.moment
         scored_BNHD = self._scored_rows(freight)
-        some = next(iter(freight.blocks.values()))[0]
+        some = whole(next(iter(freight.blocks.values()))[0])
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)

@@ -101,9 +101,13 @@ class Variant:
         from cocodiff.attention.exchange import Exchange
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.engine import ORDERS, exchange_table
+        from cocodiff.kernels import Kernels
 
         self.trace = Trace(transport.rank)
-        self.exchange = Exchange(config.exchange, topology, transport, self.trace, exchange_table(config, topology))
+        self.exchange = Exchange(
+            config.exchange, topology, transport, self.trace, exchange_table(config, topology), config.nic_balance,
+            Kernels(config.kernels, self.trace.note_kernel),
+        )  # fmt: skip
         attention = waiting_attention if local == "wait" else None
         self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], attention)
         self.outputs: dict[str, Tensor] = {}

@@ -55,7 +55,7 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
 
 def machine_settings(values: Values) -> Values:
     """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    return {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
+    return {name: values[name] for name in ("machine", "transport", "device", "kernels", "timeout_s")}
 
 
 def meet(transport: Any) -> None:

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from cocodiff.config import (
     DEVICES,
     EXCHANGES,
+    KERNELS,
     ORDERS,
     REFERENCES,
     SCHEDULES,
@@ -51,6 +52,7 @@ RUN_OPTIONS = (
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
+    Option("kernels", "what packs, gathers and scores", "auto", choices=KERNELS),
     Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
     Option("quiet", "no progress bars", False, type=bool),
     Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
@@ -102,7 +104,7 @@ def parse(
 
 def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
-    of_machine = {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
+    of_machine = {name: values[name] for name in ("machine", "transport", "device", "kernels", "timeout_s")}
     over_preset = {name: values[name] for name in OVER_PRESET if values.get(name) is not None}
     return of_machine | over_preset
 

@@ -1,0 +1,40 @@
+"""`cocodiff kernels build`: compiles the SYCL kernels ahead of their first use, and says what they will run on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.options import Option, parse
+from cocodiff.commands.terminal import quiet_libraries, say
+from cocodiff.config import DEVICES, check_choice
+from cocodiff.errors import UserError
+
+ACTIONS = {"build": "compile the SYCL kernels for this machine"}
+OPTIONS = (
+    Option("device", "what they are for", "auto", choices=DEVICES),
+    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        actions = [f"  {name:<8} {what}" for name, what in ACTIONS.items()]
+        say("\n".join(["usage: cocodiff kernels ACTION [--help] [options]", "", *actions]))
+        return 0
+    check_choice("action", words[0], ACTIONS)
+    values = parse("kernels build", "Compiles the SYCL kernels for this machine.", OPTIONS, words[1:])
+    quiet_libraries(values["log_level"])
+    from cocodiff.device import rank_device
+    from cocodiff.kernels import sycl_ops
+
+    device = rank_device(values["device"], launch.local_rank)
+    started = time.perf_counter()
+    ops = sycl_ops(device, required=True)
+    if ops is None:
+        raise UserError(f"no SYCL kernels on {device}")
+    if launch.speaks:
+        say(f"{ops.library.device_name} ({ops.library.backend}): ready after {time.perf_counter() - started:.1f} s")
+        say(f"cache: {ops.library.folder}")
+    return 0

@@ -1,0 +1,111 @@
+"""One door to the operations: which of SYCL and torch runs one is decided here, once for each call, and told.
+
+`auto` follows a table of measurements (`choices.py`). It opens SYCL when the first operation is due that the table
+gives to it, so a run that has none pays nothing. Where SYCL kernels cannot be built, torch runs and one log line says
+why; with `sycl` asked for by name that is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from cocodiff_sycl import SyclOps, Unavailable, open_cpu, open_xpu
+from cocodiff_sycl.rows import Rows
+from torch import Tensor
+
+from cocodiff.errors import UserError
+from cocodiff.kernels.choices import chooses_sycl
+from cocodiff.kernels.reference import TorchOps
+
+PATHS = ("auto", "sycl", "torch")
+ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
+log = logging.getLogger("cocodiff.kernels")
+
+
+class Kernels:
+    """The operations of `TorchOps`, each by the path that was asked for or, with `auto`, the one measured as faster."""
+
+    def __init__(self, path: str = "auto", note: Callable[[str, str], None] | None = None) -> None:
+        """note: called with the operation's name and "sycl" or "torch" each time one runs.
+
+        Raises UserError for an unknown path.
+        """
+        if path == "auto":
+            path = os.environ.get(ENVIRONMENT, "auto")
+        if path not in PATHS:
+            raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
+        self.path = path
+        self._note = note
+        self._torch = TorchOps()
+
+    def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
+        self._run("pack", buffers, messages, buffers)
+
+    def gather_pack(self, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]) -> None:
+        self._run("gather_pack", buffers, messages, buffers)
+
+    def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
+        self._run("unpack", targets, parts, targets)
+
+    def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
+        self._run("scatter_rows", rows, rows, index_K, caches)
+
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
+        return self._run("l1_score", (v_BLHD,), v_BLHD, reference_BLHD, renew)
+
+    def select(self, score_BN: Tensor, k: int) -> Tensor:
+        return self._run("select", (score_BN,), score_BN, k)
+
+    def qk_norm_rope(
+        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
+    ) -> Tensor:
+        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout)
+
+    def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
+        self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
+
+    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
+        """moved: the tensors whose size decides."""
+        sycl = self._sycl(op, moved) if moved and self.path != "torch" else None
+        if self._note is not None:
+            self._note(op, "torch" if sycl is None else "sycl")
+        return getattr(sycl or self._torch, op)(*arguments)
+
+    def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
+        device = moved[0].device
+        if self.path == "auto":
+            numbers = sum(x.nbytes for x in moved)
+            if not chooses_sycl(op, device.type, torch.get_num_threads(), moved[0].dtype, numbers):
+                return None
+        return sycl_ops(device, self.path == "sycl")
+
+
+def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
+    """The SYCL operations of a device, opened once for a process. Where there are none: None, after one log line, or
+    with `required` a UserError; both say why."""
+    found = _open(device)
+    if isinstance(found, SyclOps):
+        return found
+    if required:
+        raise UserError(f"no SYCL kernels on {device}: {found}; or choose kernels auto or torch")
+    return None
+
+
+@cache
+def _open(device: torch.device) -> SyclOps | str:
+    """The operations, or why there are none. Kept for the process: it belongs to the machine, not to a run."""
+    openers: dict[str, Callable[[], SyclOps]] = {"cpu": open_cpu, "xpu": partial(open_xpu, device)}
+    try:
+        if device.type not in openers:
+            raise Unavailable(f"a {device.type} device has no SYCL queue")
+        ops = openers[device.type]()
+    except Unavailable as error:
+        log.warning("SYCL kernels are not used on %s, torch's operations are: %s", device, error)
+        return str(error)
+    log.info("SYCL kernels on %s: %s, %d lanes", device, ops.library.device_name, ops.library.lanes)
+    return ops

@@ -1,0 +1,113 @@
+"""Every operation in torch: what it means, on any device, and what runs where no SYCL kernel does.
+
+Shapes are in names (see attention/strategy.py); K counts chosen rows, R rows of a flattened [B * L].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from cocodiff_sycl.rows import Rows
+from torch import Tensor
+
+
+class TorchOps:
+    """The operations as torch calls. The SYCL ones (`cocodiff_sycl.SyclOps`) have the same signatures and results."""
+
+    def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
+        """Copies each message's pieces, of up to four dimensions and any stride but the last, one after the other into
+        its contiguous one-dimensional buffer."""
+        self.gather_pack(messages, buffers)
+
+    def gather_pack(self, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]) -> None:
+        """As `pack`, of pieces that may be chosen rows; those with a reference are written there as well."""
+        for pieces, buffer in zip(messages, buffers, strict=True):
+            start = 0
+            for piece in pieces:
+                end = start + math.prod(piece.shape)
+                _copy(piece, buffer[start:end].view(piece.shape))
+                start = end
+
+    def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
+        """Copies parts, as they lie in received buffers, to slices of larger tensors, each of its part's shape."""
+        for part, target in zip(parts, targets, strict=True):
+            _copy(part, target)
+
+    def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
+        """Writes rows [K, H, D] of each tensor to places index_K (int64, each at most once) of its cache [R, H, D]."""
+        for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
+            cache_RHD.index_copy_(0, index_K, rows_KHD)
+
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
+        """Change and norm of every token, float32 [B, L]: the L1 distance of v to its reference and the L1 norm of the
+        reference, over heads and channels, summed in float64 and rounded once (CoCoDiff section III-D).
+
+        renew: reference becomes v, after it was compared.
+        """
+        change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
+        norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
+        if renew:
+            reference_BLHD.copy_(v_BLHD)
+        return change_BL, norm_BL
+
+    def select(self, score_BN: Tensor, k: int) -> Tensor:
+        """Positions of each row's k largest scores, ascending: int64 [B, k]. Of equal scores the later position counts
+        as larger; NaN is larger than everything."""
+        order_BN = torch.sort(score_BN, dim=1, stable=True).indices
+        return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
+
+    def qk_norm_rope(
+        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
+    ) -> Tensor:
+        """q or k after RMSNorm over D (epsilon None: none) and its weight, rotated: [B, L, H, D], contiguous.
+
+        layout, and the rotary tables it takes, float32 [L, D] (complex64 [L, D / 2]):
+            pairs    cos, sin   channels 2i and 2i + 1 turn together (FLUX)
+            halves   cos, sin   channels i and i + D / 2 turn together
+            complex  one table  as pairs, cos + i sin (Qwen-Image)
+            none     no table   no rotation (SD3)
+        Rounds where diffusers' modules do: after the normalisation, after the weight, after the rotation. The mean
+        square is summed in float64 and rounded to float32.
+        """
+        if epsilon is not None:
+            mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()
+            normed_BLHD = (x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)).to(x_BLHD.dtype)
+            x_BLHD = normed_BLHD if weight_D is None else normed_BLHD * weight_D
+        if layout == "none":
+            return x_BLHD.clone(memory_format=torch.contiguous_format) if epsilon is None else x_BLHD.contiguous()
+        if layout == "complex":
+            cos_LD, sin_LD = (part.repeat_interleave(2, -1) for part in (rotary[0].real, rotary[0].imag))
+        else:
+            cos_LD, sin_LD = rotary
+        x = x_BLHD.float()
+        if layout == "halves":
+            first, second = x.chunk(2, -1)
+            turned = torch.cat([-second, first], dim=-1)
+        else:
+            turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+        return (x * cos_LD[:, None] + turned * sin_LD[:, None]).to(x_BLHD.dtype)
+
+    def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
+        """Adds one partial attention result to a running one, in place: out and lse (float32, the log of the sum of
+        exponentials) become those of attention over the keys of both (StreamFusion, appendix C). In float64, rounded
+        once; -inf stands for no keys."""
+        known, fresh = lse_BLH.double(), part_lse_BLH.double()
+        merged = torch.logaddexp(known, fresh)
+        weight = torch.sigmoid(fresh - known).nan_to_num_(0.0).unsqueeze(-1)
+        out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
+        lse_BLH.copy_(merged)
+
+
+def _copy(piece: Tensor | Rows, target: Tensor) -> None:
+    if isinstance(piece, Tensor):
+        target.copy_(piece)
+        return
+    if piece.source_RHD.is_contiguous() and target.is_contiguous():
+        torch.index_select(piece.source_RHD, 0, piece.index_K, out=target[0])
+    else:
+        target[0].copy_(piece.source_RHD.index_select(0, piece.index_K))
+    if piece.reference_RHD is not None and piece.reference_index_K is not None:
+        kept = piece.reference_index_K >= 0
+        piece.reference_RHD[piece.reference_index_K[kept]] = target[0][kept]

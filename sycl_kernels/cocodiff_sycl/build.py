@@ -1,0 +1,90 @@
+"""Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
+
+The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, and SYCL's
+own cache of compiled kernels, whose keys add device and driver. One process builds under a lock; others wait and load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
+
+__all__ = ["Unavailable", "cache_folder", "host_library", "kernel_options", "kernel_source", "lock"]
+HERE = Path(__file__).parent
+SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
+COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
+COMPILE_TIMEOUT_S = 300
+
+
+def kernel_source(lanes: int) -> str:
+    """All kernels as one text, for so many work-items a row (see common.hpp)."""
+    parts = [f'#line 1 "{name}"\n{(HERE / "kernels" / name).read_text()}' for name in SOURCES]
+    return "\n".join([f"#define LANES {lanes}", *parts])
+
+
+def kernel_options(runtime: Runtime) -> tuple[str, ...]:
+    """libsycl 8 cannot link its own device libraries for the CPU device; libsycl 9 rejects the option."""
+    return ("-fno-sycl-device-lib=all",) if runtime.major <= 8 else ()
+
+
+def cache_folder(runtime: Runtime) -> Path:
+    """Where this version's library and kernels are kept: below $COCODIFF_CACHE, or the user's cache folder."""
+    top = os.environ.get("COCODIFF_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    content = hashlib.sha256()
+    for text in (kernel_source(0), (HERE / "host.cpp").read_text(), *COMPILE_OPTIONS, runtime.version):
+        content.update(text.encode() + b"\0")
+    return (Path(top) if top else user / "cocodiff") / f"sycl-{content.hexdigest()[:16]}"
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds in a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise Unavailable(f"cannot write the kernels' cache {folder}: {error.strerror}; set COCODIFF_CACHE") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def host_library(runtime: Runtime, folder: Path) -> Path:
+    """The C library, compiled if the folder does not have it. Raises Unavailable."""
+    target = folder / "libcocodiff_sycl.so"
+    if not target.exists():
+        with lock(folder):  # a process that comes while another compiles waits here
+            if not target.exists():
+                _compile(runtime, target)
+    return target
+
+
+def _compile(runtime: Runtime, target: Path) -> None:
+    fresh = target.with_suffix(f".{os.getpid()}")
+    where = runtime.library.parent
+    command = [
+        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / "host.cpp"), "-o", str(fresh),
+        str(runtime.library), f"-Wl,-rpath,{where}",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]} did not compile the SYCL host library: {error}") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        raise Unavailable(f"{command[0]} could not compile the SYCL host library: {errors[0] if errors else 'no word'}")
+    fresh.replace(target)
+
+
+def runtime_and_folder() -> tuple[Runtime, Path]:
+    """The SYCL runtime and the cache that belongs to it."""
+    runtime = find_runtime()
+    return runtime, cache_folder(runtime)

@@ -1,0 +1,86 @@
+"""Where this machine keeps the SYCL runtime, its headers, the OpenCL CPU device and a C++ compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Unavailable(RuntimeError):
+    """SYCL kernels cannot run here; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A SYCL runtime: its library, the folder of its headers, and its version as the library's file tells it."""
+
+    library: Path
+    include: Path
+    version: str
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+    @property
+    def opencl_cpu(self) -> Path | None:
+        """The OpenCL driver of the CPU device that lies beside it, as in an environment made by pip."""
+        path = self.library.parent / "libintelocl.so"
+        return path if path.exists() else None
+
+
+def find_runtime() -> Runtime:
+    """The runtime of this environment or of the oneAPI compiler that is loaded. Raises Unavailable."""
+    for prefix in _prefixes():
+        # A wheel may hold copies in the place of links: the name with the most digits tells the version.
+        names = [path for path in (prefix / "lib").glob("libsycl.so.*") if re.search(r"\.so(\.\d+)+$", path.name)]
+        if names and (prefix / "include" / "sycl").is_dir():
+            library = max(names, key=lambda path: len(path.name))
+            runtime = Runtime(
+                library, prefix / "include", f"{library.name.partition('.so.')[2]}-{library.stat().st_size}"
+            )
+            _check_same_major(runtime, loaded_major())
+            return runtime
+    raise Unavailable(
+        "no SYCL runtime with headers found: install cocodiff[sycl] (x86 Linux), or load a oneAPI compiler (CMPLR_ROOT)"
+    )
+
+
+def _prefixes() -> Iterator[Path]:
+    """Folders with lib/ and include/: of environments on Python's path, and of the oneAPI compiler."""
+    yield Path(sys.prefix)
+    for entry in map(Path, sys.path):
+        if entry.name == "site-packages":
+            yield entry.parents[2]
+    if "CMPLR_ROOT" in os.environ:
+        yield Path(os.environ["CMPLR_ROOT"])
+    if "ONEAPI_ROOT" in os.environ:
+        yield Path(os.environ["ONEAPI_ROOT"]) / "compiler" / "latest"
+
+
+def loaded_major() -> int | None:
+    """The major version of the libsycl that this process has loaded already, as torch's XPU build does."""
+    maps = Path("/proc/self/maps")
+    found = re.search(r"/libsycl\.so\.(\d+)", maps.read_text()) if maps.exists() else None
+    return int(found[1]) if found else None
+
+
+def _check_same_major(runtime: Runtime, loaded: int | None) -> None:
+    if loaded not in (None, runtime.major):
+        raise Unavailable(
+            f"torch has loaded libsycl.so.{loaded}, but headers and library found are of libsycl.so.{runtime.major} "
+            f"({runtime.library}): install the intel-sycl-rt that this torch was built with"
+        )
+
+
+def find_compiler() -> str:
+    """A C++17 compiler: $CXX, g++, c++ or icpx. Raises Unavailable."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "icpx"):
+        if name and shutil.which(name):
+            return name
+    raise Unavailable("no C++ compiler found: install g++ (Debian: apt install g++) or set CXX")

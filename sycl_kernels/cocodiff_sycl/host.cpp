@@ -1,0 +1,188 @@
+// The host side of the SYCL kernels: a C interface around a queue, run-time compilation, and launches.
+//
+// g++ and the headers and library of the SYCL runtime are enough; kernels are compiled from source by that runtime.
+// Every function that can fail returns null or non-zero and leaves its reason in cocodiff_error(). No exception leaves.
+#if __has_include(<sycl/detail/core.hpp>) && __has_include(<sycl/properties/queue_properties.hpp>)
+#include <sycl/detail/core.hpp> // a quarter of the compile time of all of SYCL
+#include <sycl/ext/oneapi/experimental/raw_kernel_arg.hpp>
+#include <sycl/handler.hpp>
+#include <sycl/kernel_bundle.hpp>
+#include <sycl/properties/queue_properties.hpp>
+#include <sycl/usm.hpp>
+#else
+#include <sycl/sycl.hpp>
+#endif
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace syclexp = sycl::ext::oneapi::experimental;
+using Bundle = sycl::kernel_bundle<sycl::bundle_state::executable>;
+
+namespace {
+
+thread_local std::string last_error;
+
+template <typename Result, typename Work> Result guarded(Result failed, Work work) {
+  try {
+    return work();
+  } catch (const std::exception &error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "unknown exception";
+  }
+  if (last_error.empty()) last_error = "an exception without a message";
+  return failed;
+}
+
+// Where tables of a launch are copied to, for devices that cannot read the host's memory. A slot is used again when the
+// launch that read it is done.
+class TableRing {
+public:
+  static constexpr size_t SLOTS = 32;
+
+  void *put(sycl::queue &queue, const void *table, size_t bytes, size_t &slot) {
+    std::lock_guard<std::mutex> hold(lock_);
+    slot = next_++ % SLOTS;
+    Slot &own = slots_[slot];
+    if (own.busy) own.last.wait();
+    if (own.size < bytes) {
+      release(own);
+      own.size = std::max<size_t>(bytes, 4096);
+      own.context = queue.get_context();
+      own.host = sycl::malloc_host(own.size, queue);
+      own.device = sycl::malloc_device(own.size, queue);
+      if (own.host == nullptr || own.device == nullptr) throw std::runtime_error("no memory for a table of slices");
+    }
+    std::memcpy(own.host, table, bytes);
+    // An event is given as well: a caller's queue need not be in order.
+    own.last = queue.memcpy(own.device, own.host, bytes);
+    own.busy = true;
+    return own.device;
+  }
+  sycl::event copied(size_t slot) { return slots_[slot].last; }
+  void read_by(size_t slot, const sycl::event &launch) { slots_[slot].last = launch; }
+
+private:
+  struct Slot {
+    void *host = nullptr, *device = nullptr;
+    size_t size = 0;
+    bool busy = false;
+    sycl::event last;
+    sycl::context context;
+  };
+  static void release(Slot &slot) {
+    if (slot.host) sycl::free(slot.host, slot.context);
+    if (slot.device) sycl::free(slot.device, slot.context);
+    slot.host = slot.device = nullptr;
+    slot.size = 0;
+  }
+  std::array<Slot, SLOTS> slots_;
+  size_t next_ = 0;
+  std::mutex lock_;
+};
+
+// A device's queue and what was built for its context.
+struct Device {
+  sycl::queue queue;
+  bool reads_host_memory; // a kernel may follow any pointer of this process
+  TableRing tables;
+};
+
+struct Module {
+  Bundle bundle;
+};
+
+} // namespace
+
+extern "C" {
+
+const char *cocodiff_error() { return last_error.c_str(); }
+
+// queue: the address of a sycl::queue, or null for an in-order queue of our own on the CPU device.
+void *cocodiff_open(void *queue) {
+  return guarded<void *>(nullptr, [&]() -> void * {
+    sycl::queue own = queue ? *static_cast<sycl::queue *>(queue)
+                            : sycl::queue(sycl::device(sycl::cpu_selector_v), sycl::property::queue::in_order{});
+    bool reads = own.get_device().has(sycl::aspect::usm_system_allocations);
+    return new Device{own, reads, {}};
+  });
+}
+
+// "NAME; DRIVER; BACKEND; TYPE; UNITS; reads host memory 0|1" into text. Returns 0.
+int cocodiff_describe(void *device, char *text, size_t size) {
+  return guarded(1, [&] {
+    auto *of = static_cast<Device *>(device);
+    sycl::device where = of->queue.get_device();
+    std::string backend = of->queue.get_backend() == sycl::backend::opencl ? "opencl" : "level_zero";
+    std::string about = where.get_info<sycl::info::device::name>() + "; " +
+                        where.get_info<sycl::info::device::driver_version>() + "; " + backend + "; " +
+                        (where.is_cpu() ? "cpu" : "gpu") + "; " +
+                        std::to_string(where.get_info<sycl::info::device::max_compute_units>()) + "; " +
+                        (of->reads_host_memory ? "1" : "0");
+    std::strncpy(text, about.c_str(), size - 1);
+    text[size - 1] = 0;
+    return 0;
+  });
+}
+
+// Compiles SYCL source. options: compiler options, one a line.
+void *cocodiff_build(void *device, const char *source, const char *options) {
+  return guarded<void *>(nullptr, [&]() -> void * {
+    std::vector<std::string> list;
+    std::string line;
+    for (const char *at = options; *at; ++at)
+      if (*at == '\n') {
+        list.push_back(line);
+        line.clear();
+      } else
+        line += *at;
+    if (!line.empty()) list.push_back(line);
+    auto &queue = static_cast<Device *>(device)->queue;
+    auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
+                                                          std::string(source));
+    return new Module{syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}})};
+  });
+}
+
+void *cocodiff_kernel(void *module, const char *name) {
+  return guarded<void *>(nullptr, [&]() -> void * {
+    return new sycl::kernel(static_cast<Module *>(module)->bundle.ext_oneapi_get_kernel(std::string(name)));
+  });
+}
+
+// Starts a kernel of one dimension, which takes one struct of at most 1 KiB by value.
+//
+// queue: the caller's current sycl::queue, or null for the device's own.
+// table: null, or bytes that the kernel reads through the struct's first member, which the launch sets. They are copied
+//        unless the device reads the host's memory and the launch is waited for.
+// flags: 1 waits for the kernel, 2 copies the table to the device even where it could read it here.
+int cocodiff_launch(void *device, void *queue, void *kernel, size_t global, size_t local, const void *arguments,
+                    size_t bytes, const void *table, size_t table_bytes, int flags) {
+  return guarded(1, [&] {
+    auto *of = static_cast<Device *>(device);
+    sycl::queue &on = queue ? *static_cast<sycl::queue *>(queue) : of->queue;
+    size_t slot = 0;
+    bool copied = table && (!of->reads_host_memory || !(flags & 1) || (flags & 2));
+    std::array<char, 1024> own;
+    if (bytes > own.size()) throw std::runtime_error("more than 1 KiB of kernel arguments");
+    std::memcpy(own.data(), arguments, bytes);
+    if (table) {
+      const void *seen = copied ? of->tables.put(on, table, table_bytes, slot) : table;
+      std::memcpy(own.data(), &seen, sizeof seen);
+    }
+    sycl::event done = on.submit([&](sycl::handler &handler) {
+      if (copied) handler.depends_on(of->tables.copied(slot));
+      handler.set_arg(0, syclexp::raw_kernel_arg(own.data(), bytes));
+      handler.parallel_for(sycl::nd_range<1>(global, local), *static_cast<sycl::kernel *>(kernel));
+    });
+    if (copied) of->tables.read_by(slot, done);
+    if (flags & 1) done.wait_and_throw();
+    return 0;
+  });
+}
+}

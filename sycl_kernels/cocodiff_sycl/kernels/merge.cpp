@@ -1,0 +1,50 @@
+// merge_partials: adds one partial attention result to a running one, (out, lse) and (part, part_lse), in place.
+//
+// out := out + w (part - out) with w = exp(part_lse) / (exp(lse) + exp(part_lse)), lse := log of that sum (StreamFusion,
+// appendix C). In fp64, rounded once. Bound by memory: out is read and written, part is read; two exponentials a row.
+template <typename Type>
+inline void merge_row(typename Type::Bits *out, const typename Type::Bits *part, double w, i64 numbers, i64 lane) {
+  i64 at = lane * 16;
+  for (; at + 16 <= numbers; at += LANES * 16) {
+    Float16 x = load<Type, 16>(out + at), y = load<Type, 16>(part + at), merged;
+    merged.lo = __builtin_convertvector(low(x) * (1 - w) + low(y) * w, Float8);
+    merged.hi = __builtin_convertvector(high(x) * (1 - w) + high(y) * w, Float8);
+    store<Type, 16>(out + at, merged);
+  }
+  if (at < numbers)
+    for (; at < numbers; ++at)
+      store1<Type>(out + at, float(double(load1<Type>(out + at)) * (1 - w) + double(load1<Type>(part + at)) * w));
+}
+
+struct Partials {
+  char *out;
+  const char *part;
+  float *lse;
+  const float *part_lse; // both contiguous
+  i64 rows, rows_each;   // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
+  i64 tokens, heads, numbers;
+  i64 o_batch, o_token, o_head, p_batch, p_token, p_head; // strides in numbers
+};
+
+template <typename Type> inline void merge(const Partials &of) {
+  Place place;
+  using Bits = typename Type::Bits;
+  const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
+  for (i64 row = place.row * of.rows_each; row < end; ++row) {
+    const double known = of.lse[row], fresh = of.part_lse[row], larger = sycl::fmax(known, fresh);
+    if (larger == -__builtin_inf()) continue; // nothing was attended to, in either
+    const double both = larger + sycl::log1p(sycl::exp(-sycl::fabs(known - fresh)));
+    const double w = 1 / (1 + sycl::exp(known - fresh));
+    const i64 of_all = row / of.heads, head = row - of_all * of.heads;
+    const i64 batch = of_all / of.tokens, token = of_all - batch * of.tokens;
+    merge_row<Type>(reinterpret_cast<Bits *>(of.out) + batch * of.o_batch + token * of.o_token + head * of.o_head,
+                    reinterpret_cast<const Bits *>(of.part) + batch * of.p_batch + token * of.p_token + head * of.p_head,
+                    w, of.numbers, place.lane);
+    if (LANES > 1) sycl::group_barrier(place.item.get_sub_group()); // all have read lse
+    if (place.lane == 0) of.lse[row] = float(both);
+  }
+}
+
+KERNEL(merge_f32)(Partials of) { merge<F32>(of); }
+KERNEL(merge_bf16)(Partials of) { merge<BF16>(of); }
+KERNEL(merge_f16)(Partials of) { merge<F16>(of); }

@@ -1,0 +1,38 @@
+"""Chosen rows of a tensor, as data that a kernel gathers where it packs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `index_K` (int64) of source_RHD, in that order, not yet gathered.
+
+    reference_RHD: where the gathered rows are written as well, at rows reference_index_K; a negative one is not.
+    """
+
+    source_RHD: Tensor
+    index_K: Tensor
+    reference_RHD: Tensor | None = None
+    reference_index_K: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[1, K, H, D], as the gathered rows of all batch rows in one would have it."""
+        return torch.Size((1, len(self.index_K), *self.source_RHD.shape[1:]))
+
+    def heads(self, heads: slice) -> Rows:
+        """The same rows of some heads."""
+        reference_RHD = None if self.reference_RHD is None else self.reference_RHD[:, heads]
+        return Rows(self.source_RHD[:, heads], self.index_K, reference_RHD, self.reference_index_K)
+
+    def new_empty(self, *shape: Any) -> Tensor:
+        return self.source_RHD.new_empty(*shape)
+
+    def __len__(self) -> int:
+        return 1

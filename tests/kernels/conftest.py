@@ -1,0 +1,25 @@
+"""The SYCL operations under test, as CPUs run them and as GPUs do.
+
+With COCODIFF_REQUIRE_SYCL=1, as launch/test sets it where the runtime is to be had, a machine without SYCL kernels is a
+failure; elsewhere these tests are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from cocodiff_sycl import SyclOps, Unavailable, open_cpu
+
+FORMS = {"cpu": {}, "gpu": {"lanes": 4, "copy_tables": True}}  # gpu: several work-items a row, tables on the device
+
+
+@pytest.fixture(scope="session", params=FORMS)
+def sycl(request: pytest.FixtureRequest) -> SyclOps:
+    """The operations on the CPU device, in both forms."""
+    try:
+        return open_cpu(**FORMS[request.param])
+    except Unavailable as error:
+        if os.environ.get("COCODIFF_REQUIRE_SYCL") == "1":
+            pytest.fail(f"the SYCL kernels were to be tested here and are not there: {error}")
+        pytest.skip(f"no SYCL kernels: {error}")
