@@ -226,7 +226,8 @@ class Exchange:
         """All messages in one launch."""
         pieces = [piece for message in messages for piece in message]
         for piece in pieces:
-            used_on_current_stream(piece.source_RHD if isinstance(piece, Rows) else piece)
+            for tensor in (piece.source_RHD, piece.index_K) if isinstance(piece, Rows) else (piece,):
+                used_on_current_stream(tensor)
         if any(isinstance(piece, Rows) for piece in pieces):
             self.kernels.gather_pack(messages, buffers)
         elif messages:

@@ -45,12 +45,13 @@ def open_xpu(device: torch.device) -> SyclOps:
     def current_queue() -> int:
         return int(torch.xpu.current_stream(device).sycl_queue)
 
-    return SyclOps(_library_of_xpu(device, current_queue()), device, current_queue)
+    return SyclOps(_library_of_xpu(device), device, current_queue)
 
 
 @cache
-def _library_of_xpu(device: torch.device, queue: int) -> Library:
-    return Library(queue)
+def _library_of_xpu(device: torch.device) -> Library:
+    """Of all streams of a device: torch's queues share a context, for which kernels are compiled."""
+    return Library(int(torch.xpu.current_stream(device).sycl_queue))
 
 
 class SyclOps:

@@ -1,0 +1,122 @@
+"""Which path runs, what it leaves in the trace, and what happens where SYCL kernels cannot be built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cocodiff_sycl import SyclOps
+from cocodiff_sycl.build import cache_folder, kernel_source
+from cocodiff_sycl.find import find_runtime
+from cocodiff_sycl.library import Library
+from kernel_helpers import random_BLHD
+from worlds import topology_of
+
+from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.layout import Layout
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels, Rows, TorchOps
+from cocodiff.kernels.choices import CHOICES, chooses_sycl
+from cocodiff.trace import Trace
+
+WITHOUT_COMPILER = """
+import torch
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+v = torch.ones(1, 4096, 8, 64)
+for _ in range(2):
+    change, norm = Kernels("auto").l1_score(v, torch.zeros_like(v))
+    assert float(change[0, 0]) == 512 and float(norm[0, 0]) == 0
+try:
+    Kernels("sycl").l1_score(v, v)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
+    paths = {"COCODIFF_CACHE": str(tmp_path), "PATH": str(tmp_path), "CXX": ""}
+    environment = {name: value for name, value in os.environ.items() if name != "COCODIFF_KERNELS"} | paths
+    words = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stderr.splitlines() if "SYCL" in line]
+    assert line.startswith("SYCL kernels are not used on cpu, torch's operations are: no ")
+    assert done.stdout.startswith("no SYCL kernels on cpu: no ") and len(done.stdout.splitlines()) == 1
+
+
+def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
+    topology = topology_of("local", 4)
+    layout = Layout.build(topology, 21, 3, 9)
+    whole_BSHD = random_BLHD(0, (2, 24, 9, 6), torch.bfloat16)
+
+    def work(transport: LoopbackTransport) -> None:
+        trace = Trace(transport.rank)
+        ours = Exchange("tapa", topology, transport, trace, Kernels("sycl", trace.note_kernel))
+        rows, heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
+        (x_BSGD,) = ours.forward([whole_BSHD[:, rows]], layout).wait()
+        assert torch.equal(x_BSGD, whole_BSHD[:, :, heads])
+        assert torch.equal(ours.back(x_BSGD, layout).wait(), whole_BSHD[:, rows])
+        assert {path for _, path in trace.kernels()} == {"sycl"}
+        assert {op for op, _ in trace.kernels()} == {"pack", "unpack"}
+
+    run_ranks(topology.size, work, timeout_s=60.0)
+
+
+def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps):
+    ran: list[tuple[str, str]] = []
+    x_BLHD, index_K = torch.ones(1, 2, 3, 4), torch.tensor([1])
+    for path in ("sycl", "torch"):
+        kernels = Kernels(path, lambda op, path: ran.append((op, path)))
+        kernels.pack([[x_BLHD]], [torch.empty(24)])
+        kernels.unpack([x_BLHD], [torch.empty_like(x_BLHD)])
+        kernels.gather_pack([[Rows(x_BLHD[0], index_K)]], [torch.empty(12)])
+        kernels.scatter_rows([x_BLHD[0, :1]], index_K, [torch.empty(2, 3, 4)])
+        kernels.l1_score(x_BLHD, x_BLHD.clone())
+        kernels.select(torch.ones(1, 3), 2)
+        kernels.qk_norm_rope(x_BLHD, None, 1e-6, (), "none")
+        kernels.merge_partials(x_BLHD.clone(), torch.zeros(1, 2, 3), x_BLHD, torch.zeros(1, 2, 3))
+    assert ran == [(op, path) for path in ("sycl", "torch") for op in CHOICES["cpu"]]
+    assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
+
+
+def test_auto_follows_the_table(monkeypatch):
+    monkeypatch.delenv("COCODIFF_KERNELS", raising=False)
+    assert Kernels("auto").path == "auto"
+    for device, of_ops in CHOICES.items():
+        for op, (one, more) in of_ops.items():
+            for threads, least in ((1, one), (2, more)):
+                assert chooses_sycl(op, device, threads, torch.bfloat16, least)
+                assert least == 0 or not chooses_sycl(op, device, threads, torch.bfloat16, least - 1)
+    assert not chooses_sycl("pack", "xpu", 1, torch.int64, 2**30)
+    assert not chooses_sycl("pack", "cuda", 1, torch.float32, 2**30)
+
+
+def test_the_environment_says_what_auto_is(monkeypatch):
+    monkeypatch.setenv("COCODIFF_KERNELS", "torch")
+    assert Kernels("auto").path == "torch" and Kernels("sycl").path == "sycl"
+    monkeypatch.setenv("COCODIFF_KERNELS", "fast")
+    with pytest.raises(UserError, match="kernels 'fast': choose from auto, sycl, torch"):
+        Kernels()
+
+
+def test_a_null_queue_is_refused(sycl: SyclOps):
+    with pytest.raises(ValueError, match="null pointer"):
+        Library(0)
+
+
+def test_a_kernel_that_is_not_there_is_an_error_with_words(sycl: SyclOps):
+    with pytest.raises(RuntimeError, match="no kernel nonsense"):
+        sycl.library.launch("nonsense", 1, 1, (0,))
+
+
+def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
+    runtime = find_runtime()
+    monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
+    assert cache_folder(runtime).parent == tmp_path
+    assert kernel_source(1) != kernel_source(16)
+    other = type(runtime)(runtime.library, runtime.include, "8.0.1-1")
+    assert cache_folder(runtime) != cache_folder(other)
