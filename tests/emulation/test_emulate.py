@@ -71,9 +71,8 @@ def processes(word: str) -> int:
 
 def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine):
     before = namespaces()
-    done = run(
-        emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", "echo rank=$RANK; readlink /proc/self/ns/net")
-    )
+    shown = "echo rank=$RANK; readlink /proc/self/ns/net"
+    done = run(emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", shown))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(line for line in lines if line.startswith("rank=")) == [f"rank={rank}" for rank in range(8)]
@@ -137,15 +136,15 @@ def wait_until(holds):
 
 
 def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine, tmp_path):
-    words = ["--sizes_mb", "0.05", "0.2", "--repeats", "1", "--quiet", "--out", str(tmp_path / "bench")]
-    done = run(emulate("--machine", machine, "--nodes", "2", "--", "cocodiff", "bench", "alltoall", *words, "--tune"))
+    words = ["--sizes_mb", "0.2", "--repeats", "1", "--quiet", "--out", str(tmp_path / "bench")]
+    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, "--tune"))
     assert done.returncode == 0, done.stdout + done.stderr
     table = str(tmp_path / "bench" / "exchange.yaml")
     more = ["--exchange_table", table, "--overwrite"]
-    done = run(emulate("--machine", machine, "--nodes", "2", "--", "cocodiff", "bench", "alltoall", *words, *more))
+    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, *more))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    found = [row["variant"] for row in rows if row["case"] == "0.2MB"]
+    found = [row["variant"] for row in rows]
     assert found == ["flat", "flat_serial", "gloo", "tapa", "split", "auto", "bound"]
     assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows[:7])
     tapa = next(row for row in rows if row["variant"] == "tapa")
@@ -153,23 +152,25 @@ def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine
     assert (tmp_path / "bench" / "alltoall.png").stat().st_size > 10_000
 
 
-def test_mpi_runs_over_the_emulated_links(machine, tmp_path):
+def test_mpi_runs_over_the_emulated_links(tmp_path):
     find_mpiexec()
     words = ["--sizes_mb", "0.05", "--repeats", "1", "--quiet", "--variants", "mpi,split", "--out", str(tmp_path / "b")]
-    done = run(emulate("--machine", machine, "--launcher", "mpiexec", "--", "cocodiff", "bench", "alltoall", *words))
+    ours = emulate(
+        "--machine", "local", "--ranks", "2", "--launcher", "mpiexec", "--", "cocodiff", "bench", "alltoall", *words
+    )
+    done = run(["env", "-u", "I_MPI_FABRICS", *ours])  # which the tests of MPI set to shm
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["variant"] for row in json.loads((tmp_path / "b" / "bench.json").read_text())["rows"]][:2] == [
-        "mpi",
-        "split",
-    ]
+    rows = json.loads((tmp_path / "b" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["mpi", "split"]  # no figures, no bound
 
 
 def test_a_step_of_a_models_shape(machine, tmp_path):
     words = ["--model", "sd3.5", "--size", "64", "--repeats", "1", "--link_efficiency", "0.5", "--quiet"]
+    words += ["--variants", "flat_serial", "flat", "cocodiff"]
     out = ["--out", str(tmp_path / "step")]
-    done = run(emulate("--machine", machine, "--scale", "500", "--", "cocodiff", "bench", "step", *words, *out))
+    done = run(emulate("--machine", machine, "--scale", "100", "--", "cocodiff", "bench", "step", *words, *out))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows][:2] == ["flat_serial", "flat"] and len(rows) == 8
+    assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff"]
     assert all(0 < row["communication_share"] < 1 for row in rows)
     assert all(row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"]) for row in rows)
