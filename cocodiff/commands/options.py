@@ -43,6 +43,7 @@ RUN_OPTIONS = (
     Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
     Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
+    Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
@@ -85,7 +86,9 @@ def parse(
 def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
     of_machine = {name: values[name] for name in ("machine", "transport", "device", "timeout_s")}
-    over_preset = {name: values[name] for name in ("exchange", "order", "vae") if values[name] is not None}
+    over_preset = {
+        name: values[name] for name in ("exchange", "exchange_table", "order", "vae") if values[name] is not None
+    }
     return of_machine | over_preset
 
 
