@@ -30,6 +30,7 @@ def lacking() -> str:
 
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking() or "runs")
+SHOW = "readlink /proc/self/ns/net"
 MACHINE = """
 name: small
 cards: 2
@@ -71,61 +72,63 @@ def processes(word: str) -> int:
 
 def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine):
     before = namespaces()
-    shown = "echo rank=$RANK; readlink /proc/self/ns/net"
-    done = run(emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", shown))
+    done = run(emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", f"echo rank=$RANK; {SHOW}"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(line for line in lines if line.startswith("rank=")) == [f"rank={rank}" for rank in range(8)]
     own = {line for line in lines if line.startswith("net:")}
     assert len(own) == 8 and not own & before
+    assert not own & namespaces()
     for kind in ("sibling", "plane", "cross_plane", "node"):
         assert any(line.split()[:1] == [kind] and "Mbit/s of" in line for line in lines)
-    assert namespaces() == before
 
 
 def test_a_bad_rank_ends_all(machine):
-    before = namespaces()
-    done = run(emulate("--machine", machine, "--", "sh", "-c", "test $RANK != 2 || exit 7; sleep 70.25"))
-    assert done.returncode == 7 and "rank 2 left with code 7" in done.stderr
-    done = run(emulate("--machine", machine, "--", "sh", "-c", "test $RANK != 1 || kill -9 $$; sleep 70.25"))
-    assert done.returncode == 1 and "rank 1 was killed by SIGKILL" in done.stderr
-    assert namespaces() == before and processes("70.25") == 0
+    for bad, code, said in (
+        ("exit 7", 7, "rank 2 left with code 7"),
+        ("kill -9 $$", 1, "rank 2 was killed by SIGKILL"),
+    ):
+        done = run(emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; test $RANK != 2 || {bad}; sleep 70.25"))
+        assert done.returncode == code and said in done.stderr
+        assert not {line for line in done.stdout.splitlines() if line.startswith("net:")} & namespaces()
+        assert processes("70.25") == 0
 
 
-def started(machine, *command):
-    process = subprocess.Popen(emulate("--machine", machine, "--", *command), stdout=subprocess.PIPE, text=True)
+def started(machine, script):
+    """An emulation whose ranks run a shell script, once the first of them does, and that rank's namespace."""
+    process = subprocess.Popen(
+        emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; {script}"), stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
-        if line.startswith("up"):
-            return process
+        if line.startswith("net:"):
+            return process, line.strip()
     raise AssertionError("the ranks did not start")
 
 
 def test_an_interrupt_ends_all(machine):
-    before = namespaces()
-    process = started(machine, "sh", "-c", "echo up; sleep 71.25")
+    process, space = started(machine, "sleep 71.25")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     process.stdout.close()
-    assert namespaces() == before and processes("71.25") == 0
+    assert space not in namespaces() and processes("71.25") == 0
 
 
 def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):
-    before = namespaces()
-    other = started(machine, "sh", "-c", "echo up; sleep 73.25")  # runs all the while
-    with_other = namespaces()
-    process = started(machine, "sh", "-c", "sleep 72.25 & echo up; sleep 72.25")
+    other, others_space = started(machine, "sleep 73.25")  # runs all the while
+    process, space = started(machine, "sleep 72.25 & sleep 72.25")
+    assert space != others_space
+    wait_until(lambda: processes("72.25") > 0)
     process.kill()
     process.wait()
     process.stdout.close()
-    assert processes("72.25") > 0  # started by ranks: they do not die with us
     done = run(emulate("--machine", machine, "--", "true"))
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: processes("72.25") == 0 and namespaces() == with_other)
-    assert other.poll() is None and processes("73.25") > 0
+    wait_until(lambda: processes("72.25") == 0 and space not in namespaces())
+    assert other.poll() is None and others_space in namespaces()
     other.send_signal(signal.SIGTERM)
     assert other.wait(timeout=30) == 130
     other.stdout.close()
-    assert namespaces() == before
+    assert others_space not in namespaces() and processes("73.25") == 0
 
 
 def wait_until(holds):
