@@ -19,6 +19,7 @@ from cocodiff.config import Config, check_choice, shipped_names
 KINDS = {
     "alltoall": "one exchange, beside the libraries' own and the links' bound",
     "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
+    "selection": "what choosing V-Major's tokens costs, beside what it saves",
     "attention": "one attention call of a stand-in model",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",

@@ -48,6 +48,7 @@ RUN_OPTIONS = (
     Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
     Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
+    Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
@@ -70,7 +71,7 @@ V_MAJOR_OPTIONS = (
     Option("warmup", "full steps at the start", type=int),
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
-OVER_PRESET = ("exchange", "order", "vae", *(option.name for option in V_MAJOR_OPTIONS))
+OVER_PRESET = ("exchange", "exchange_table", "order", "vae", *(option.name for option in V_MAJOR_OPTIONS))
 
 
 def parse(

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from byte_formulas import Formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
+from cocodiff.attention.choice import ExchangeTable
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
@@ -80,6 +82,30 @@ def test_split_where_receives_cannot_be_posted_ahead(topology, monkeypatch):
     """Device backends match the sends and receives of one call."""
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", False)
     check_exchange("split", topology, 41, 7, 26, 2, torch.float32)
+
+
+def test_auto_takes_what_its_table_has_for_the_size():
+    """By the mean rank's bytes: the same on ranks with unequal shares, and for q, k and v together three times one."""
+    topology, seen = topology_of("local", 5), []
+    layout = Layout.build(topology, 23, 4, 11)
+    table = ExchangeTable(((27 * 11 * 2 * 4 / 5 / 1e6, "tapa"), (float("inf"), "split")))
+    whole_BSHD = torch.randn(1, 27, 11, 2)
+
+    def work(transport: LoopbackTransport) -> None:
+        trace = Trace(transport.rank)
+        ours = Exchange("auto", topology, transport, trace, table)
+        rows = layout.row_slices[transport.rank]
+        for tensors in (1, 3):
+            trace.clear()
+            received = ours.forward([whole_BSHD[:, rows]] * tensors, layout).wait()
+            assert all(torch.equal(x, whole_BSHD[:, :, layout.head_slices[transport.rank]]) for x in received)
+            seen.append((tensors, transport.rank, trace.bytes()))
+            assert torch.equal(ours.back(received[0], layout).wait(), whole_BSHD[:, rows])
+
+    run_ranks(topology.size, work, timeout_s=60.0)
+    formulas = Formulas(topology, layout)
+    for tensors, rank, counted in seen:
+        assert counted == formulas.sent("tapa" if tensors == 1 else "split", "forward", rank, 8 * tensors)
 
 
 def test_non_contiguous_parts_are_packed():

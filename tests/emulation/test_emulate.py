@@ -1,0 +1,179 @@
+"""`cocodiff emulate` with real namespaces: what runs in them, and that nothing of it stays. Needs root and tc."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import find_mpiexec, run
+
+from cocodiff.emulation.namespaces import Namespace
+
+
+def lacking() -> str:
+    """Why emulations cannot run here, "" where they can."""
+    if os.geteuid() != 0 or shutil.which("tc") is None or shutil.which("ip") is None:
+        return "emulation needs root, ip and tc (iproute2)"
+    try:
+        Namespace().close()
+    except PermissionError:
+        return "this root may not make network namespaces"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking() or "runs")
+SHOW = "readlink /proc/self/ns/net"
+MACHINE = """
+name: small
+cards: 2
+tiles: 2
+planes: [0, 1, 1, 0]
+links: {sibling_gb_s: 185, plane_gb_s: 15, nic_gb_s: 25, nics: 2, nic_of: [0, 1, 0, 0]}
+device: {memory_gib: 64, memory_gb_s: 1000, bf16_tflop_s: 256}
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(MACHINE)
+    return str(path)
+
+
+def emulate(*words):
+    return [sys.executable, "-m", "cocodiff", "emulate", *words]
+
+
+def namespaces() -> set[str]:
+    """The network namespaces that some process is in."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(str(path.readlink()))
+    return found
+
+
+def processes(word: str) -> int:
+    """How many processes have a word of their command line."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += word.encode() in path.read_bytes().split(b"\0")
+    return found
+
+
+def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine):
+    before = namespaces()
+    done = run(emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", f"echo rank=$RANK; {SHOW}"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(line for line in lines if line.startswith("rank=")) == [f"rank={rank}" for rank in range(8)]
+    own = {line for line in lines if line.startswith("net:")}
+    assert len(own) == 8 and not own & before
+    assert not own & namespaces()
+    for kind in ("sibling", "plane", "cross_plane", "node"):
+        assert any(line.split()[:1] == [kind] and "Mbit/s of" in line for line in lines)
+
+
+def test_a_bad_rank_ends_all(machine):
+    for bad, code, said in (
+        ("exit 7", 7, "rank 2 left with code 7"),
+        ("kill -9 $$", 1, "rank 2 was killed by SIGKILL"),
+    ):
+        done = run(emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; test $RANK != 2 || {bad}; sleep 70.25"))
+        assert done.returncode == code and said in done.stderr
+        assert not {line for line in done.stdout.splitlines() if line.startswith("net:")} & namespaces()
+        assert processes("70.25") == 0
+
+
+def started(machine, script):
+    """An emulation whose ranks run a shell script, once the first of them does, and that rank's namespace."""
+    process = subprocess.Popen(
+        emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; {script}"), stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("net:"):
+            return process, line.strip()
+    raise AssertionError("the ranks did not start")
+
+
+def test_an_interrupt_ends_all(machine):
+    process, space = started(machine, "sleep 71.25")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    process.stdout.close()
+    assert space not in namespaces() and processes("71.25") == 0
+
+
+def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):
+    other, others_space = started(machine, "sleep 73.25")  # runs all the while
+    process, space = started(machine, "sleep 72.25 & sleep 72.25")
+    assert space != others_space
+    wait_until(lambda: processes("72.25") > 0)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    done = run(emulate("--machine", machine, "--", "true"))
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: processes("72.25") == 0 and space not in namespaces())
+    assert other.poll() is None and others_space in namespaces()
+    other.send_signal(signal.SIGTERM)
+    assert other.wait(timeout=30) == 130
+    other.stdout.close()
+    assert others_space not in namespaces() and processes("73.25") == 0
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine, tmp_path):
+    words = ["--sizes_mb", "0.2", "--repeats", "1", "--quiet", "--out", str(tmp_path / "bench")]
+    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, "--tune"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = str(tmp_path / "bench" / "exchange.yaml")
+    more = ["--exchange_table", table, "--overwrite"]
+    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, *more))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    found = [row["variant"] for row in rows]
+    assert found == ["flat", "flat_serial", "gloo", "tapa", "split", "auto", "bound"]
+    assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows[:7])
+    tapa = next(row for row in rows if row["variant"] == "tapa")
+    assert tapa["phase1_s"] > 0 and tapa["phase2_s"] > 0
+    assert (tmp_path / "bench" / "alltoall.png").stat().st_size > 10_000
+
+
+def test_mpi_runs_over_the_emulated_links(tmp_path):
+    find_mpiexec()
+    words = ["--sizes_mb", "0.05", "--repeats", "1", "--quiet", "--variants", "mpi,split", "--out", str(tmp_path / "b")]
+    ours = emulate(
+        "--machine", "local", "--ranks", "2", "--launcher", "mpiexec", "--", "cocodiff", "bench", "alltoall", *words
+    )
+    done = run(["env", "-u", "I_MPI_FABRICS", *ours])  # which the tests of MPI set to shm
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "b" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["mpi", "split"]  # no figures, no bound
+
+
+def test_a_step_of_a_models_shape(machine, tmp_path):
+    words = ["--model", "sd3.5", "--size", "64", "--repeats", "1", "--link_efficiency", "0.5", "--quiet"]
+    words += ["--variants", "flat_serial", "flat", "cocodiff"]
+    out = ["--out", str(tmp_path / "step")]
+    done = run(emulate("--machine", machine, "--scale", "100", "--", "cocodiff", "bench", "step", *words, *out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff"]
+    assert all(0 < row["communication_share"] < 1 for row in rows)
+    assert all(row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"]) for row in rows)

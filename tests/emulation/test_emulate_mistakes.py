@@ -1,0 +1,111 @@
+"""What `cocodiff emulate` and its benchmarks refuse, and what they compute from rows. Needs no root."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from cocodiff.cli import main
+from cocodiff.commands.bench import module_of
+from cocodiff.commands.bench_alltoall import tuned_rows
+from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
+from cocodiff.config import Config, load_exchange_table
+from cocodiff.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "has no command to run"),
+        (("--",), "has no command to run"),
+        (("--machine", "aurrora", "--", "true"), "did you mean aurora?"),
+        (("--nodes", "0", "--", "true"), "at least 1 is needed"),
+        (("--scale", "0", "--", "true"), "give a number above 0"),
+        (("--machine", "local", "--", "true"), "has no fixed size: add --ranks N"),
+        (("--ranks", "5", "--", "true"), "1 node(s) of aurora have 12"),
+        (("--", "cocodiff"), "add a subcommand"),
+        (("--", "cocodiff", "plan"), "runs on no ranks"),
+        (("--", "cocodiff", "bench", "alltoall", "--machine", "local"), "on an emulated aurora: leave it away"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys):
+    assert main(["emulate", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["emulate", "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
+
+
+def test_shared_memory_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setenv("I_MPI_FABRICS", "shm:ofi")
+    assert main(["emulate", "--launcher", "mpiexec", "--", "true"]) == 2
+    assert "past the emulated links: unset it" in capsys.readouterr().err
+
+
+def test_a_models_shape_needs_an_emulation(capsys, tmp_path):
+    words = ["bench", "step", "--model", "qwen-image", "--out", str(tmp_path / "out"), "--ranks", "12"]
+    assert main([*words, "--machine", "aurora"]) == 2
+    assert "inside cocodiff emulate" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "does not say how fast its device is" in capsys.readouterr().err
+
+
+def test_selection_is_set_beside_what_it_saves(tmp_path, capsys):
+    words = ["--image_tokens", "48", "--heads", "12", "--repeats", "2", "--out", str(tmp_path / "out")]
+    assert main(["bench", "selection", *words]) == 0
+    assert "of the saving" in capsys.readouterr().out
+    saved = 3 * 0.5 * 48 * 12 * 128 * 2 / 12**2 * 2 / 15e9 * 3000  # c = M / 144; two blocks over each Xe link
+    rows = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["score", "select", "gather", "scatter"]
+    assert all(row["share_of_saving"] == pytest.approx(row["median_s"] / saved) for row in rows)
+    assert main(["bench", "selection", "--machine", "local"]) == 2
+
+
+def test_only_names_of_shapes_are_benched_as_shapes():
+    assert module_of(["step", "--model", "qwen-image"]) == module_of(["step", "--model=flux.1"]) == "bench_model_step"
+    assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "bench_step"
+
+
+def test_limits_lie_between_sizes():
+    times = {0.25: (1, 2, 3), 1: (2, 3, 1), 4: (3, 9, 1)}
+    rows = [
+        {"case": f"{size:g}MB", "variant": name, "median_s": t}
+        for size, of in times.items()
+        for name, t in zip(("flat", "tapa", "split"), of, strict=True)
+    ]
+    assert tuned_rows([*rows, {"case": "4MB", "variant": "bound", "median_s": 0.1}]) == [(0.5, "flat"), (None, "split")]
+
+
+def test_the_schedule_is_averaged_between_fractions():
+    fractions = stable_fractions(50)
+    assert fractions[:6] == [0.0] * 6 and fractions[15] == 0.0 and fractions[-1] == 1.0
+    assert over_schedule({0.0: 2.0, 0.5: 1.0, 1.0: 0.0}, 50) == pytest.approx(2 - 2 * sum(fractions) / 50)
+    assert over_schedule({0.0: 3.0, 0.5: 3.0, 1.0: 3.0}, 50) == 3.0
+    assert 0.1 < FITTED < 0.12
+
+
+def test_auto_needs_a_table_of_the_machine(tmp_path):
+    assert load_exchange_table("aurora", 1)[-1] == (float("inf"), "split")
+    with pytest.raises(UserError, match=r"no table for machine local on 1 node\(s\) but for aurora on 1"):
+        load_exchange_table("local", 1)
+    path = tmp_path / "t.yaml"
+    for text, said in (
+        ("local: {1: [[1, tapa]]}", "end with no limit"),
+        ("local: {1: [[null, tappa]]}", "did you mean tapa?"),
+        ("local: [1]", "not a table"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            load_exchange_table("local", 1, str(path))
+    path.write_text("local: {1: [[0.5, tapa], [null, flat]]}")
+    assert load_exchange_table("local", 1, str(path)) == [(0.5, "tapa"), (float("inf"), "flat")]
+    assert Config(exchange="auto", exchange_table=str(path)).exchange == "auto"
