@@ -32,8 +32,8 @@ prepare_environment() {
     rm -f .venv/ready
     cp launch/constraints.txt $pins
     if [ -n "${COCODIFF_TORCH:-}" ]; then sed -i '/^torch==/d' $pins; fi
-    echo "installing into .venv: about 0.5 GB to download with a CPU build of torch (a CUDA build is several GB more;"
-    echo "COCODIFF_TORCH=WHEEL_OR_SPEC chooses another build), 2 GB on disk; log: .venv/install.log"
+    echo "installing into .venv: about 0.9 GB to download with a CPU build of torch (a CUDA build is several GB more;"
+    echo "COCODIFF_TORCH=WHEEL_OR_SPEC chooses another build), 3.3 GB on disk; log: .venv/install.log"
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     {
         .venv/bin/python -m pip install -c $pins "${COCODIFF_TORCH:-torch}" &&
