@@ -38,6 +38,7 @@ def test_a_wheel_in_a_bare_environment_restores_an_image(tmp_path: Path) -> None
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(python, "-c", "import cocodiff, cocodiff_eval; print(cocodiff.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(bare)
+    run(python, "-c", "from cocodiff_sycl.build import kernel_source; kernel_source(1)", cwd=tmp_path)
 
     tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).integers(0, 255, (96, 96), dtype=np.uint8))
     printed = run(bare / "bin" / "cocodiff", "inpaint", "--input", "scan.tif", "--steps", 2, "--quiet", cwd=tmp_path)

@@ -32,6 +32,7 @@ OPS = (
     "pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials",
 )  # fmt: skip
 OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
+BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
 OPTIONS = with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
@@ -130,7 +131,7 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
     }
     if case.diffusers is not None:
         calls["diffusers"] = case.diffusers
-    units = LAUNCH_CALLS if size_mb == 0 else max(1, 8 // size_mb)
+    units = LAUNCH_CALLS if size_mb == 0 else max(1, BATCH_MB // size_mb)
 
     def repeated(call: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:

@@ -15,12 +15,12 @@ CHOICES: dict[str, dict[str, tuple[int, int]]] = {
     "cpu": {
         "pack": (NEVER, NEVER),
         "unpack": (NEVER, NEVER),
-        "gather_pack": (NEVER, NEVER),
-        "scatter_rows": (NEVER, NEVER),
-        "l1_score": (MIB, MIB),
-        "select": (NEVER, NEVER),
-        "qk_norm_rope": (MIB, MIB),
-        "merge_partials": (MIB, MIB),
+        "gather_pack": (MIB // 2, MIB // 2),
+        "scatter_rows": (4 * MIB, 32 * MIB),
+        "l1_score": (MIB // 4, MIB // 4),
+        "select": (4000, 4000),
+        "qk_norm_rope": (MIB // 4, MIB // 4),
+        "merge_partials": (MIB // 4, MIB // 4),
     },
     "xpu": dict.fromkeys(
         ("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"),

@@ -24,7 +24,7 @@ from cocodiff_sycl.rows import Rows
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
-ROW_BYTES = 32 * 1024  # CPU: what one work-item takes of a tensor, at least, so that starting it costs little
+GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
 CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
@@ -220,7 +220,8 @@ class SyclOps:
         """Consecutive rows of one group of LANES work-items."""
         if not self.library.is_cpu or self.library.lanes > 1:
             return 1
-        return max(1, min(ROW_BYTES // row_bytes, rows // (4 * self.library.compute_units)))
+        least, most = (size // row_bytes for size in GROUP_BYTES)
+        return max(1, least, min(most, rows // (4 * self.library.compute_units)))
 
     def _launch(self, kernel: str, groups: int, values: Sequence[int], table: bytes | None = None) -> None:
         """groups: of LANES work-items, as many as there is work for; kernels know where it ends."""

@@ -182,7 +182,14 @@ def test_lines_are_kept_and_torn_ones_are_not(tmp_path: Path) -> None:
 
 
 def grid(**sections: Any) -> Any:
-    given = {"machine": "local", "transport": "auto", "device": "auto", "timeout_s": 300.0, "vae": None}
+    given = {
+        "machine": "local",
+        "transport": "auto",
+        "device": "auto",
+        "kernels": "auto",
+        "timeout_s": 300.0,
+        "vae": None,
+    }
     return read_grid({"base": None, "grid": None, "points": None, "steps": None, "mask": None} | given | sections)
 
 
