@@ -55,7 +55,7 @@ def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
 
     def work(transport: LoopbackTransport) -> None:
         trace = Trace(transport.rank)
-        ours = Exchange("tapa", topology, transport, trace, Kernels("sycl", trace.note_kernel))
+        ours = Exchange("tapa", topology, transport, trace, kernels=Kernels("sycl", trace.note_kernel))
         rows, heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
         (x_BSGD,) = ours.forward([whole_BSHD[:, rows]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, heads])
