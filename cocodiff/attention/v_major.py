@@ -168,7 +168,7 @@ class SelectiveCall(FullCall):
     def remember(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
         """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
         if self.cache.reference is None:
-            self.cache.reference = v_BNHD.clone()
+            self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
         elif active_BN is not None and self.strategy.reference == "sent":
             self.cache.reference[active_BN] = v_BNHD[active_BN]
 
@@ -254,7 +254,6 @@ class SourceCall(SelectiveCall):
         active_BS = strategy.select(of_all[0], of_all[-1], layout, moment.step, moment.steps)
         own_active_BN = active_BS[:, slices(layout.image)[own]]
         strategy.note_selection(moment.step, own_active_BN)
-        self.remember(own_BNHD, own_active_BN)
         return Selection.build(active_BS, layout, self.qkv.text_first)
 
     def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
@@ -265,9 +264,22 @@ class SourceCall(SelectiveCall):
         def ready() -> tuple[list[Rows], Layout]:
             selection = selected()
             own = selection.of_rank[self.strategy.rank]
-            return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
+            chosen = [travelling_rows(x, own) for x in tensors_BLHD]
+            if "v" in names and self.strategy.reference == "sent":
+                chosen[-1] = self.renewing(chosen[-1])
+            return chosen, selection.layout
 
         return self.arrive(names, self.exchange.forward_when(ready, names, self.layer), selected)
+
+    def renewing(self, v_KHD: Rows) -> Rows:
+        """The chosen rows of v, of which the image tokens' become their reference when they are packed."""
+        reference_BNHD, image = self.cache.reference, self.image_rows(self.strategy.rank)
+        assert reference_BNHD is not None, "a selective step follows a full one"
+        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.strategy.rank]
+        row_K = v_KHD.index_K % rows - image.start
+        place_K = v_KHD.index_K // rows * tokens + row_K
+        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # text has no reference
+        return Rows(v_KHD.source_RHD, v_KHD.index_K, reference_BNHD.flatten(0, 1), place_K)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,6 +23,7 @@ from cocodiff_sycl.movement import Moves
 from cocodiff_sycl.rows import Rows
 
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
+CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -55,13 +57,14 @@ def _library_of_xpu(device: torch.device) -> Library:
 
 
 class SyclOps:
-    """All operations of one device. `look`: whether indices are read and checked; on a GPU that makes it wait."""
+    """All operations of one device. `look`: whether indices are read and checked; by default on a CPU, and where
+    COCODIFF_CHECK_INDICES is set: on a GPU it makes every call wait."""
 
     def __init__(
         self, library: Library, device: torch.device, queue: Callable[[], int | None], look: bool | None = None
     ):
         self.library, self.device, self._queue = library, device, queue
-        self.look = library.is_cpu if look is None else look
+        self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
 
     # Movement -------------------------------------------------------------------------------------------------------
 
