@@ -21,6 +21,7 @@ from typing import Any
 from cocodiff.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
+BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own
 
 
 class Alone:
@@ -244,7 +245,7 @@ class Watch:
 
     def _end_if_blocked(self) -> None:
         """A dead peer's connections close, which ends every wait for it. A silent one's stay open."""
-        time.sleep(BLAME_S)
+        time.sleep(BLOCKED_S)
         if self._blocked:
             os.write(2, f"cocodiff: [rank {self.rank}] {self._lost}; this rank was waiting for it and ends\n".encode())
             os._exit(1)
