@@ -142,7 +142,7 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
 
     turns = partial(interleave, {name: repeated(call) for name, call in calls.items()}, units=units, meet=nothing)
     turns(2, tick=nothing)
-    seconds = turns(values["repeats"], tick=nothing)
+    seconds = turns(values["repeats"], tick=nothing, warm=True)
     references = {name: {"torch": "torch", "sycl": "sycl", "memcpy": "memcpy"} for name in seconds}
     measured = rows(f"{op}/{size_mb}MB/{values['threads'][0]}", seconds, {}, references)
     return [row | {"moved_bytes": case.moved} for row in measured]
