@@ -127,7 +127,7 @@ def test_interval_arithmetic_is_that_of_sets(first, second):
 
 
 def save(path: Path, spans: list[Span], dropped: int = 0) -> Path:
-    save_traces(path, {"tapa": [{"rank": 0, "spans": spans, "dropped": dropped, "bytes": {}}]})
+    save_traces(path, {"tapa": [{"rank": 0, "spans": spans, "dropped": dropped, "bytes": {}, "kernels": {}}]})
     return path
 
 
