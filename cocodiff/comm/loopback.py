@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import random
 import threading
 import time
 from collections import defaultdict, deque
@@ -174,8 +176,11 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
     world = LoopbackWorld(size, timeout_s)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
+    core = _one_core()
 
     def rank_main(rank: int) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # of this thread and those it starts
         transport = LoopbackTransport(world, rank)
         try:
             with torch.no_grad():  # threads do not inherit the caller's mode
@@ -196,3 +201,9 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
         errors[culprit].add_note(f"in rank {culprit} of {size}")
         raise errors[culprit]
     return results
+
+
+def _one_core() -> int | None:
+    """A core for all ranks of a world. Python runs one thread at a time, and hands over between threads of one core in
+    half the time; None where threads cannot be bound."""
+    return random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None

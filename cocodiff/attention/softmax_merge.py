@@ -1,0 +1,90 @@
+"""Attention to some of the keys, and merging what several such parts give (StreamFusion, appendix C).
+
+A part is its output together with the log of the sum of the exponentials of its scores: enough to weigh it against
+others. `Kernels.merge_partials` does the merging.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention of some queries to some keys. lse_BLH: float32, -inf where no key was attended to (out is 0 there)."""
+
+    out_BLHD: Tensor
+    lse_BLH: Tensor
+
+
+def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
+    """Attention to these keys alone, by the best kernel of the device that tells the sums.
+
+    mask_B11S: bool, the keys that are attended to; a batch row may have none.
+    """
+    if not k_BSHD.shape[1]:
+        return no_keys(q_BLHD)
+    q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
+    bias = None
+    if mask_B11S is not None:
+        bias = torch.zeros_like(mask_B11S, dtype=q_BLHD.dtype).masked_fill_(~mask_B11S, -math.inf)
+    kernel = _KERNELS.get(q_BLHD.device.type, _plain)
+    out_BHLD, lse_BHL = kernel(q_BHLD, k_BHSD, v_BHSD, bias)
+    out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
+    if mask_B11S is not None:
+        empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in what they say of a row without keys
+        out_BLHD = out_BLHD.masked_fill(empty_B[:, None, None, None], 0.0)
+        lse_BLH = lse_BLH.masked_fill(empty_B[:, None, None], -math.inf)
+    return Partial(out_BLHD, lse_BLH)
+
+
+def no_keys(q_BLHD: Tensor) -> Partial:
+    """What attention to nothing gives, of memory of its own: a start for merging."""
+    shape = q_BLHD.shape
+    return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
+
+
+def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias)
+    return out, lse
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if bias is None and q.dtype in (torch.bfloat16, torch.float16):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+    if bias is not None:
+        bias = _aligned(bias, q, k)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    return out, lse[..., : q.shape[2]]  # padded to the kernel's tile
+
+
+def _aligned(bias_B11S: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias expanded to every query, of rows whose stride is the multiple of eight that the kernel asks for."""
+    B, H, L, _ = q.shape
+    S = k.shape[2]
+    padded = bias_B11S.new_zeros(len(bias_B11S), 1, 1, -(-S // 8) * 8)
+    padded[..., :S] = bias_B11S
+    return padded[..., :S].expand(B, H, L, S)
+
+
+def _xpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    if bias is not None:
+        bias = bias.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, bias, 0.0, False)
+    if not lse.numel():  # the kernel keeps the sums for training alone
+        return _plain(q, k, v, bias)
+    return out, lse.reshape(q.shape[:3])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In float32, with the scores in memory: for devices without a kernel that tells the sums."""
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + bias.float()
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+_KERNELS = {"cpu": _cpu_flash, "cuda": _cuda, "xpu": _xpu}
