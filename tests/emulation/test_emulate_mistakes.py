@@ -13,6 +13,8 @@ from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fra
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("words", "said"),
