@@ -198,7 +198,9 @@ class SyclOps:
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
-        check_like(op, self.device, out_BLHD.dtype, out=out_BLHD, part=part_BLHD)
+        check_like(op, self.device, out_BLHD.dtype, out=out_BLHD)
+        widened = out_BLHD.dtype == torch.float32  # a running result of narrower parts
+        check_like(op, self.device, part_BLHD.dtype if widened else out_BLHD.dtype, part=part_BLHD)
         check_like(op, self.device, torch.float32, lse=lse_BLH, part_lse=part_lse_BLH)
         B, L, H, D = out_BLHD.shape
         check_shape(op, "part", part_BLHD, (B, L, H, D))
@@ -212,7 +214,7 @@ class SyclOps:
         if B * L * H:
             each = self._rows_each(B * L * H, max(1, D) * out_BLHD.element_size())
             self._launch(
-                f"merge_{DTYPES[out_BLHD.dtype]}", -(-B * L * H // each),
+                f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}", -(-B * L * H // each),
                 (out_BLHD.data_ptr(), part_BLHD.data_ptr(), lse_BLH.data_ptr(), part_lse_BLH.data_ptr(), B * L * H,
                  each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]),
             )  # fmt: skip
