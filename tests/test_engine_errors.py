@@ -1,5 +1,7 @@
 """What the engine refuses, in words that help, and how it counts steps and guidance branches."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, PAGJointAttnProcessor2_0

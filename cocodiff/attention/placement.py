@@ -22,7 +22,7 @@ from cocodiff.trace import LINK_CLASSES
 EFFICIENCY = 0.5  # of attention, against the dense rate of a tile
 UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order of magnitude of a CPU
 MESSAGE_S = 20e-6  # what a step of messages takes at least
-GAIN = 0.9  # where Ulysses alone works, a mesh is taken if it needs at most this part of its time
+GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
 NODE = "node"
 Load = tuple[str | int, ...]  # a link of the machine, one direction
 
@@ -191,8 +191,8 @@ def by_degree(topology: Topology, work: Work, ring: int | str = "auto", placemen
 def choose(
     topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto", prefer_ulysses: bool = False
 ) -> Mesh:
-    """The mesh of a run. ring auto: Ulysses alone where heads allow it, unless the machine file tells the tiles' rate
-    and a mesh is predicted to be clearly faster; where ranks outnumber heads the fastest.
+    """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
+    alone, a ring is only looked at on machines whose file tells the tiles' rate.
 
     prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
     """
@@ -201,10 +201,8 @@ def choose(
     if ring == 1 or (ring == "auto" and alone and (prefer_ulysses or not known)):
         return meshes(topology, work.heads, 1)[0]
     defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement)]
-    fastest = min(defaults, key=lambda one: one.seconds)
-    if ring == "auto" and alone and fastest.seconds > GAIN * defaults[0].seconds:
-        return defaults[0].mesh
-    return fastest.mesh
+    fastest = min(one.seconds for one in defaults)
+    return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
 
 
 def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
