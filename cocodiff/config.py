@@ -17,6 +17,7 @@ from cocodiff.topology import Device, Links, Machine
 T = TypeVar("T")
 EXCHANGES = ("flat", "tapa", "split", "auto")
 ORDERS = ("joint", "v_first")
+PLACEMENTS = ("auto", "topology", "usp")
 SELECTIONS = ("full", "v_major")
 SCORINGS = ("source", "card")
 REFERENCES = ("sent", "prev")
@@ -35,6 +36,10 @@ class Config:
     (straight within planes; siblings relay the rest meanwhile) or auto (by size, from a measured table).
     exchange_table: for auto, a table that `cocodiff bench alltoall --tune` wrote, instead of the shipped one.
     nic_balance: split lets blocks for other nodes take a detour where tiles share NICs unequally.
+    ring: ranks of a ring, in which keys and values go round; 1 is Ulysses alone, which takes at most a rank for each
+    attention head; auto (1 where it can be, else the fastest by prediction, see docs/mesh.md).
+    placement: with a ring, topology (rings inside the fast links, Ulysses across the slow ones), usp (the reverse) or
+    auto (whichever sends less between nodes).
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
     selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
@@ -56,6 +61,8 @@ class Config:
     exchange: str = "tapa"
     exchange_table: str | None = None
     nic_balance: bool = True
+    ring: int | str = "auto"
+    placement: str = "auto"
     order: str = "joint"
     selection: str = "full"
     scoring: str = "source"
@@ -76,6 +83,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, EXCHANGES)
+        if isinstance(self.ring, str) and self.ring.isdigit():
+            object.__setattr__(self, "ring", int(self.ring))
+        if self.ring != "auto" and (type(self.ring) is not int or self.ring < 1):
+            raise UserError(f"ring is {self.ring!r}: give the ranks of a ring, 1 for none, or auto")
+        check_choice("placement", self.placement, PLACEMENTS)
         check_choice("order", self.order, ORDERS)
         check_choice("vae", self.vae, VAE_RANKS)
         self._check_selection()

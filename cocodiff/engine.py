@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from cocodiff.attention.choice import ExchangeTable
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
+from cocodiff.attention.mesh import Mesh
+from cocodiff.attention.placement import Work, choose
+from cocodiff.attention.ring import Ring
 from cocodiff.attention.selection import Schedule
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
@@ -25,6 +28,7 @@ from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
@@ -141,26 +145,31 @@ class Engine:
         self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
         self._sized: set[Load] = set()
-        exchange = None
+        self.mesh = mesh_of(config, self.topology, self.model)
         if self.size > 1:
-            exchange = Exchange(
-                config.exchange, self.topology, self.transport, self.trace, exchange_table(config, self.topology),
-                config.nic_balance, Kernels(config.kernels, self.trace.note_kernel),
-            )  # fmt: skip
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = self._strategy(exchange)
+        self.strategy = self._strategy()
 
-    def _strategy(self, exchange: Exchange | None) -> Ulysses:
-        config, order = self.config, ORDERS[self.config.order]
+    def _strategy(self) -> Ulysses:
+        """This rank's attention: Ulysses among the ranks of its group, with a ring where there are several groups."""
+        config, order, mesh = self.config, ORDERS[self.config.order], self.mesh
+        kernels, exchange, ring = Kernels(config.kernels, self.trace.note_kernel), None, None
+        group, _ = mesh.seat(self.rank)
+        topology, members = mesh.parts[group], Part(self.transport, mesh.groups[group])
+        if mesh.ulysses > 1:
+            table = exchange_table(config, self.topology)
+            exchange = Exchange(config.exchange, topology, members, self.trace, table, config.nic_balance, kernels)
+        if mesh.ring > 1:
+            ring = Ring(mesh, self.transport, self.trace, kernels)
         if config.selection == "full":
-            return Ulysses(self.topology, exchange, self.trace, order)
+            return Ulysses(topology, exchange, self.trace, order, ring=ring)
         schedule = Schedule(
             config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
         )
         return VMajor(
-            self.topology, exchange, self.trace, order, transport=self.transport, schedule=schedule,
-            scoring=config.scoring, reference=config.reference, now=self._moment,
+            topology, exchange, self.trace, order, transport=members, schedule=schedule, scoring=config.scoring,
+            reference=config.reference, now=self._moment, ring=ring,
         )  # fmt: skip
 
     # Entering and leaving -------------------------------------------------------------------------------------------
@@ -222,7 +231,7 @@ class Engine:
         weights = sum(x.nbytes for x in stored if x.device == hidden.device)
         model: Any = self.model
         shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
-        need = replace(size_run(shape, self.topology, load)[self.rank], weights=weights)
+        need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
         check_fits(need, free + weights + strategy.cache_bytes(), f"rank {self.rank} on {hidden.device}")
 
     def _moment(self) -> Moment:
@@ -268,6 +277,14 @@ class Engine:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
         if isinstance(self.strategy, VMajor):
             self.strategy.drift.clear()
+
+
+def mesh_of(config: Config, topology: Topology, model: Any) -> Mesh:
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer.
+
+    Raises UserError for a ring that ranks and heads do not allow."""
+    work = Work(model.config.num_attention_heads, model.config.attention_head_dim)
+    return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:

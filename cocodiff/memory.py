@@ -8,20 +8,23 @@ scoring reference. They hold whole sequences, so the rows of the text come on to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cocodiff.attention.layout import Layout, scored_blocks
+from cocodiff.attention.mesh import Mesh
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 
+T = TypeVar("T")
 MIB = 2**20
 
 # What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
 STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
+RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
 
 
 @dataclass(frozen=True)
@@ -173,20 +176,36 @@ def site_cache(topology: Topology, layout: Layout, scoring: str, cell: int) -> l
     return found
 
 
-def run_cache(shape: ModelShape, topology: Topology, load: Load) -> list[RankMemory]:
-    """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing."""
+def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing.
+
+    mesh: of Ulysses and Ring; None is Ulysses alone."""
     if load.scoring is None:
         return [RankMemory()] * topology.size
     cell = load.batch * shape.head_dim * load.itemsize
     total = [RankMemory()] * topology.size
     for layers, text in ((shape.joint_layers + shape.parallel_layers, load.text_tokens), (shape.image_layers, 0)):
-        layout = Layout.build(topology, load.image_tokens, text, shape.heads)
-        of_site = site_cache(topology, layout, load.scoring, cell)
+        of_site = by_rank(
+            mesh or Mesh.build(topology),
+            (load.image_tokens, text, shape.heads),
+            lambda part, layout: site_cache(part, layout, load.scoring or "", cell),
+        )
         total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
     return total
 
 
-def activations(shape: ModelShape, topology: Topology, load: Load) -> list[int]:
+def by_rank(
+    mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topology, Layout], Sequence[T]]
+) -> list[T]:  # fmt: skip
+    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. tokens: image tokens, text
+    tokens and heads of the call."""
+    found: dict[int, T] = {}
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*tokens), strict=True):
+        found |= dict(zip(group, of_part(part, layout), strict=True))
+    return [found[rank] for rank in range(mesh.topology.size)]
+
+
+def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
     """Every rank's activations at the peak of one layer: an estimate.
 
     Of the size of the rank's share there are the streams that a layer keeps, and the largest of: attention (q, k, v,
@@ -195,28 +214,33 @@ def activations(shape: ModelShape, topology: Topology, load: Load) -> list[int]:
     after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. Embeddings, rotary
     angles and the model's exit are left out as small.
     """
-    layout = Layout.build(topology, load.image_tokens, load.text_tokens, shape.heads)
-    attention = ALONE if topology.size == 1 else EXCHANGED
+    mesh = mesh or Mesh.build(topology)
+    attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
     hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
     stages = [attention, 1 + max(2, gates) * hidden]
     if shape.parallel_layers:
         fused = 3 if shape.gated_mlp else 1
         stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
-    copies, whole = STREAMS + max(stages), sum(layout.rows)
-    shares = [max(L * shape.width, whole * G * shape.head_dim) for L, G in zip(layout.rows, layout.heads, strict=True)]
+    copies = STREAMS + max(stages)
+
+    def of_part(_part: Topology, layout: Layout) -> list[int]:
+        whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
+        return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
+
+    shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
     return [int(copies * share * load.batch * load.itemsize) for share in shares]
 
 
-def size_run(shape: ModelShape, topology: Topology, load: Load) -> list[RankMemory]:
-    """What every rank needs. Every rank holds all weights.
+def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """What every rank needs. Every rank holds all weights. mesh: None is Ulysses alone.
 
-    Raises UserError where the ranks outnumber heads or image tokens.
+    Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
     """
     weights = shape.parameters * load.itemsize
     return [
         replace(cache, weights=weights, activations=active)
         for cache, active in zip(
-            run_cache(shape, topology, load), activations(shape, topology, load), strict=True
+            run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
         )
     ]  # fmt: skip
 

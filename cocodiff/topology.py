@@ -10,7 +10,8 @@ A *topology* places the ranks of one run on a machine: one rank is one tile.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cocodiff.errors import UserError
@@ -98,12 +99,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank sits. `card` counts over all nodes, `plane` is global: its group spans all nodes."""
+    """Where a rank sits. `card` counts over all nodes, `plane` is global: its group spans all nodes. `tile` counts on
+    the node."""
 
     rank: int
     node: int
     card: int
     plane: int
+    tile: int
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,18 @@ class Topology:
         for rank in range(size):
             node, local = divmod(rank, per_node)
             card = node * cards_per_node + local // machine.tiles
-            places.append(Place(rank, node, card, machine.plane_of(local)))
+            places.append(Place(rank, node, card, machine.plane_of(local), local))
         return cls(machine, tuple(places))
+
+    def part(self, ranks: Sequence[int]) -> Topology:
+        """Some of the ranks, where they sit, as a topology of their own: numbered from 0 in the given order, which goes
+        node by node; their nodes are numbered from 0 as well, cards and planes keep their numbers."""
+        numbers = {node: number for number, node in enumerate(sorted({self.places[rank].node for rank in ranks}))}
+        chosen = [self.places[rank] for rank in ranks]
+        return Topology(
+            self.machine,
+            tuple(replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen)),
+        )
 
     @property
     def size(self) -> int:
@@ -183,11 +196,8 @@ class Topology:
     @cached_property
     def nics(self) -> tuple[int, ...]:
         """The NIC of every rank, counted on its node."""
-        links, first = self.machine.links, dict[int, int]()
-        for place in self.places:
-            first.setdefault(place.node, place.rank)
-        local = [place.rank - first[place.node] for place in self.places]
-        return tuple(links.nic_of[tile] if links.nic_of else tile % links.nics for tile in local)
+        links = self.machine.links
+        return tuple(links.nic_of[p.tile] if links.nic_of else p.tile % links.nics for p in self.places)
 
     def link_class(self, sender: int, receiver: int) -> str | None:
         """The class of the link between two ranks, by its endpoints; None for a rank and itself."""

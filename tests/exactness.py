@@ -67,11 +67,11 @@ class Expected:
         assert error <= allowed, f"error {error:.3e} to the truth, {allowed:.3e} allowed"
 
 
-def parallel_outputs(transport: Transport, model: Any, case: Case, machine: str) -> list[Tensor]:
-    """One rank's outputs with every exchange and order, of its own copy of the model."""
+def parallel_outputs(transport: Transport, model: Any, case: Case, machine: str, **more: Any) -> list[Tensor]:
+    """One rank's outputs with every exchange and order, of its own copy of the model. more: settings of the engine."""
     own, outputs = deepcopy(model), []
     for exchange, order in VARIANTS:
-        settings = {"exchange": exchange, "order": order, "machine": machine}
+        settings = {"exchange": exchange, "order": order, "machine": machine, **more}
         with torch.no_grad(), parallelize(own, transport=transport, **settings):
             outputs.append(own(**case.inputs()).sample)
     return outputs

@@ -1,6 +1,6 @@
 """One rank of an MPI job: checks parallel transformers over MPI and gloo against its own one-process result.
 
-exactness_rank.py MACHINE
+exactness_rank.py MACHINE [RING]
 """
 
 import hashlib
@@ -24,14 +24,14 @@ CASES = (
 )
 
 
-def main(machine: str) -> int:
+def main(machine: str, ring: str = "auto") -> int:
     expected = [Expected.of(case) for case in CASES]
     digests: list[str] = []
 
     def work(transport: Transport) -> None:
         digest = hashlib.sha256()
         for case, of_case in zip(CASES, expected, strict=True):
-            outputs = parallel_outputs(transport, of_case.model, case, machine)
+            outputs = parallel_outputs(transport, of_case.model, case, machine, ring=ring)
             check_ranks([outputs], of_case, case.family)
             digest.update(b"".join(output.float().numpy().tobytes() for output in outputs))
         gathered = transport.gather_object(digest.hexdigest())
@@ -50,4 +50,4 @@ def main(machine: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

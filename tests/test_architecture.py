@@ -28,7 +28,7 @@ MAY_IMPORT = {
     ),
     "cocodiff.links": ("cocodiff.topology",),
     "cocodiff.emulation": ("cocodiff.topology", "cocodiff.links", "cocodiff.comm.launch"),
-    "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout"),
+    "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.attention.mesh"),
     "cocodiff.models": ("cocodiff.attention.strategy",),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.engine": (

@@ -1,5 +1,7 @@
 """What the engine refuses, in words that help, and how it counts steps and guidance branches."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, PAGJointAttnProcessor2_0
@@ -21,14 +23,14 @@ def alone():
     transport.close()
 
 
-def refused(size: int, model: nn.Module, **inputs: object) -> str:
+def refused(size: int, model: nn.Module, settings: dict[str, Any] | None = None, **inputs: object) -> str:
     """The error of a call on `size` ranks that share `model`'s weights, each with a model of its own."""
     weights = model.state_dict()
 
     def work(transport: LoopbackTransport) -> None:
         own = type(model).from_config(model.config).eval()
         own.load_state_dict(weights)
-        with parallelize(own, transport=transport):
+        with parallelize(own, transport=transport, **settings or {}):
             own(**inputs)
 
     with pytest.raises(UserError) as caught:
@@ -183,8 +185,10 @@ def test_more_ranks_than_image_tokens():
 
 
 def test_more_ranks_than_heads():
-    message = refused(4, sd3_transformer(3), **sd3_inputs(1, 3, 3, 2))
-    assert "4 ranks for 3 attention heads" in message and "at most 3 ranks (a mesh of Ulysses and Ring" in message
+    message = refused(4, sd3_transformer(3), {"ring": 1}, **sd3_inputs(1, 3, 3, 2))
+    assert "ring 1: 4 ranks and 3 attention heads allow ring 2, 4" in message
+    message = refused(4, sd3_transformer(3), {"ring": 3}, **sd3_inputs(1, 3, 3, 2))
+    assert "ring 3: 4 ranks and 3 attention heads allow ring 2, 4 (a divisor of the ranks" in message
 
 
 def test_ranks_that_do_not_fill_the_machine():

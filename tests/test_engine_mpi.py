@@ -11,3 +11,10 @@ def test_mpi_and_gloo_equal_one_process(ranks, machine):
     done = mpiexec(ranks, TESTS / "exactness_rank.py", machine, timeout_s=400.0)
     assert_succeeded(done)
     assert "all ranks agree" in done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "machine", "ring"), [(12, "aurora", "2")])
+def test_a_mesh_on_mpi_and_gloo_equals_one_process(ranks, machine, ring):
+    done = mpiexec(ranks, TESTS / "exactness_rank.py", machine, ring, timeout_s=400.0)
+    assert_succeeded(done)
+    assert "all ranks agree" in done.stdout

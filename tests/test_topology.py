@@ -41,8 +41,8 @@ def test_ragged_card_has_a_stand_in():
 def test_two_nodes_of_six_two_tile_cards():
     topology = Topology.build(load_machine("local-6x2"), 24)
     assert topology.nodes == 2
-    assert topology.places[0] == Place(0, node=0, card=0, plane=0)
-    assert topology.places[13] == Place(13, node=1, card=6, plane=1)
+    assert topology.places[0] == Place(0, node=0, card=0, plane=0, tile=0)
+    assert topology.places[13] == Place(13, node=1, card=6, plane=1, tile=1)
     assert topology.planes == {0: tuple(range(0, 24, 2)), 1: tuple(range(1, 24, 2))}
     assert topology.link_class(0, 2) == "plane"
     assert topology.link_class(0, 3) == "cross_plane"

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodiff.cli import main
@@ -100,6 +100,7 @@ def random_spans(draw: st.DrawFn) -> list[Span]:
     return [span(*draw(named), start, end, draw(st.sampled_from(["a", "b"]))) for start, end in times]
 
 
+@settings(deadline=None)
 @given(st.lists(random_spans(), min_size=1, max_size=3), st.randoms())
 def test_exposed_and_hidden_make_communication(of_ranks, random):
     summary = summarise({"mode": dict(enumerate(of_ranks))})

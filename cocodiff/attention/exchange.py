@@ -18,7 +18,7 @@ from cocodiff.attention.choice import ExchangeTable, megabytes_per_rank
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
 from cocodiff.attention.nic_balance import nic_detours
 from cocodiff.attention.relay import Blocks, Freight, Travelling, relay
-from cocodiff.comm.transport import Group, Lane, LanePending, Transport
+from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, Rows, views
 from cocodiff.topology import Topology
@@ -37,7 +37,7 @@ class Exchange:
     """
 
     def __init__(
-        self, name: str, topology: Topology, transport: Transport, trace: Trace, table: ExchangeTable | None = None,
+        self, name: str, topology: Topology, transport: Ranks, trace: Trace, table: ExchangeTable | None = None,
         nic_balance: bool = True, kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes.

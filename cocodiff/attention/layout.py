@@ -54,11 +54,14 @@ class Layout:
     A rank's rows are its image and its text tokens, in the order in which the model concatenates them. After the
     exchange the sequence is rank 0's rows, then rank 1's, and so on: the same for queries and keys, so attention
     does not notice.
+
+    text_starts: where every rank's text tokens begin in the prompt; empty where they lie one behind the other.
     """
 
     image: tuple[int, ...]
     text: tuple[int, ...]
     heads: tuple[int, ...]
+    text_starts: tuple[int, ...] = ()
 
     @classmethod
     def build(cls, topology: Topology, image_tokens: int, text_tokens: int, heads: int) -> Layout:
@@ -70,7 +73,7 @@ class Layout:
         if topology.size > heads:
             raise UserError(
                 f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
-                f"{heads} ranks (a mesh of Ulysses and Ring, which would take more, is not built yet)"
+                f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
             )
         return cls(
             share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)
@@ -85,6 +88,13 @@ class Layout:
     def row_slices(self) -> tuple[slice, ...]:
         """Where every rank's rows stand in the whole sequence."""
         return slices(self.rows)
+
+    @property
+    def text_slices(self) -> tuple[slice, ...]:
+        """Where every rank's text tokens stand in the prompt."""
+        if not self.text_starts:
+            return slices(self.text)
+        return tuple(slice(start, start + size) for start, size in zip(self.text_starts, self.text, strict=True))
 
     @property
     def head_slices(self) -> tuple[slice, ...]:

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout, slices
+from cocodiff.attention.layout import Layout
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.device import used_on_current_stream
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
+
+if TYPE_CHECKING:
+    from cocodiff.attention.ring import Ring
 
 
 class Arriving(Protocol):
@@ -88,26 +91,27 @@ class Ulysses:
 
     def __init__(
         self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint,
-        local: Local | None = None,
+        local: Local | None = None, ring: Ring | None = None,
     ) -> None:  # fmt: skip
         """exchange: None when there is one rank, which has nothing to exchange.
 
         local: what is done with the heads that are here, instead of `local_attention`.
+        ring: brings the keys and values of other Ulysses groups and attends to them in `local`'s place; `topology` and
+        `exchange` are those of this rank's group then.
         """
         self._topology, self._exchange, self._trace, self._order = topology, exchange, trace, order
-        self._local = local or local_attention
+        self._local, self._ring = local or local_attention, ring
         self._layouts: dict[tuple[int, int, int], Layout] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
+        layout = self.layout(qkv)
         if self._exchange is None:
-            out_BLHD = self._local(qkv.q(), qkv.k(), qkv.v(), mask_in_model_order(qkv))
+            out_BLHD = self.attention(qkv.q(), qkv.k(), qkv.v(), qkv, layout, site)
             qkv.meanwhile()
             return out_BLHD
-        layout = self.layout(qkv)
         arrived = self._order(self.call(qkv, self._exchange, layout, site))
         q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, arrived)
-        with self._trace.span("attention", layer=site.kind):
-            out_BSGD = self._local(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
+        out_BSGD = self.attention(q_BSGD, k_BSGD, v_BSGD, qkv, layout, site)
         with self._trace.span("wait for o", layer=site.kind):
             out_BLHD = self._exchange.back(out_BSGD, layout, "o", site.kind).wait()
         return used_on_current_stream(out_BLHD)
@@ -116,8 +120,19 @@ class Ulysses:
         """What travels in this call: everything."""
         return FullCall(qkv, exchange, layout, self._trace, site.kind)
 
+    def attention(
+        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layout: Layout, site: Site
+    ) -> Tensor:
+        """Attention of the queries that are here to all keys, with the heads that are here."""
+        with self._trace.span("attention", layer=site.kind):
+            if self._ring is not None:
+                return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, qkv, site.kind)
+            return self._local(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
+
     def layout(self, qkv: LazyQKV) -> Layout:
         key = (qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        if self._ring is not None:
+            return self._ring.layout(*key)
         if key not in self._layouts:
             self._layouts[key] = Layout.build(self._topology, *key)
         return self._layouts[key]
@@ -129,19 +144,13 @@ def local_attention(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: T
     return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
 
-def mask_in_model_order(qkv: LazyQKV) -> Tensor | None:
-    """Which keys are attended to, for the sequence as the model concatenates it: [B, 1, 1, S], None for all."""
-    return None if qkv.text_mask_BT is None else _mask(qkv, qkv.text_mask_BT, [slice(None)], [qkv.image_tokens])
-
-
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
-    """The same for the sequence after the exchange: rank 0's rows, then rank 1's."""
-    return None if qkv.text_mask_BT is None else _mask(qkv, qkv.text_mask_BT, slices(layout.text), layout.image)
-
-
-def _mask(qkv: LazyQKV, text_mask_BT: Tensor, texts: Sequence[slice], images: Sequence[int]) -> Tensor:
+    """Which keys are attended to, for the sequence after the exchange, rank 0's rows, then rank 1's: [B, 1, 1, S]; None
+    for all."""
+    if qkv.text_mask_BT is None:
+        return None
     parts_BS = []
-    for text, image in zip(texts, images, strict=True):
-        pair = [text_mask_BT[:, text], text_mask_BT.new_ones(len(text_mask_BT), image)]
+    for text, image in zip(layout.text_slices, layout.image, strict=True):
+        pair = [qkv.text_mask_BT[:, text], qkv.text_mask_BT.new_ones(len(qkv.text_mask_BT), image)]
         parts_BS += pair if qkv.text_first else pair[::-1]
     return torch.cat(parts_BS, dim=1)[:, None, None]

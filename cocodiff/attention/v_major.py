@@ -19,10 +19,11 @@ from torch import Tensor
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Block, Layout, slices
 from cocodiff.attention.relay import Blocks, Freight, Travelling
+from cocodiff.attention.ring import Ring
 from cocodiff.attention.selection import Schedule, Selection, card_tokens, quiet_tokens, stable_tokens
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Ulysses, joint
-from cocodiff.comm.transport import LanePending, Transport
+from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.kernels import Kernels, Rows
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
@@ -75,12 +76,13 @@ class VMajor(Ulysses):
 
     def __init__(
         self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint, *,
-        transport: Transport, schedule: Schedule, scoring: str, reference: str, now: Callable[[], Moment],
+        transport: Ranks, schedule: Schedule, scoring: str, reference: str, now: Callable[[], Moment],
+        ring: Ring | None = None,
     ) -> None:  # fmt: skip
         """scoring: "source" (each rank scores its own tokens over all heads before they travel) or "card" (after v's
         first phase the card's first tile scores the card's tokens with its plane's heads; TAPA only).
         reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
-        super().__init__(topology, exchange, trace, order)
+        super().__init__(topology, exchange, trace, order, ring=ring)
         self.schedule, self.scoring, self.reference = schedule, scoring, reference
         self.rank = transport.rank
         self._now, self._run = now, -1
@@ -365,7 +367,7 @@ class CardCall(SelectiveCall):
         sizes = [batch * len(cards[scorers.index(rank)]) if rank in scorers else 0 for rank in range(len(layout.rows))]
         parts = [own.new_empty(size) for size in sizes]
         self.gather(own.flatten(), parts)
-        active_BS = own.new_empty(batch, self.qkv.image_tokens, dtype=torch.bool)
+        active_BS = own.new_empty(batch, sum(layout.image), dtype=torch.bool)
         for rank, positions in zip(scorers, cards, strict=True):
             active_BS[:, positions.to(own.device)] = parts[rank].view(batch, -1).bool()
         return Selection.build(active_BS, layout, self.qkv.text_first)

@@ -101,13 +101,11 @@ class Health(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """One object per rank."""
+class Ranks(Protocol):
+    """Ranks that can talk: those of a transport, or some of them."""
 
     rank: int
     size: int
-    device: torch.device
-    health: Health
 
     def group(self, ranks: Sequence[int]) -> Group:
         """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
@@ -115,6 +113,13 @@ class Transport(Protocol):
         ...
 
     def lane(self, name: str) -> Lane: ...
+
+
+class Transport(Ranks, Protocol):
+    """One object per rank."""
+
+    device: torch.device
+    health: Health
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""

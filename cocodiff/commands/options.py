@@ -15,6 +15,7 @@ from cocodiff.config import (
     EXCHANGES,
     KERNELS,
     ORDERS,
+    PLACEMENTS,
     REFERENCES,
     SCHEDULES,
     SCORINGS,
@@ -50,6 +51,10 @@ RUN_OPTIONS = (
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
     Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
+    Option(
+        "ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 where heads suffice, else the fastest"
+    ),
+    Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
@@ -71,7 +76,15 @@ V_MAJOR_OPTIONS = (
     Option("warmup", "full steps at the start", type=int),
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
-OVER_PRESET = ("exchange", "exchange_table", "order", "vae", *(option.name for option in V_MAJOR_OPTIONS))
+OVER_PRESET = (
+    "exchange",
+    "exchange_table",
+    "order",
+    "ring",
+    "placement",
+    "vae",
+    *(option.name for option in V_MAJOR_OPTIONS),
+)
 
 
 def parse(
@@ -170,6 +183,8 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
         option = by_name[name]
         if option.many and not isinstance(value, list):
             values[name] = value = [value]
+        if option.type is str and type(value) is int:  # a word may be a number, as in ring: 2
+            values[name] = value = str(value)
         for one in value if option.many else [value]:
             number = option.type is float and isinstance(one, int) and not isinstance(one, bool)
             if one is not None and not number and type(one) is not option.type:

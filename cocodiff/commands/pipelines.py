@@ -80,10 +80,8 @@ def check_model(request: Request, ranks: int) -> None:
 
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
     """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
-    name, heads, patch = request.model, config.get("num_attention_heads"), max(1, config.get("patch_size", 1))
+    name, patch = request.model, max(1, config.get("patch_size", 1))
     side = config.get("sample_size", 0) // patch
-    if heads and ranks > heads:
-        raise UserError(f"{ranks} ranks for the {heads} attention heads of model {name}: use at most {heads} ranks")
     if side and ranks > side * side:
         raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
     enters, leaves = config.get("in_channels"), config.get("out_channels")

@@ -92,7 +92,7 @@ class TorchOps:
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         """Adds one partial attention result to a running one, in place: out and lse (float32, the log of the sum of
         exponentials) become those of attention over the keys of both (StreamFusion, appendix C). In float64, rounded
-        once; -inf stands for no keys."""
+        once; -inf stands for no keys. out is of part's dtype, or float32 so that many parts round once."""
         known, fresh = lse_BLH.double(), part_lse_BLH.double()
         merged = torch.logaddexp(known, fresh)
         weight = torch.sigmoid(fresh - known).nan_to_num_(0.0).unsqueeze(-1)

@@ -184,7 +184,9 @@ class SyclOps:
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
         B, L, H, D = shape = out_BLHD.shape
-        check_rows(op, self.device, out_BLHD.dtype, shape, out=out_BLHD, part=part_BLHD)
+        check_rows(op, self.device, out_BLHD.dtype, shape, out=out_BLHD)
+        widened = out_BLHD.dtype == torch.float32  # a running result of narrower parts
+        check_rows(op, self.device, part_BLHD.dtype if widened else out_BLHD.dtype, shape, part=part_BLHD)
         check_rows(op, self.device, torch.float32, shape[:3], lse=lse_BLH, part_lse=part_lse_BLH)
         check_no_overlap(op, "out", out_BLHD)
         for name, lse in (("lse", lse_BLH), ("part_lse", part_lse_BLH)):
@@ -193,7 +195,7 @@ class SyclOps:
         if B * L * H:
             each = self._rows_each(B * L * H, max(1, D) * out_BLHD.element_size())
             self._launch(
-                f"merge_{DTYPES[out_BLHD.dtype]}", -(-B * L * H // each),
+                f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}", -(-B * L * H // each),
                 (out_BLHD.data_ptr(), part_BLHD.data_ptr(), lse_BLH.data_ptr(), part_lse_BLH.data_ptr(), B * L * H,
                  each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]),
             )  # fmt: skip

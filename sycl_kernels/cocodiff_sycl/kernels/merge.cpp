@@ -2,18 +2,19 @@
 //
 // out := out + w (part - out) with w = exp(part_lse) / (exp(lse) + exp(part_lse)), lse := log of that sum (StreamFusion,
 // appendix C). In fp64, rounded once. Bound by memory: out is read and written, part is read; two exponentials a row.
-template <typename Type>
-inline void merge_row(typename Type::Bits *out, const typename Type::Bits *part, double w, i64 numbers, i64 lane) {
+// out may be wider than part: a running result of many parts.
+template <typename Out, typename Part>
+inline void merge_row(typename Out::Bits *out, const typename Part::Bits *part, double w, i64 numbers, i64 lane) {
   i64 at = lane * 16;
   for (; at + 16 <= numbers; at += LANES * 16) {
-    Float16 x = load<Type, 16>(out + at), y = load<Type, 16>(part + at), merged;
+    Float16 x = load<Out, 16>(out + at), y = load<Part, 16>(part + at), merged;
     merged.lo = __builtin_convertvector(low(x) * (1 - w) + low(y) * w, Float8);
     merged.hi = __builtin_convertvector(high(x) * (1 - w) + high(y) * w, Float8);
-    store<Type, 16>(out + at, merged);
+    store<Out, 16>(out + at, merged);
   }
   if (at < numbers)
     for (; at < numbers; ++at)
-      store1<Type>(out + at, float(double(load1<Type>(out + at)) * (1 - w) + double(load1<Type>(part + at)) * w));
+      store1<Out>(out + at, float(double(load1<Out>(out + at)) * (1 - w) + double(load1<Part>(part + at)) * w));
 }
 
 struct Partials {
@@ -26,9 +27,8 @@ struct Partials {
   i64 o_batch, o_token, o_head, p_batch, p_token, p_head; // strides in numbers
 };
 
-template <typename Type> inline void merge(const Partials &of) {
+template <typename Out, typename Part> inline void merge(const Partials &of) {
   Place place;
-  using Bits = typename Type::Bits;
   const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
   for (i64 row = place.row * of.rows_each; row < end; ++row) {
     const double known = of.lse[row], fresh = of.part_lse[row], larger = sycl::fmax(known, fresh);
@@ -37,14 +37,18 @@ template <typename Type> inline void merge(const Partials &of) {
     const double w = 1 / (1 + sycl::exp(known - fresh));
     const i64 of_all = row / of.heads, head = row - of_all * of.heads;
     const i64 batch = of_all / of.tokens, token = of_all - batch * of.tokens;
-    merge_row<Type>(reinterpret_cast<Bits *>(of.out) + batch * of.o_batch + token * of.o_token + head * of.o_head,
-                    reinterpret_cast<const Bits *>(of.part) + batch * of.p_batch + token * of.p_token + head * of.p_head,
-                    w, of.numbers, place.lane);
+    merge_row<Out, Part>(
+        reinterpret_cast<typename Out::Bits *>(of.out) + batch * of.o_batch + token * of.o_token + head * of.o_head,
+        reinterpret_cast<const typename Part::Bits *>(of.part) + batch * of.p_batch + token * of.p_token +
+            head * of.p_head,
+        w, of.numbers, place.lane);
     if (LANES > 1) sycl::group_barrier(place.item.get_sub_group()); // all have read lse
     if (place.lane == 0) of.lse[row] = float(both);
   }
 }
 
-KERNEL(merge_f32)(Partials of) { merge<F32>(of); }
-KERNEL(merge_bf16)(Partials of) { merge<BF16>(of); }
-KERNEL(merge_f16)(Partials of) { merge<F16>(of); }
+KERNEL(merge_f32_f32)(Partials of) { merge<F32, F32>(of); }
+KERNEL(merge_bf16_bf16)(Partials of) { merge<BF16, BF16>(of); }
+KERNEL(merge_f16_f16)(Partials of) { merge<F16, F16>(of); }
+KERNEL(merge_f32_bf16)(Partials of) { merge<F32, BF16>(of); }
+KERNEL(merge_f32_f16)(Partials of) { merge<F32, F16>(of); }

@@ -1,0 +1,225 @@
+"""Which mesh of Ulysses and Ring to take: every mesh that ranks and heads allow, what it sends over which links, how
+many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2, appendix D).
+
+A prediction is coarse: every link carries its bytes at the machine file's rate and the fullest link sets the pace;
+attention runs at half of the tile's bf16 rate; a ring's messages hide behind attention to the block before. It is meant
+to rank meshes, not to tell seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cocodiff.attention.layout import Layout
+from cocodiff.attention.mesh import AXES, PLACEMENTS, Mesh
+from cocodiff.errors import UserError
+from cocodiff.topology import Topology
+from cocodiff.trace import LINK_CLASSES
+
+EFFICIENCY = 0.5  # of attention, against the dense rate of a tile
+UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order of magnitude of a CPU
+MESSAGE_S = 20e-6  # what a step of messages takes at least
+GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
+NODE = "node"
+Load = tuple[str | int, ...]  # a link of the machine, one direction
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
+    pixels with a prompt of 512 tokens."""
+
+    heads: int
+    head_dim: int = 128
+    image_tokens: int = 4096
+    text_tokens: int = 512
+    batch: int = 1
+    itemsize: int = 2
+
+    @property
+    def cell(self) -> int:
+        """Bytes of one token for one head."""
+        return self.batch * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a mesh costs in one attention call.
+
+    bytes: of all ranks together by link class, the ring's messages included; Ulysses' blocks go straight to their
+    ranks, as with exchange flat (others move bytes between the classes of a node). busiest_node: the most bytes that
+    leave one node. heads: of every slot.
+    """
+
+    mesh: Mesh
+    bytes: dict[str, int]
+    busiest_node: int
+    heads: tuple[int, ...]
+    ulysses_s: float
+    ring_s: float
+    compute_s: float
+
+    @property
+    def node_bytes(self) -> int:
+        return self.bytes[NODE]
+
+    @property
+    def idle(self) -> float:
+        """What uneven heads cost: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
+        return max(self.heads) * len(self.heads) / sum(self.heads)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Ulysses' messages, then the ring: each block travels while the one before it is attended to."""
+        steps = self.mesh.ring
+        a_block = self.compute_s / steps
+        a_message = self.ring_s / (steps - 1) if steps > 1 else 0.0
+        return self.ulysses_s + (steps - 1) * max(a_block, a_message) + a_block
+
+
+def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
+    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree.
+
+    Raises UserError for a ring that these ranks and heads do not allow.
+    """
+    size = topology.size
+    fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
+    if ring != "auto" and ring not in fitting:
+        raise UserError(
+            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
+            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
+        )
+    found: dict[frozenset[tuple[int, ...]], Mesh] = {}
+    for degree in fitting if ring == "auto" else [int(ring)]:
+        for name in PLACEMENTS if placement == "auto" else (placement,):
+            for axis in AXES:
+                mesh = Mesh.build(topology, degree, name, axis)
+                found.setdefault(frozenset(mesh.groups), mesh)
+    return list(found.values())
+
+
+def price(mesh: Mesh, work: Work) -> Priced:
+    layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
+    ulysses, around = Traffic(mesh.topology), Traffic(mesh.topology)
+    for group, layout in zip(mesh.groups, layouts, strict=True):
+        for i, sender in enumerate(group):
+            for j, receiver in enumerate(group):
+                cells = 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
+                ulysses.send(sender, receiver, cells * work.cell)
+    for rank in range(mesh.topology.size):
+        around.send(rank, mesh.next_rank(rank), ring_bytes(mesh, layouts, rank, work.cell))
+    total = sum(sum(layout.rows) for layout in layouts)
+    fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
+    sent = {kind: count + around.bytes[kind] for kind, count in ulysses.bytes.items()}
+    rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+    return Priced(
+        mesh, sent, busiest_node([ulysses, around]), layouts[0].heads,
+        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), around.seconds() + (mesh.ring - 1) * MESSAGE_S,
+        4 * work.batch * work.head_dim * fullest * total / rate,
+    )  # fmt: skip
+
+
+def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> int:
+    """What a rank sends around: the keys and values of every group but the next one's own, for its heads."""
+    if mesh.ring == 1:
+        return 0
+    slot = mesh.seat(rank)[1]
+    following = mesh.seat(mesh.next_rank(rank))[0]
+    rows = sum(sum(layout.rows) for group, layout in enumerate(layouts) if group != following)
+    return 2 * rows * layouts[0].heads[slot] * cell
+
+
+class Traffic:
+    """Bytes between ranks, by link class and on every link of the machine, one direction each."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self.bytes = dict.fromkeys(LINK_CLASSES, 0)
+        self.out_of: Counter[int] = Counter()  # by node
+        self._links: Counter[Load] = Counter()
+
+    def send(self, sender: int, receiver: int, count: int) -> None:
+        topology, kind = self._topology, self._topology.link_class(sender, receiver)
+        if kind is None or not count:
+            return
+        self.bytes[kind] += count
+        a, b = topology.places[sender], topology.places[receiver]
+        if kind == NODE:
+            self.out_of[a.node] += count
+            self._links["nic out", a.node, topology.nics[sender]] += count
+            self._links["nic in", b.node, topology.nics[receiver]] += count
+            return
+        through = topology.server(a.card, b.plane) if kind == "cross_plane" else sender
+        if through != sender:  # off its plane a message takes a sibling's link first
+            self._links["sibling", sender, through] += count
+        self._links["sibling" if kind == "sibling" else "plane", through, receiver] += count
+
+    def seconds(self) -> float:
+        """Of the fullest link."""
+        links = self._topology.machine.links
+        rates = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s}
+        return max((n / rates.get(str(link[0]), links.nic_gb_s) / 1e9 for link, n in self._links.items()), default=0.0)
+
+
+def busiest_node(traffic: Sequence[Traffic]) -> int:
+    out: Counter[int] = Counter()
+    for one in traffic:
+        out.update(one.out_of)
+    return max(out.values(), default=0)
+
+
+def best_of_degree(priced: Sequence[Priced]) -> Priced:
+    """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
+    of all nodes, then the least time."""
+    return min(priced, key=lambda one: (one.busiest_node, one.node_bytes, one.seconds))
+
+
+def by_degree(topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto") -> list[list[Priced]]:
+    """All meshes, priced, in lists of one Ring degree each, ascending; the default placement of each comes first."""
+    found: dict[int, list[Priced]] = {}
+    for mesh in meshes(topology, work.heads, ring, placement):
+        found.setdefault(mesh.ring, []).append(price(mesh, work))
+    for of_degree in found.values():
+        best = best_of_degree(of_degree)
+        of_degree.sort(key=lambda one: (one is not best, one.seconds))
+    return list(found.values())
+
+
+def choose(
+    topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto", prefer_ulysses: bool = False
+) -> Mesh:
+    """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
+    alone, a ring is only looked at on machines whose file tells the tiles' rate.
+
+    prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
+    """
+    alone = topology.size <= work.heads
+    known = topology.machine.device.bf16_tflop_s > 0
+    if ring == 1 or (ring == "auto" and alone and (prefer_ulysses or not known)):
+        return meshes(topology, work.heads, 1)[0]
+    defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement)]
+    fastest = min(one.seconds for one in defaults)
+    return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
+
+
+def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
+    """Lines that show meshes as `by_degree` lists them; the chosen one is marked."""
+    lines = [
+        f"{'ulysses':>9}{'ring':>6} {'placement':<18}{'heads a slot':>13}{'idle':>7}"
+        + "".join(f"{name:>13}" for name in ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB"))
+        + f"{'ms':>10}"
+    ]
+    for one in (p for of_degree in priced for p in of_degree):
+        mesh, megabytes = one.mesh, {name: count / 1e6 for name, count in one.bytes.items()}
+        name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
+        heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
+        lines.append(
+            f"{mesh.ulysses:>9}{mesh.ring:>6} {name:<18}{heads:>13}{one.idle:>7.3f}"
+            + "".join(f"{megabytes[kind]:>13.2f}" for kind in LINK_CLASSES)
+            + f"{one.busiest_node / 1e6:>13.2f}{one.seconds * 1e3:>10.3f}"
+            + ("  <- taken" if mesh == chosen else "")
+        )
+    return lines

@@ -1,0 +1,112 @@
+"""Ring attention: keys and values of every Ulysses group go round, each rank attends to what has arrived and passes it
+on meanwhile (StreamFusion, section 2.2; Ring Attention).
+
+A block is the keys and values of all tokens of one group for the heads that are here. While a rank attends to one, it
+sends that one on and receives the next: at most two blocks of others are here at any time. What the parts give is
+merged in float32 in the order of the ring, so nothing depends on which message is early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cocodiff.attention.layout import Layout
+from cocodiff.attention.mesh import Mesh
+from cocodiff.attention.softmax_merge import Partial, partial_attention
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.attention.ulysses import mask_in_rank_order
+from cocodiff.comm.transport import LanePending, Ranks
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels import Kernels, views
+from cocodiff.trace import Trace
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]  # as `partial_attention`
+LANE = "ring"
+
+
+class KeysValues(NamedTuple):
+    """A block: keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
+
+    k_BSGD: Tensor
+    v_BSGD: Tensor
+
+
+class Ring:
+    """One rank's place in its ring."""
+
+    def __init__(
+        self, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels | None = None,
+        attend: Attend = partial_attention,
+    ) -> None:  # fmt: skip
+        """transport: of all ranks. attend: what is done with a block, instead of `partial_attention`; its result
+        is taken over."""
+        self.mesh, self._trace, self._attend_to = mesh, trace, attend
+        self._kernels = kernels or Kernels(note=trace.note_kernel)
+        self._own, slot = mesh.seat(transport.rank)
+        order = mesh.rings[slot]
+        at = order.index(self._own)
+        self._arriving = [order[(at - step) % mesh.ring] for step in range(mesh.ring)]  # own first
+        members = sorted(group[slot] for group in mesh.groups)
+        following = mesh.next_rank(transport.rank)
+        self._next = members.index(following)
+        self._previous = members.index(mesh.groups[self._arriving[-mesh.ring + 1]][slot]) if mesh.ring > 1 else 0
+        self._link = mesh.topology.link_class(transport.rank, following)
+        self._group, self._lane = transport.group(members), transport.lane(LANE)
+
+    def layout(self, image_tokens: int, text_tokens: int, heads: int) -> Layout:
+        """That of this rank's Ulysses group."""
+        return self.mesh.layouts(image_tokens, text_tokens, heads)[self._own]
+
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Tensor:
+        """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
+        layouts = self.mesh.layouts(qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        block = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
+        buffers = self._two_buffers(k_BSGD, layouts)
+        merged: Partial | None = None
+        for step, group in enumerate(self._arriving):
+            coming: LanePending[KeysValues] | None = None
+            if step + 1 < len(self._arriving):
+                rows = sum(layouts[self._arriving[step + 1]].rows)
+                coming = self._pass_on(block, buffers[step % 2], rows, layer)
+            part = self._attend_to(q_BSGD, *block, mask_in_rank_order(qkv, layouts[group]))
+            merged = self._merge(merged, part)
+            if coming is not None:
+                with self._trace.span("wait for kv", layer=layer):
+                    block = coming.wait()
+        assert merged is not None, "a ring has a rank"
+        return merged.out_BLHD.to(q_BSGD.dtype)
+
+    def _two_buffers(self, like_BSGD: Tensor, layouts: tuple[Layout, ...]) -> list[Tensor]:
+        """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
+        B, _, G, D = like_BSGD.shape
+        others = [sum(layouts[group].rows) for group in self._arriving[1:]]
+        return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
+
+    def _pass_on(self, block: KeysValues, buffer: Tensor, rows: int, layer: str) -> LanePending[KeysValues]:
+        """Starts sending a block to the next rank and receiving one of `rows` rows from the one before."""
+        B, _, G, D = block.k_BSGD.shape
+        shape = (B, rows, G, D)
+        incoming = KeysValues(*views(buffer[: 2 * math.prod(shape)], [shape, shape]))
+
+        def exchange() -> KeysValues:
+            with self._trace.span("kv ring", LANE, layer):
+                for tensor in (*block, buffer):
+                    used_on_current_stream(tensor)
+                self._trace.count(self._link, sum(tensor.nbytes for tensor in block))
+                sends, receives = [(x, self._next) for x in block], [(x, self._previous) for x in incoming]
+                self._group.send_recv(sends, receives).wait()
+                return incoming
+
+        return self._lane.submit(exchange)
+
+    def _merge(self, merged: Partial | None, part: Partial) -> Partial:
+        """The first part, in float32, is what the others are added to."""
+        lse_BLH = part.lse_BLH.contiguous()
+        if merged is None:
+            return Partial(part.out_BLHD.float(), lse_BLH)
+        self._kernels.merge_partials(*merged, part.out_BLHD, lse_BLH)
+        return merged

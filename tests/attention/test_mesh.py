@@ -1,0 +1,212 @@
+"""Meshes of Ulysses and Ring: who sits where, what that sends between nodes, and which one is taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import topologies, topology_of
+
+from cocodiff.attention.layout import Layout
+from cocodiff.attention.mesh import Mesh
+from cocodiff.attention.placement import Priced, Work, by_degree, choose, meshes, price, table
+from cocodiff.errors import UserError
+from cocodiff.topology import Machine, Topology
+
+MODEST = settings(max_examples=40, deadline=None)
+
+
+def machines(nodes: int, tiles: int) -> Topology:
+    """N machines of M one-tile cards, as in appendix D."""
+    return Topology.build(Machine("m", tiles=1, planes=(0,), cards=tiles), nodes * tiles)
+
+
+def priced(nodes: int, tiles: int, heads: int, ring: int, placement: str) -> Priced:
+    (of_degree,) = by_degree(machines(nodes, tiles), even_work(nodes * tiles, heads), ring, placement)
+    return of_degree[0]
+
+
+def even_work(ranks: int, heads: int) -> Work:
+    """One byte for each token and head; tokens divide by all ranks."""
+    return Work(heads, head_dim=1, image_tokens=4 * ranks, text_tokens=0, itemsize=1)
+
+
+def blhd(one: Priced) -> Fraction:
+    """Bytes out of the busiest machine, in units of one whole tensor."""
+    (topology, heads) = one.mesh.topology, sum(one.heads)
+    return Fraction(one.busiest_node, 4 * topology.size * heads)
+
+
+@given(topologies(), st.data())
+@MODEST
+def test_every_rank_has_one_seat(topology, data):
+    ring = data.draw(st.sampled_from([n for n in range(1, topology.size + 1) if topology.size % n == 0]))
+    mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
+    assert sorted(rank for group in mesh.groups for rank in group) == list(range(topology.size))
+    assert (mesh.ring, mesh.ulysses) == (ring, topology.size // ring)
+    for slot, order in enumerate(mesh.rings):
+        assert sorted(order) == list(range(ring))
+        at, seen = mesh.groups[0][slot], []
+        for _ in order:
+            seen.append(at)
+            at = mesh.next_rank(at)
+        assert sorted(seen) == sorted(group[slot] for group in mesh.groups)
+    for group, part in zip(mesh.groups, mesh.parts, strict=True):
+        for new, rank in enumerate(group):
+            for other, old in enumerate(group):
+                assert part.link_class(new, other) == topology.link_class(rank, old)
+            assert part.nics[new] == topology.nics[rank]
+        assert sorted({place.node for place in part.places}) == list(range(part.nodes))
+
+
+@given(topologies(), st.integers(1, 40), st.integers(0, 30), st.integers(1, 30), st.data())
+@MODEST
+def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, text, heads, data):
+    mesh = data.draw(st.sampled_from(meshes(topology, heads)))
+    image = topology.size + more
+    layouts = mesh.layouts(image, text, heads)
+    whole = Layout.build(topology, image, text, max(heads, topology.size))
+    for group, layout in zip(mesh.groups, layouts, strict=True):
+        assert layout.rows == tuple(whole.rows[rank] for rank in group)
+        assert layout.text_slices == tuple(whole.text_slices[rank] for rank in group)
+        assert layout.heads == layouts[0].heads and sum(layout.heads) == heads
+        assert max(layout.heads) - min(layout.heads) <= 1
+
+
+def test_aurora_rings_are_cards_and_ulysses_stays_in_planes():
+    topology = topology_of("aurora", 96)
+    mesh = Mesh.build(topology, 2)
+    for group in mesh.groups:
+        assert len({topology.places[rank].plane for rank in group}) == 1
+        assert len({topology.places[rank].card for rank in group}) == len(group)
+    assert all(topology.link_class(rank, mesh.next_rank(rank)) == "sibling" for rank in range(96))
+
+
+@pytest.mark.parametrize(("machine", "size", "ring"), [("aurora", 24, 12), ("aurora", 12, 4), ("local", 24, 8)])
+def test_a_ring_through_a_node_stays_on_cards_and_planes(machine, size, ring):
+    topology = topology_of(machine, size)
+    mesh = Mesh.build(topology, ring)
+    assert {topology.link_class(rank, mesh.next_rank(rank)) for rank in range(size)} <= {"sibling", "plane"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+@pytest.mark.parametrize("tiles", [2, 3, 6, 12])
+def test_equations_4_and_6_of_appendix_d(nodes, tiles):
+    """Per machine: usp with P_r = N sends 2 (N - 1) / N, topology with N | P_u sends 4 (N - 1) / N^2."""
+    heads = nodes * tiles
+    assert blhd(priced(nodes, tiles, heads, nodes, "usp")) == Fraction(2 * (nodes - 1), nodes)
+    for ring in (n for n in range(2, tiles + 1) if tiles % n == 0):
+        assert blhd(priced(nodes, tiles, heads, ring, "topology")) == Fraction(4 * (nodes - 1), nodes**2)
+
+
+def test_where_equations_5_and_7_count_too_much():
+    for placement in ("topology", "usp"):
+        assert blhd(priced(4, 1, 2, 2, placement)) == 1
+
+
+def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
+    """Elements from rank to rank, step by step: q, k, v and o of every pair of a group, and every block's journey."""
+    layouts, sent = mesh.layouts(image, 0, heads), Counter()
+    for group, layout in zip(mesh.groups, layouts, strict=True):
+        for i, a in enumerate(group):
+            for j, b in enumerate(group):
+                sent[a, b] += 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
+    for source, layout in enumerate(layouts):
+        for slot, order in enumerate(mesh.rings):
+            at = order.index(source)
+            for step in range(mesh.ring - 1):
+                a, b = order[(at + step) % mesh.ring], order[(at + step + 1) % mesh.ring]
+                block = 2 * sum(layout.rows) * layout.heads[slot]
+                sent[mesh.groups[a][slot], mesh.groups[b][slot]] += block
+    return sent
+
+
+@given(nodes=st.integers(1, 6), tiles=st.integers(1, 8), heads=st.integers(1, 40), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_default_placement_sends_least_between_nodes(nodes, tiles, heads, data):
+    """Of all placements of a ring degree, counted here message by message: out of the busiest node."""
+    topology = machines(nodes, tiles)
+    every = meshes(topology, heads)
+    ring = data.draw(st.sampled_from(sorted({mesh.ring for mesh in every})))
+    image = 4 * topology.size
+
+    def busiest(mesh: Mesh) -> int:
+        out: Counter[int] = Counter()
+        for (a, b), count in messages(mesh, image, heads).items():
+            if topology.places[a].node != topology.places[b].node:
+                out[topology.places[a].node] += count
+        return max(out.values(), default=0)
+
+    work = even_work(topology.size, heads)
+    taken = choose(topology, work, ring)
+    assert busiest(taken) == min(busiest(mesh) for mesh in every if mesh.ring == ring)
+    assert price(taken, work).busiest_node == busiest(taken)
+
+
+def test_topology_is_not_always_best():
+    assert choose(machines(4, 6), even_work(24, 3), ring=8).placement == "usp"
+    assert blhd(priced(4, 6, 3, 8, "usp")) < blhd(priced(4, 6, 3, 8, "topology"))
+    assert choose(machines(4, 6), even_work(24, 12), ring=2).placement == "topology"
+
+
+@given(topologies(), st.integers(1, 30), st.data())
+@MODEST
+def test_priced_bytes_are_those_of_all_messages(topology, heads, data):
+    mesh = data.draw(st.sampled_from(meshes(topology, heads)))
+    by_class: Counter[str] = Counter()
+    for (a, b), count in messages(mesh, 4 * topology.size, heads).items():
+        if a != b:
+            by_class[topology.link_class(a, b)] += count
+    assert price(mesh, even_work(topology.size, heads)).bytes == {
+        link: by_class[link] for link in ("sibling", "plane", "cross_plane", "node")
+    }
+
+
+def test_what_auto_takes():
+    aurora = topology_of("aurora", 96)
+    mesh = choose(aurora, Work(24))
+    assert (mesh.ulysses, mesh.ring, mesh.placement) == (24, 4, "topology")
+    assert choose(topology_of("aurora", 12), Work(24)).ring == 1
+    assert choose(topology_of("local", 24), Work(24)).ring == 1
+    assert choose(topology_of("local", 5), Work(4)).ring == 5  # a prime number of ranks
+    assert choose(topology_of("local", 48), Work(24)).ulysses == 24
+    uneven = choose(aurora, Work(38, image_tokens=65536))
+    assert price(uneven, Work(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
+    assert uneven.ulysses > 2
+    assert choose(aurora, Work(24), prefer_ulysses=True).ring == 4
+    assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536)).ring > 1  # the idle heads cost most there
+    assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536), prefer_ulysses=True).ring == 1
+
+
+def test_what_uneven_heads_cost():
+    one = price(choose(topology_of("aurora", 24), Work(38), ring=1), Work(38))
+    assert sorted(set(one.heads)) == [1, 2] and one.idle == pytest.approx(2 * 24 / 38)
+
+
+def test_a_table_of_all_meshes():
+    topology, work = topology_of("aurora", 24), Work(38)
+    every, taken = by_degree(topology, work), choose(topology, work)
+    lines = table(every, taken)
+    assert len(lines) == 1 + sum(map(len, every)) and len({len(line.split("<-")[0].rstrip()) for line in lines}) == 1
+    assert [("taken" in line) for line in lines].count(True) == 1
+    assert lines[1].split()[:5] == ["24", "1", "-", "1-2", "1.263"]
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "ring", "message"),
+    [
+        (12, 24, 5, r"ring 5: 12 ranks and 24 attention heads allow ring 1, 2, 3, 4, 6, 12 \(a divisor"),
+        (96, 24, 2, r"ring 2: 96 ranks and 24 attention heads allow ring 4, 6, 8.* at most 24 ranks to a Ulysses"),
+    ],
+)
+def test_rings_that_cannot_be(size, heads, ring, message):
+    with pytest.raises(UserError, match=message):
+        choose(topology_of("local", size), Work(heads), ring)
+
+
+def test_a_layer_with_too_few_heads():
+    with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*at most 5 ranks to a group"):
+        Mesh.build(topology_of("local", 12), 2).layouts(24, 0, 5)
