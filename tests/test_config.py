@@ -13,6 +13,11 @@ def test_presets_set_the_exchange():
     assert Config.preset("tapa") == Config()
 
 
+def test_a_ring_may_be_a_word():
+    """As on the command line and in the settings of a run that is repeated."""
+    assert Config(ring="4") == Config(ring=4) and Config().ring == "auto"
+
+
 def test_overrides_go_on_top_of_a_preset():
     config = Config.preset("flat", machine="aurora", timeout_s=5)
     assert (config.exchange, config.machine, config.timeout_s) == ("flat", "aurora", 5)
@@ -30,6 +35,9 @@ def test_overrides_go_on_top_of_a_preset():
         (lambda: Config(transport="glo"), ("unknown transport 'glo'", "did you mean gloo?", "mpi")),
         (lambda: Config(device="gpu"), ("unknown device 'gpu'", "xpu, cuda")),
         (lambda: Config(timeout_s=0), ("timeout_s is 0", "above 0")),
+        (lambda: Config(ring=0), ("ring is 0", "1 for none, or auto")),
+        (lambda: Config(ring="atuo"), ("ring is 'atuo'", "give the ranks of a ring")),
+        (lambda: Config(placement="topologie"), ("unknown placement 'topologie'", "did you mean topology?", "usp")),
         (lambda: load_machine("auorra"), ("unknown machine 'auorra'", "did you mean aurora?", ".yaml file")),
         (lambda: load_machine("absent.yaml"), ("absent.yaml does not exist", "aurora, local, local-6x2")),
     ],

@@ -27,7 +27,8 @@ def rings(draw: st.DrawFn) -> tuple[int, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
     world=rings(), height=st.integers(6, 11), width=st.integers(6, 13), text=st.integers(1, 60),
-    batch=st.integers(1, 2), dtype=st.sampled_from((torch.float32, torch.bfloat16)), placement=st.sampled_from(("topology", "usp", "auto")),
+    batch=st.integers(1, 2), dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    placement=st.sampled_from(("topology", "usp", "auto")),
     aurora=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))

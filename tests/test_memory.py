@@ -16,6 +16,7 @@ from worlds import topology_of
 
 from cocodiff import engine as engine_module
 from cocodiff.attention.exchange import Exchange
+from cocodiff.attention.mesh import Mesh
 from cocodiff.attention.selection import Schedule
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.v_first import v_first
@@ -104,25 +105,34 @@ def test_caches_are_as_real_ones_on_every_rank(
     assert held(topology, shape, load, dtype) == expected and min(expected) > 0
 
 
-@pytest.mark.parametrize("scoring", ["source", "card"])
+@pytest.mark.parametrize(
+    ("scoring", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("source", 6, 2), ("card", 6, 3)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_are_as_those_of_whole_models(family, scoring):
-    """Over 5 ranks with 13 heads, 42 image and 5 text tokens. The engine's own check passes on the way."""
+def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
+    """Of 13 heads, 42 image and 5 text tokens. The engine's own check passes on the way."""
     make, inputs_of = FAMILIES[family]
     model, inputs = make(13), inputs_of(2, 6, 7, 5)
     parameters = sum(p.numel() for p in model.parameters())
 
     def work(transport: Any) -> tuple[int, int]:
         own = copy.deepcopy(model)
-        chosen = {"selection": "v_major", "scoring": scoring, "steps": 4}
+        chosen = {"selection": "v_major", "scoring": scoring, "steps": 4, "ring": ring}
         with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
             own(**inputs)
             load = Load(42, 5, 2, 4, 1, scoring)
             shape = shape_of_config(family_of(type(own)), own.config, parameters)
-            expected = run_cache(shape, engine.topology, load)[transport.rank].cache
+            expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
             return engine.strategy.cache_bytes(), expected
 
-    assert all(real == expected > 0 for real, expected in run_ranks(5, work))
+    assert all(real == expected > 0 for real, expected in run_ranks(size, work))
+
+
+def test_a_ring_needs_more_for_activations_and_as_much_for_caches():
+    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(4800, 240, 1, scoring="source")
+    alone, ringed = (size_run(shape, AURORA, load, Mesh.build(AURORA, ring)) for ring in (1, 2))
+    assert [one.cache for one in alone] == [one.cache for one in ringed]
+    assert all(a.activations < b.activations for a, b in zip(alone, ringed, strict=True))
 
 
 def real_config(name: str) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ merged in float32 in the order of the ring, so nothing depends on which message 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,10 +29,18 @@ LANE = "ring"
 
 
 class KeysValues(NamedTuple):
-    """A block: keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
+    """What travels: keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
 
     k_BSGD: Tensor
     v_BSGD: Tensor
+
+
+class Block(NamedTuple):
+    """Keys and values of one group's tokens that are here; mask_B11S: those that are attended to, None for all."""
+
+    k_BSGD: Tensor
+    v_BSGD: Tensor
+    mask_B11S: Tensor | None
 
 
 class Ring:
@@ -53,7 +61,7 @@ class Ring:
         members = sorted(group[slot] for group in mesh.groups)
         following = mesh.next_rank(transport.rank)
         self._next = members.index(following)
-        self._previous = members.index(mesh.groups[self._arriving[-mesh.ring + 1]][slot]) if mesh.ring > 1 else 0
+        self._previous = members.index(mesh.groups[self._arriving[1 % mesh.ring]][slot])
         self._link = mesh.topology.link_class(transport.rank, following)
         self._group, self._lane = transport.group(members), transport.lane(LANE)
 
@@ -63,22 +71,28 @@ class Ring:
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Tensor:
         """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
-        layouts = self.mesh.layouts(qkv.image_tokens, qkv.text_tokens, qkv.heads)
-        block = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
-        buffers = self._two_buffers(k_BSGD, layouts)
         merged: Partial | None = None
+        for block in self.blocks(k_BSGD, v_BSGD, qkv, layer):
+            merged = self._merge(merged, self._attend_to(q_BSGD, *block))
+        assert merged is not None, "a ring has a rank"
+        return merged.out_BLHD.to(q_BSGD.dtype)
+
+    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Iterator[Block]:
+        """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to the next
+        rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
+        it is asked for."""
+        layouts = self.mesh.layouts(qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        here = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
+        buffers = self._two_buffers(k_BSGD, layouts)
         for step, group in enumerate(self._arriving):
             coming: LanePending[KeysValues] | None = None
             if step + 1 < len(self._arriving):
                 rows = sum(layouts[self._arriving[step + 1]].rows)
-                coming = self._pass_on(block, buffers[step % 2], rows, layer)
-            part = self._attend_to(q_BSGD, *block, mask_in_rank_order(qkv, layouts[group]))
-            merged = self._merge(merged, part)
+                coming = self._pass_on(here, buffers[step % 2], rows, layer)
+            yield Block(*here, mask_in_rank_order(qkv, layouts[group]))
             if coming is not None:
                 with self._trace.span("wait for kv", layer=layer):
-                    block = coming.wait()
-        assert merged is not None, "a ring has a rank"
-        return merged.out_BLHD.to(q_BSGD.dtype)
+                    here = coming.wait()
 
     def _two_buffers(self, like_BSGD: Tensor, layouts: tuple[Layout, ...]) -> list[Tensor]:
         """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
@@ -86,18 +100,18 @@ class Ring:
         others = [sum(layouts[group].rows) for group in self._arriving[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
-    def _pass_on(self, block: KeysValues, buffer: Tensor, rows: int, layer: str) -> LanePending[KeysValues]:
+    def _pass_on(self, here: KeysValues, buffer: Tensor, rows: int, layer: str) -> LanePending[KeysValues]:
         """Starts sending a block to the next rank and receiving one of `rows` rows from the one before."""
-        B, _, G, D = block.k_BSGD.shape
+        B, _, G, D = here.k_BSGD.shape
         shape = (B, rows, G, D)
         incoming = KeysValues(*views(buffer[: 2 * math.prod(shape)], [shape, shape]))
 
         def exchange() -> KeysValues:
             with self._trace.span("kv ring", LANE, layer):
-                for tensor in (*block, buffer):
+                for tensor in (*here, buffer):
                     used_on_current_stream(tensor)
-                self._trace.count(self._link, sum(tensor.nbytes for tensor in block))
-                sends, receives = [(x, self._next) for x in block], [(x, self._previous) for x in incoming]
+                self._trace.count(self._link, sum(tensor.nbytes for tensor in here))
+                sends, receives = [(x, self._next) for x in here], [(x, self._previous) for x in incoming]
                 self._group.send_recv(sends, receives).wait()
                 return incoming
 

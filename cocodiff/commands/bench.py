@@ -21,6 +21,7 @@ KINDS = {
     "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
     "selection": "what choosing V-Major's tokens costs, beside what it saves",
     "attention": "one attention call of a stand-in model",
+    "placement": "one attention call on meshes of Ulysses and Ring, every placement",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }

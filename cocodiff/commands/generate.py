@@ -12,7 +12,15 @@ import numpy as np
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.families import GENERATE
-from cocodiff.commands.options import RUN_OPTIONS, V_MAJOR_OPTIONS, Option, check_counts, parse, preset_configs
+from cocodiff.commands.options import (
+    MESH_OPTIONS,
+    RUN_OPTIONS,
+    V_MAJOR_OPTIONS,
+    Option,
+    check_counts,
+    parse,
+    preset_configs,
+)
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
@@ -38,6 +46,7 @@ OPTIONS = (
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     *RUN_OPTIONS,
+    *MESH_OPTIONS,
     *V_MAJOR_OPTIONS,
 )  # fmt: skip
 

@@ -11,7 +11,15 @@ from typing import Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.families import INPAINT
-from cocodiff.commands.options import RUN_OPTIONS, V_MAJOR_OPTIONS, Option, check_counts, parse, preset_configs
+from cocodiff.commands.options import (
+    MESH_OPTIONS,
+    RUN_OPTIONS,
+    V_MAJOR_OPTIONS,
+    Option,
+    check_counts,
+    parse,
+    preset_configs,
+)
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.session import DTYPES, Job, finish, open_session, run_job, settle
@@ -42,6 +50,7 @@ OPTIONS = (
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     *RUN_OPTIONS,
+    *MESH_OPTIONS,
     *V_MAJOR_OPTIONS,
 )
 

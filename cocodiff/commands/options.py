@@ -51,10 +51,6 @@ RUN_OPTIONS = (
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
     Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
-    Option(
-        "ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 where heads suffice, else the fastest"
-    ),
-    Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
@@ -62,6 +58,13 @@ RUN_OPTIONS = (
     Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
     Option("quiet", "no progress bars", False, type=bool),
     Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+)
+
+MESH_OPTIONS = (
+    Option(
+        "ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 where heads suffice, else the fastest"
+    ),
+    Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
 )
 
 V_MAJOR_OPTIONS = (

@@ -2,7 +2,15 @@
 
 import pytest
 
-from cocodiff.commands.options import RUN_OPTIONS, V_MAJOR_OPTIONS, Option, engine_settings, parse, preset_configs
+from cocodiff.commands.options import (
+    MESH_OPTIONS,
+    RUN_OPTIONS,
+    V_MAJOR_OPTIONS,
+    Option,
+    engine_settings,
+    parse,
+    preset_configs,
+)
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 
@@ -152,3 +160,12 @@ def test_selection_is_set_over_a_preset():
         Config.preset("tapa", **engine_settings(wrong))
     with pytest.raises(UserError, match="names none; choose from cocodiff"):
         preset_configs(found | {"preset": [","]})
+
+
+def test_a_ring_on_the_command_line_and_in_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("ring: 4\nplacement: usp\n")
+    every = (*RUN_OPTIONS, *MESH_OPTIONS)
+    for words in (("--ring", "4", "--placement", "usp"), ("--config", str(tmp_path / "run.yaml"))):
+        settings = engine_settings(parse("inpaint", "", every, words))
+        assert (Config(**settings).ring, Config(**settings).placement) == (4, "usp")
+    assert "'auto', 'topology', 'usp'" in mistake("--placement", "up", options=every)

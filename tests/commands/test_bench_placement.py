@@ -1,0 +1,62 @@
+"""`cocodiff bench placement` on four ranks: what it writes and says, and what it refuses. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import run
+
+from cocodiff.attention.placement import Work, by_degree
+from cocodiff.cli import main
+from cocodiff.commands.bench_placement import check_alike
+from cocodiff.config import load_machine
+from cocodiff.topology import Topology
+
+WORDS = ["bench", "placement", "--image-tokens", "40", "--text-tokens", "4", "--heads", "3", "--head-dim", "8",
+         "--repeats", "2", "--quiet"]  # fmt: skip
+
+
+def test_every_mesh_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "bench"
+    words = ["--ranks", "4", "--attention-s", "0", "0.01", "--out", str(out)]
+    done = run([sys.executable, "-m", "cocodiff", *WORDS, *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((out / "bench.json").read_text())["rows"]
+    topology = Topology.build(load_machine("local"), 4)
+    defaults = [of_degree[0] for of_degree in by_degree(topology, Work(3, 8, 40, 4, itemsize=4))]
+    of_case = [row for row in rows if row["case"].endswith("attention 0.01 s")]
+    assert len(rows) == 2 * len(of_case) and len(defaults) == 2
+    by_name = {row["variant"]: row for row in of_case}
+    for one in defaults:
+        name = f"ulysses {one.mesh.ulysses} ring {one.mesh.ring}"
+        row = by_name[name if one.mesh.ulysses == 1 else f"{name} {one.mesh.placement}"]
+        assert row["ratio_vs_default"] == 1 and row["bytes"] == one.bytes
+    assert all(row["n"] == 2 and row["variant"] in done.stdout for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "6", "--ring", "4"), "ring 4: 6 ranks and 3 attention heads allow ring 2, 3, 6"),
+        (("--ranks", "6", "--attention-s", "-1"), "--attention_s [-1.0]: give 0 or more seconds"),
+        (("--ranks", "6", "--text-tokens", "-1"), "--text_tokens -1: give 0 or more"),
+        (("--ranks", "6", "--placement", "usp"), "unknown option --placement"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--out", str(tmp_path / "out"), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_meshes_that_disagree_are_an_error() -> None:
+    one = {"a": torch.ones(3), "b": torch.ones(3) + 1e-7}
+    check_alike(one, 0)
+    with pytest.raises(RuntimeError, match="rank 2: b differs from a by 1"):
+        check_alike({"a": torch.ones(3), "b": torch.zeros(3)}, 2)
