@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocodiff.attention.choice import ExchangeTable
+from cocodiff.attention.choice import Chunking, ExchangeTable
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.selection import Schedule
@@ -26,7 +26,7 @@ from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_exchange_table, load_machine
+from cocodiff.config import Config, load_chunk_table, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
@@ -142,7 +142,7 @@ class Engine:
         if self.size > 1:
             exchange = Exchange(
                 config.exchange, self.topology, self.transport, self.trace, exchange_table(config, self.topology),
-                config.nic_balance, Kernels(config.kernels, self.trace.note_kernel),
+                config.nic_balance, Kernels(config.kernels, self.trace.note_kernel), chunking(config, self.topology),
             )  # fmt: skip
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
@@ -272,6 +272,13 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
         return None
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
     return ExchangeTable(tuple(rows))
+
+
+def chunking(config: Config, topology: Topology) -> Chunking:
+    """In how many chunks tensors travel. Raises UserError for `chunks: auto` on a machine that was not measured."""
+    if config.chunks == "auto":
+        return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
+    return Chunking(int(config.chunks))
 
 
 def _check_not_compiled(model: nn.Module) -> None:

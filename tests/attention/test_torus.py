@@ -1,8 +1,7 @@
-"""Torus attention: exact in every composition, the same bytes, one copy of keys and values, plans that are pure data."""
+"""Torus attention: exact in every composition, with the same bytes and one copy of keys and values."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -10,18 +9,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from worlds import TRIPLE, topologies, topology_of
+from worlds import topologies, topology_of
 
 from cocodiff.attention.choice import Chunking, ExchangeTable
-from cocodiff.attention.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import PLANS, Layout, slices, split_plan
-from cocodiff.attention.nic_balance import nic_detours
-from cocodiff.attention.softmax_merge import Partial, partial_attention
+from cocodiff.attention.layout import Layout, slices
+from cocodiff.attention.softmax_merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, mask_in_model_order
 from cocodiff.attention.v_first import v_first
-from cocodiff.comm.loopback import LoopbackGroup, run_ranks
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
