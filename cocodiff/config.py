@@ -41,6 +41,8 @@ class Config:
     placement: with a ring, topology (rings inside the fast links, Ulysses across the slow ones), usp (the reverse) or
     auto (whichever sends less between nodes).
     order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
+    chunks: in how many chunks tensors travel while attention computes on those that are here (Torus; at most one for
+    each node or card); 1 is off, auto goes by a measured table of the machine.
     selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
     vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
     transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
@@ -64,6 +66,7 @@ class Config:
     ring: int | str = "auto"
     placement: str = "auto"
     order: str = "joint"
+    chunks: int | str = 1
     selection: str = "full"
     scoring: str = "source"
     reference: str = "sent"
@@ -90,6 +93,8 @@ class Config:
         check_choice("placement", self.placement, PLACEMENTS)
         check_choice("order", self.order, ORDERS)
         check_choice("vae", self.vae, VAE_RANKS)
+        if self.chunks != "auto" and (type(self.chunks) is not int or self.chunks < 1):
+            raise UserError(f"chunks is {self.chunks!r}: give a whole number of at least 1 (1: off) or auto")
         self._check_selection()
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
@@ -177,6 +182,21 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
     if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != float("inf"):
         raise UserError(f"{file}: rows of {machine} on {nodes} node(s) must ascend and end with no limit (null)")
     return table
+
+
+def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
+    """For `chunks: auto`: in how many chunks, and from how many MB of q, k and v per rank on, by a machine's table for
+    so many nodes. The file maps machine -> nodes -> [chunks, MB]. Raises UserError where it has no such entry."""
+    known = read_yaml(_shipped("exchange") / "chunks.yaml")
+    found = known.get(machine, {}).get(nodes)
+    if found is None:
+        there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
+        raise UserError(
+            f"chunks auto: machine {machine} on {nodes} node(s) was not measured, but {there} were; give a number of "
+            f"chunks, 1 for none"
+        )
+    chunks, from_mb = found
+    return int(chunks), float(from_mb)
 
 
 def shipped_names(folder: str) -> list[str]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocodiff.attention.choice import ExchangeTable
+from cocodiff.attention.choice import Chunking, ExchangeTable
+from cocodiff.attention.chunks import sequence_of
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.mesh import Mesh
@@ -30,7 +31,7 @@ from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_exchange_table, load_machine
+from cocodiff.config import Config, load_chunk_table, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
@@ -155,13 +156,17 @@ class Engine:
         """This rank's attention: Ulysses among the ranks of its group, with a ring where there are several groups."""
         config, order, mesh = self.config, ORDERS[self.config.order], self.mesh
         kernels, exchange, ring = Kernels(config.kernels, self.trace.note_kernel), None, None
-        group, _ = mesh.seat(self.rank)
+        group, slot = mesh.seat(self.rank)
         topology, members = mesh.parts[group], Part(self.transport, mesh.groups[group])
+        chunked = chunking(config, self.topology)
+        if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+            sequences = [sequence_of(part, slot, chunked.chunks) for part in mesh.parts]
+            ring = Ring(mesh, self.transport, self.trace, kernels, sequences=sequences)
         if mesh.ulysses > 1:
-            table = exchange_table(config, self.topology)
-            exchange = Exchange(config.exchange, topology, members, self.trace, table, config.nic_balance, kernels)
-        if mesh.ring > 1:
-            ring = Ring(mesh, self.transport, self.trace, kernels)
+            exchange = Exchange(
+                config.exchange, topology, members, self.trace, exchange_table(config, self.topology),
+                config.nic_balance, kernels, chunked,
+            )  # fmt: skip
         if config.selection == "full":
             return Ulysses(topology, exchange, self.trace, order, ring=ring)
         schedule = Schedule(
@@ -293,6 +298,13 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
         return None
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
     return ExchangeTable(tuple(rows))
+
+
+def chunking(config: Config, topology: Topology) -> Chunking:
+    """In how many chunks tensors travel. Raises UserError for `chunks: auto` on a machine that was not measured."""
+    if config.chunks == "auto":
+        return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
+    return Chunking(int(config.chunks))
 
 
 def _check_not_compiled(model: nn.Module) -> None:

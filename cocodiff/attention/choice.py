@@ -1,4 +1,4 @@
-"""Which exchange is the fastest for messages of a size: a short measured table of a machine."""
+"""Which exchange is the fastest for messages of a size, and from which size on chunks pay: measured, by machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ class ExchangeTable:
 
     def choose(self, megabytes: float) -> str:
         return next(name for limit, name in self.rows if megabytes <= limit)
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """Torus: in how many chunks, and from how many MB of q, k and v per rank on. 1 chunk: not at all."""
+
+    chunks: int = 1
+    from_mb: float = 0.0
 
 
 def megabytes_per_rank(layout: Layout, cell: int) -> float:

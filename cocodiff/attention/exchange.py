@@ -14,10 +14,12 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from cocodiff.attention.choice import ExchangeTable, megabytes_per_rank
+from cocodiff.attention.choice import Chunking, ExchangeTable, megabytes_per_rank
+from cocodiff.attention.chunks import Stages
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
 from cocodiff.attention.nic_balance import nic_detours
 from cocodiff.attention.relay import Blocks, Freight, Travelling, relay
+from cocodiff.attention.staged import Staged
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, Rows, views
@@ -38,10 +40,11 @@ class Exchange:
 
     def __init__(
         self, name: str, topology: Topology, transport: Ranks, trace: Trace, table: ExchangeTable | None = None,
-        nic_balance: bool = True, kernels: Kernels | None = None,
+        nic_balance: bool = True, kernels: Kernels | None = None, chunking: Chunking | None = None,
     ) -> None:  # fmt: skip
         """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes.
-        kernels: what packs and unpacks; by default whatever suits the device, noted in the trace."""
+        kernels: what packs and unpacks; by default whatever suits the device, noted in the trace. chunking: in how many
+        stages tensors can travel besides."""
         self.rank, self._topology, self._trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self._together = name in TOGETHER
@@ -55,6 +58,11 @@ class Exchange:
         for name in dict.fromkeys(phase.lane for plan in plans.values() for phase in plan):
             members = topology.cards[topology.places[self.rank].card] if name == "sibling" else range(topology.size)
             self._lanes[name] = (transport.lane(name), transport.group(members))
+        self.staged: Staged | None = None
+        chunking = chunking or Chunking()
+        stages = Stages(topology, self.rank, chunking.chunks)
+        if len(stages.chunks) > 1:
+            self.staged = Staged(self, topology, transport, trace, plans, stages, chunking.from_mb)
 
     def forward(
         self,
@@ -84,30 +92,51 @@ class Exchange:
         """
 
         def own_blocks() -> Freight:
-            tensors_BLHD, layout = ready()
-            return Freight(
-                {
-                    Block(self.rank, peer): [_of_heads(x, heads) for x in tensors_BLHD]
-                    for peer, heads in enumerate(layout.head_slices)
-                },
-                layout,
-            )
-
-        def assemble(freight: Freight) -> tuple[list[Tensor], Land]:
-            blocks, layout = freight
-            first, where = blocks[Block(self.rank, self.rank)], layout.row_slices
-            shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
-            received_BSGD = [x.new_empty(shape) for x in first]
-
-            def land(arrived: Blocks) -> None:
-                mine = {block.rows: parts for block, parts in arrived.items() if block.heads == self.rank}
-                places = [whole[:, where[rank]] for rank in mine for whole in received_BSGD]
-                self._unpack([part for parts in mine.values() for part in parts], places)
-
-            return received_BSGD, land
+            return self.freight_of(*ready())
 
         way = "forward" if after_first is None else "both phases"
-        return self._route(way, own_blocks, assemble, (name, layer), after_first, soon)
+        return self._route(way, own_blocks, self.room, (name, layer), after_first, soon)
+
+    def freight_of(self, tensors_BLHD: Sequence[Travelling], layout: Layout) -> Freight:
+        """This rank's rows of each tensor as blocks."""
+        heads_of = enumerate(layout.head_slices)
+        blocks = {Block(self.rank, peer): [_of_heads(x, heads) for x in tensors_BLHD] for peer, heads in heads_of}
+        return Freight(blocks, layout)
+
+    def room(self, freight: Freight) -> tuple[list[Tensor], Land]:
+        """For each tensor of the freight empty room for all rows of this rank's heads, and what fills it."""
+        blocks, layout = freight
+        first, where = blocks[Block(self.rank, self.rank)], layout.row_slices
+        shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
+        received_BSGD = [x.new_empty(shape) for x in first]
+
+        def land(arrived: Blocks) -> None:
+            mine = {block.rows: parts for block, parts in arrived.items() if block.heads == self.rank}
+            places = [whole[:, where[rank]] for rank in mine for whole in received_BSGD]
+            self._unpack([part for parts in mine.values() for part in parts], places)
+
+        return received_BSGD, land
+
+    def room_back(self, out_BSGD: Tensor, layout: Layout) -> tuple[Tensor, Land]:
+        """The same for all heads of this rank's rows, of tensors like the given one."""
+        B, _, _, D = out_BSGD.shape
+        where = layout.head_slices
+        out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
+
+        def land(arrived: Blocks) -> None:
+            mine = {block.heads: parts for block, parts in arrived.items() if block.rows == self.rank}
+            self._unpack([part for (part,) in mine.values()], [out_BLHD[:, :, where[rank]] for rank in mine])
+
+        return out_BLHD, land
+
+    def name_of(self, freight: Freight) -> str:
+        """Which exchange takes it: the one there is, or the table's choice for its size."""
+        if self._table is None:
+            return self._name
+        some = next(iter(freight.blocks.values()))
+        B, _, _, D = some[0].shape
+        cell = B * D * some[0].new_empty(0).element_size() * len(some)
+        return self._table.choose(megabytes_per_rank(freight.layout, cell))
 
     def link_class(self, peer: int) -> str | None:
         """The class of the link to a peer; None for this rank itself."""
@@ -136,18 +165,9 @@ class Exchange:
             }
             return Freight(blocks, layout)
 
-        def assemble(freight: Freight) -> tuple[Tensor, Land]:
-            B, _, _, D = out_BSGD.shape
-            where = layout.head_slices
-            out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
-
-            def land(arrived: Blocks) -> None:
-                mine = {block.heads: parts for block, parts in arrived.items() if block.rows == self.rank}
-                self._unpack([part for (part,) in mine.values()], [out_BLHD[:, :, where[rank]] for rank in mine])
-
-            return out_BLHD, land
-
-        return self._route("back", own_blocks, assemble, (name, layer), soon=True)
+        return self._route(
+            "back", own_blocks, lambda freight: self.room_back(out_BSGD, freight.layout), (name, layer), soon=True
+        )
 
     def _route(
         self, way: str, freight: Callable[[], Freight], assemble: Assemble[R], about: tuple[str, str],
@@ -169,17 +189,11 @@ class Exchange:
 
     def _take_all(self, way: str, about: tuple[str, str], freight: Freight, assemble: Assemble[R]) -> R:
         """Runs on the plane lane: all phases together, of the exchange that the table has for this size."""
-        name = self._name
-        if self._table is not None:
-            some = next(iter(freight.blocks.values()))
-            B, _, _, D = some[0].shape
-            cell = B * D * some[0].new_empty(0).element_size() * len(some)
-            name = self._table.choose(megabytes_per_rank(freight.layout, cell))
-        plan = self._routes[name][way]
+        plan = self._routes[self.name_of(freight)][way]
         groups = {name: group for name, (_, group) in self._lanes.items()}
         with self._trace.span(f"{about[0]} plane", "plane", about[1]):
             whole, land = assemble(freight)
-            relay(plan, freight, groups, self._pack, self._count, land)
+            relay(plan, freight, groups, self.pack, self.count, land)
             return whole
 
     def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
@@ -201,9 +215,9 @@ class Exchange:
             receives = {peer: buffer(message) for peer, message in phase.receives.items()}
             sends = {peer: buffer(message) for peer, message in phase.sends.items()}
             messages = [[part for b in message for part in blocks[b]] for message in phase.sends.values()]
-            self._pack(messages, list(sends.values()))
+            self.pack(messages, list(sends.values()))
             for peer, sent in sends.items():
-                self._count(peer, sent.nbytes)
+                self.count(peer, sent.nbytes)
             index = group.ranks.index
             group.send_recv(
                 [(sent, index(peer)) for peer, sent in sends.items()],
@@ -214,7 +228,7 @@ class Exchange:
                 blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
         return Freight(blocks, layout)
 
-    def _count(self, peer: int, sent_bytes: int) -> None:
+    def count(self, peer: int, sent_bytes: int) -> None:
         self._trace.count(self.link_class(peer), sent_bytes)
 
     def _unpack(self, parts: list[Travelling], places: list[Tensor]) -> None:
@@ -222,7 +236,7 @@ class Exchange:
         if parts:
             self.kernels.unpack(parts, places)
 
-    def _pack(self, messages: Sequence[Sequence[Travelling]], buffers: Sequence[Tensor]) -> None:
+    def pack(self, messages: Sequence[Sequence[Travelling]], buffers: Sequence[Tensor]) -> None:
         """All messages in one launch."""
         pieces = [piece for message in messages for piece in message]
         for piece in pieces:

@@ -56,12 +56,14 @@ class Layout:
     does not notice.
 
     text_starts: where every rank's text tokens begin in the prompt; empty where they lie one behind the other.
+    sequence: the ranks in another order for this rank's sequence, as Torus has them; empty for that one.
     """
 
     image: tuple[int, ...]
     text: tuple[int, ...]
     heads: tuple[int, ...]
     text_starts: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()
 
     @classmethod
     def build(cls, topology: Topology, image_tokens: int, text_tokens: int, heads: int) -> Layout:
@@ -85,9 +87,15 @@ class Layout:
         return tuple(image + text for image, text in zip(self.image, self.text, strict=True))
 
     @property
+    def in_sequence(self) -> tuple[int, ...]:
+        """The ranks in the order in which their rows stand in the whole sequence."""
+        return self.sequence or tuple(range(len(self.heads)))
+
+    @property
     def row_slices(self) -> tuple[slice, ...]:
         """Where every rank's rows stand in the whole sequence."""
-        return slices(self.rows)
+        of_rank = slices([self.rows[rank] for rank in self.in_sequence])
+        return tuple(where for _, where in sorted(zip(self.in_sequence, of_rank, strict=True), key=lambda x: x[0]))
 
     @property
     def text_slices(self) -> tuple[slice, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.layout import Block, Layout, Phase, Plan
+from cocodiff.attention.layout import Block, Layout, Plan
 from cocodiff.comm.transport import Group, Pending
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Rows, views
@@ -21,6 +21,8 @@ from cocodiff.kernels import Rows, views
 Travelling = Tensor | Rows  # [B, L, H, D], or rows chosen of it
 Blocks = dict[Block, list[Travelling]]  # a block of each tensor that travels together, [B, rows, heads, D]
 Shape = tuple[int, ...]
+Groups = Mapping[str, Group]  # of every lane that a phase names
+Pack = Callable[[Sequence[Sequence[Travelling]], Sequence[Tensor]], None]
 
 
 class Freight(NamedTuple):
@@ -53,8 +55,7 @@ class Letter:
 
 
 def relay(
-    plan: Plan, freight: Freight, groups: Mapping[str, Group],
-    pack: Callable[[Sequence[Sequence[Travelling]], Sequence[Tensor]], None], count: Callable[[int, int], None],
+    plan: Plan, freight: Freight, groups: Groups, pack: Pack, count: Callable[[int, int], None],
     land: Callable[[Blocks], None],
 ) -> None:  # fmt: skip
     """Sends and receives all messages of the plan.
@@ -63,43 +64,90 @@ def relay(
     bytes of each message sent. land: called with the blocks that are here, then with those of each message that comes,
     while later ones still travel.
     """
-    blocks, layout = dict(freight.blocks), freight.layout
-    like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
-    B, _, _, D = like.shape
-    rows, heads = layout.rows, layout.heads
+    journey = Journey(freight, pack, count)
+    journey.receive(plan, groups)
+    journey.send(plan, groups)
+    land(freight.blocks)
+    journey.land(land)
+    for _, pending in journey.sending:
+        pending.wait()
 
-    def shapes(message: Sequence[Block]) -> list[Shape]:
-        return [(B, rows[b.rows], heads[b.heads], D) for b in message for _ in range(copies)]
 
-    def buffer(message: Sequence[Block]) -> Tensor:
-        return like.new_empty(sum(math.prod(shape) for shape in shapes(message)))
+class Journey:
+    """What one exchange has under way: messages that come, and messages that are sent, each with whom it goes to."""
 
-    def packed(peer: int, message: Sequence[Block]) -> Tensor:
+    def __init__(self, freight: Freight, pack: Pack, count: Callable[[int, int], None]) -> None:
+        self._blocks, self._layout = dict(freight.blocks), freight.layout
+        some = next(iter(freight.blocks.values()))
+        self._like, self._copies = some[0], len(some)
+        self._pack, self._count = pack, count
+        self._letters: list[dict[int, Letter]] = []
+        self._bringing: dict[Block, Letter] = {}
+        self.sending: list[tuple[Sequence[int], Pending]] = []
+
+    def receive(self, plan: Plan, groups: Groups) -> None:
+        """Makes room for every message of the plan and, where the backend can, posts each receive on its own, so that
+        each can be waited for."""
+        for phase in plan:
+            letters = {
+                peer: Letter(m, self._shapes(m), self._copies, self._buffer(m)) for peer, m in phase.receives.items()
+            }
+            self._letters.append(letters)
+            self._bringing |= {block: letter for letter in letters.values() for block in letter.message}
+            group = groups[phase.lane]
+            for peer, letter in letters.items() if _ahead(groups) else ():
+                letter.pending = group.send_recv([], [(letter.buffer, group.ranks.index(peer))])
+
+    def send(self, plan: Plan, groups: Groups, first: int = 0) -> None:
+        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one call for the
+        whole phase, for backends that match the two lists of a call. first: the number of this plan's first phase
+        among those that were given to `receive`."""
+        for phase, letters in zip(plan, self._letters[first:], strict=False):
+            group = groups[phase.lane]
+            if _ahead(groups):
+                for peer, message in phase.sends.items():
+                    sent = group.send_recv([(self._packed(peer, message), group.ranks.index(peer))], [])
+                    self.sending.append(((peer,), sent))
+                continue
+            pending = group.send_recv(
+                [(self._packed(peer, message), group.ranks.index(peer)) for peer, message in phase.sends.items()],
+                [(letter.buffer, group.ranks.index(peer)) for peer, letter in letters.items()],
+            )
+            self.sending.append((list(phase.sends), pending))
+            for letter in letters.values():
+                letter.pending = pending
+
+    def land(self, land: Callable[[Blocks], None]) -> None:
+        """Waits for every message and hands over its blocks."""
+        for of_phase in self._letters:
+            for letter in of_phase.values():
+                letter.open(self._blocks)
+                land({block: self._blocks[block] for block in letter.message})
+
+    def _shapes(self, message: Sequence[Block]) -> list[Shape]:
+        B, _, _, D = self._like.shape
+        rows, heads = self._layout.rows, self._layout.heads
+        return [(B, rows[b.rows], heads[b.heads], D) for b in message for _ in range(self._copies)]
+
+    def _buffer(self, message: Sequence[Block]) -> Tensor:
+        return self._like.new_empty(sum(math.prod(shape) for shape in self._shapes(message)))
+
+    def _packed(self, peer: int, message: Sequence[Block]) -> Tensor:
         for block in message:
-            if block not in blocks:
-                bringing[block].open(blocks)
-        parts = [part for block in message for part in blocks[block]]
+            if block not in self._blocks:
+                self._bringing[block].open(self._blocks)
+        parts = [part for block in message for part in self._blocks[block]]
         sent = as_one(parts)
         if sent is None:
-            sent = buffer(message)
-            pack([parts], [sent])
+            sent = self._buffer(message)
+            self._pack([parts], [sent])
         used_on_current_stream(sent)
-        count(peer, sent.nbytes)
+        self._count(peer, sent.nbytes)
         return sent
 
-    letters = [{peer: Letter(m, shapes(m), copies, buffer(m)) for peer, m in phase.receives.items()} for phase in plan]
-    bringing = {block: letter for of_phase in letters for letter in of_phase.values() for block in letter.message}
-    if all(group.receives_ahead for group in groups.values()):
-        sending = _post_ahead(plan, letters, packed, groups)
-    else:
-        sending = [_post_phase(phase, of, packed, groups[phase.lane]) for phase, of in zip(plan, letters, strict=True)]
-    land(freight.blocks)
-    for of_phase in letters:
-        for letter in of_phase.values():
-            letter.open(blocks)
-            land({block: blocks[block] for block in letter.message})
-    for pending in sending:
-        pending.wait()
+
+def _ahead(groups: Groups) -> bool:
+    return all(group.receives_ahead for group in groups.values())
 
 
 def as_one(pieces: Sequence[Travelling]) -> Tensor | None:
@@ -114,33 +162,3 @@ def as_one(pieces: Sequence[Travelling]) -> Tensor | None:
             return None
         end += part.nbytes
     return whole.as_strided((sum(part.numel() for part in parts),), (1,))
-
-
-Packed = Callable[[int, Sequence[Block]], Tensor]
-
-
-def _post_ahead(
-    plan: Plan, letters: list[dict[int, Letter]], packed: Packed, groups: Mapping[str, Group]
-) -> list[Pending]:
-    """Every receive on its own, so that each can be waited for; then every send as soon as it can be packed."""
-    for phase, of_phase in zip(plan, letters, strict=True):
-        group = groups[phase.lane]
-        for peer, letter in of_phase.items():
-            letter.pending = group.send_recv([], [(letter.buffer, group.ranks.index(peer))])
-    sending = []
-    for phase in plan:
-        group = groups[phase.lane]
-        for peer, message in phase.sends.items():
-            sending.append(group.send_recv([(packed(peer, message), group.ranks.index(peer))], []))
-    return sending
-
-
-def _post_phase(phase: Phase, letters: dict[int, Letter], packed: Packed, group: Group) -> Pending:
-    """One call for the whole phase, for backends that match the two lists of a call."""
-    pending = group.send_recv(
-        [(packed(peer, message), group.ranks.index(peer)) for peer, message in phase.sends.items()],
-        [(letter.buffer, group.ranks.index(peer)) for peer, letter in letters.items()],
-    )
-    for letter in letters.values():
-        letter.pending = pending
-    return pending

@@ -9,14 +9,15 @@ merged in float32 in the order of the ring, so nothing depends on which message 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.softmax_merge import Partial, partial_attention
+from cocodiff.attention.softmax_merge import Keys, Partial, partial_attention
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.comm.transport import LanePending, Ranks
@@ -35,23 +36,18 @@ class KeysValues(NamedTuple):
     v_BSGD: Tensor
 
 
-class Block(NamedTuple):
-    """Keys and values of one group's tokens that are here; mask_B11S: those that are attended to, None for all."""
-
-    k_BSGD: Tensor
-    v_BSGD: Tensor
-    mask_B11S: Tensor | None
-
-
 class Ring:
     """One rank's place in its ring."""
 
     def __init__(
         self, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels | None = None,
-        attend: Attend = partial_attention,
+        attend: Attend = partial_attention, sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:  # fmt: skip
         """transport: of all ranks. attend: what is done with a block, instead of `partial_attention`; its result
-        is taken over."""
+        is taken over. sequences: of every group, the order of its ranks' rows at this slot, where it is another one
+        (see `Layout.sequence`)."""
+        self._sequences = sequences or [()] * mesh.ring
+        self._layouts: dict[tuple[int, int, int], list[Layout]] = {}
         self.mesh, self._trace, self._attend_to = mesh, trace, attend
         self._kernels = kernels or Kernels(note=trace.note_kernel)
         self._own, slot = mesh.seat(transport.rank)
@@ -67,7 +63,16 @@ class Ring:
 
     def layout(self, image_tokens: int, text_tokens: int, heads: int) -> Layout:
         """That of this rank's Ulysses group."""
-        return self.mesh.layouts(image_tokens, text_tokens, heads)[self._own]
+        return self._of_groups(image_tokens, text_tokens, heads)[self._own]
+
+    def _of_groups(self, *key: int) -> list[Layout]:
+        image_tokens, text_tokens, heads = key
+        if (image_tokens, text_tokens, heads) not in self._layouts:
+            of_groups = zip(self.mesh.layouts(image_tokens, text_tokens, heads), self._sequences, strict=True)
+            self._layouts[image_tokens, text_tokens, heads] = [
+                replace(layout, sequence=sequence) for layout, sequence in of_groups
+            ]
+        return self._layouts[image_tokens, text_tokens, heads]
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Tensor:
         """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
@@ -77,11 +82,11 @@ class Ring:
         assert merged is not None, "a ring has a rank"
         return merged.out_BLHD.to(q_BSGD.dtype)
 
-    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Iterator[Block]:
+    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to the next
         rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
         it is asked for."""
-        layouts = self.mesh.layouts(qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        layouts = self._of_groups(qkv.image_tokens, qkv.text_tokens, qkv.heads)
         here = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
         buffers = self._two_buffers(k_BSGD, layouts)
         for step, group in enumerate(self._arriving):
@@ -89,12 +94,12 @@ class Ring:
             if step + 1 < len(self._arriving):
                 rows = sum(layouts[self._arriving[step + 1]].rows)
                 coming = self._pass_on(here, buffers[step % 2], rows, layer)
-            yield Block(*here, mask_in_rank_order(qkv, layouts[group]))
+            yield Keys(*here, mask_in_rank_order(qkv, layouts[group]))
             if coming is not None:
                 with self._trace.span("wait for kv", layer=layer):
                     here = coming.wait()
 
-    def _two_buffers(self, like_BSGD: Tensor, layouts: tuple[Layout, ...]) -> list[Tensor]:
+    def _two_buffers(self, like_BSGD: Tensor, layouts: list[Layout]) -> list[Tensor]:
         """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
         B, _, G, D = like_BSGD.shape
         others = [sum(layouts[group].rows) for group in self._arriving[1:]]

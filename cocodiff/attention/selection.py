@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Selection:
 
     layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
     own        indices of this rank's rows in its flattened [B * L]
-    arriving   indices of all ranks' rows in the flattened [B * S], rank by rank
+    arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence
     """
 
     layout: Layout
@@ -112,4 +112,5 @@ class Selection:
             of_rank.append(batch_N * rows + row_N)
             arriving.append(batch_N * total + in_sequence.start + row_N)
         counts = tuple(len(index) for index in of_rank)
-        return cls(Layout(counts, (0,) * len(counts), layout.heads), tuple(of_rank), torch.cat(arriving))
+        some = replace(layout, image=counts, text=(0,) * len(counts))
+        return cls(some, tuple(of_rank), torch.cat([arriving[rank] for rank in layout.in_sequence]))

@@ -20,6 +20,14 @@ class Partial(NamedTuple):
     lse_BLH: Tensor
 
 
+class Keys(NamedTuple):
+    """Keys and values that are attended to together, [B, S, H, D]; mask_B11S: bool, those that are, None for all."""
+
+    k_BSHD: Tensor
+    v_BSHD: Tensor
+    mask_B11S: Tensor | None
+
+
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
     """Attention to these keys alone, by the best kernel of the device that tells the sums.
 

@@ -5,8 +5,8 @@ before what is the order's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
+from cocodiff.attention.softmax_merge import partial_attention
+from cocodiff.attention.staged import Ready, Staged
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
+from cocodiff.attention.torus import InChunks, LocalPart, Torus
 from cocodiff.device import used_on_current_stream
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
@@ -31,6 +34,9 @@ class Arriving(Protocol):
         ...
 
 
+Sent = list[tuple[str, Arriving]]  # what travels together: its names, and how it arrives
+
+
 class Call(Protocol):
     """One attention call on several ranks, as an order sees it."""
 
@@ -42,7 +48,7 @@ class Call(Protocol):
         """v is there: what depends on it can start. Called before anything is sent."""
         ...
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         """Starts the exchange of one or more of q, k and v, which `names` spells, in one message to each peer.
 
         soon: they are waited for next, so there is nothing to travel behind."""
@@ -62,15 +68,26 @@ class FullCall:
     def know_v(self, v_BLHD: Tensor) -> None:
         return
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
-        return self.exchange.forward(tensors_BLHD, self.layout, names, self.layer, soon)
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
+        return [(names, self.travel(lambda: (tensors_BLHD, self.layout), names, tensors_BLHD[0], soon))]
+
+    def travel(self, ready: Ready, names: str, like_BLHD: Tensor, soon: bool = False) -> Arriving:
+        """Sends what `ready` gives when asked on a lane, in stages where those pay for tensors like this one."""
+        staged = self.staged(like_BLHD)
+        if staged is not None:
+            return staged.forward(ready, names, self.layer)
+        return self.exchange.forward_when(ready, names, self.layer, soon=soon)
+
+    def staged(self, like_BLHD: Tensor) -> Staged | None:
+        staged = self.exchange.staged
+        return staged if staged is not None and staged.pays(self.layout, like_BLHD) else None
 
 
-Order = Callable[[Call], tuple[Tensor, Tensor, Tensor]]  # -> q, k, v, each [B, S, G, D]
+Order = Callable[[Call], Sent]
 Local = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]  # as `local_attention`
 
 
-def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def joint(call: Call) -> Sent:
     """Projects everything, then sends q, k and v in one message to each peer."""
     with call.trace.span("project qk", layer=call.layer):
         q_BLHD, k_BLHD = call.qkv.q(), call.qkv.k()
@@ -80,9 +97,7 @@ def joint(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     travelling = call.send("qkv", [q_BLHD, k_BLHD, v_BLHD], soon=call.qkv.meanwhile is nothing)
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
-    with call.trace.span("wait for qkv", layer=call.layer):
-        q_BSGD, k_BSGD, v_BSGD = travelling.wait()
-    return q_BSGD, k_BSGD, v_BSGD
+    return travelling
 
 
 class Ulysses:
@@ -91,16 +106,17 @@ class Ulysses:
 
     def __init__(
         self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint,
-        local: Local | None = None, ring: Ring | None = None,
+        local: Local | None = None, partial: LocalPart = partial_attention, ring: Ring | None = None,
     ) -> None:  # fmt: skip
         """exchange: None when there is one rank, which has nothing to exchange.
 
-        local: what is done with the heads that are here, instead of `local_attention`.
+        local: what is done with the heads that are here, instead of `local_attention`; partial: with some of the
+        tokens, where they come in chunks.
         ring: brings the keys and values of other Ulysses groups and attends to them in `local`'s place; `topology` and
         `exchange` are those of this rank's group then.
         """
         self._topology, self._exchange, self._trace, self._order = topology, exchange, trace, order
-        self._local, self._ring = local or local_attention, ring
+        self._local, self._partial, self._ring = local or local_attention, partial, ring
         self._layouts: dict[tuple[int, int, int], Layout] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
@@ -109,9 +125,17 @@ class Ulysses:
             out_BLHD = self.attention(qkv.q(), qkv.k(), qkv.v(), qkv, layout, site)
             qkv.meanwhile()
             return out_BLHD
-        arrived = self._order(self.call(qkv, self._exchange, layout, site))
-        q_BSGD, k_BSGD, v_BSGD = map(used_on_current_stream, arrived)
-        out_BSGD = self.attention(q_BSGD, k_BSGD, v_BSGD, qkv, layout, site)
+        sent = self._order(self.call(qkv, self._exchange, layout, site))
+        staged = self._exchange.staged
+        if staged is not None and all(isinstance(arriving, InChunks) for _, arriving in sent):
+            chunks = {name: cast(InChunks, arriving) for names, arriving in sent for name in names}
+            torus = Torus(staged, layout, self._exchange.kernels, self._trace, site.kind, self._partial, self._ring)
+            return used_on_current_stream(torus.attend(chunks, qkv, mask_in_rank_order(qkv, layout)))
+        arrived: dict[str, Tensor] = {}
+        for names, arriving in sent:
+            with self._trace.span(f"wait for {names}", layer=site.kind):
+                arrived |= zip(names, map(used_on_current_stream, arriving.wait()), strict=True)
+        out_BSGD = self.attention(arrived["q"], arrived["k"], arrived["v"], qkv, layout, site)
         with self._trace.span("wait for o", layer=site.kind):
             out_BLHD = self._exchange.back(out_BSGD, layout, "o", site.kind).wait()
         return used_on_current_stream(out_BLHD)
@@ -134,7 +158,9 @@ class Ulysses:
         if self._ring is not None:
             return self._ring.layout(*key)
         if key not in self._layouts:
-            self._layouts[key] = Layout.build(self._topology, *key)
+            staged = None if self._exchange is None else self._exchange.staged
+            sequence = () if staged is None else staged.sequence
+            self._layouts[key] = replace(Layout.build(self._topology, *key), sequence=sequence)
         return self._layouts[key]
 
 
@@ -145,12 +171,13 @@ def local_attention(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: T
 
 
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
-    """Which keys are attended to, for the sequence after the exchange, rank 0's rows, then rank 1's: [B, 1, 1, S]; None
-    for all."""
+    """Which keys are attended to, for the sequence after the exchange, rank by rank in the layout's order:
+    [B, 1, 1, S]; None for all."""
     if qkv.text_mask_BT is None:
         return None
     parts_BS = []
-    for text, image in zip(layout.text_slices, layout.image, strict=True):
+    for rank in layout.in_sequence:
+        text, image = layout.text_slices[rank], layout.image[rank]
         pair = [qkv.text_mask_BT[:, text], qkv.text_mask_BT.new_ones(len(qkv.text_mask_BT), image)]
         parts_BS += pair if qkv.text_first else pair[::-1]
     return torch.cat(parts_BS, dim=1)[:, None, None]

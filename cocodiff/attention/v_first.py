@@ -3,13 +3,11 @@ while q and k are still being made. Packing is the lanes' work as well, so v cos
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from cocodiff.attention.strategy import nothing
-from cocodiff.attention.ulysses import Call
+from cocodiff.attention.ulysses import Call, Sent
 
 
-def v_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def v_first(call: Call) -> Sent:
     """Projects and sends v, then q and k. v is on its way through all phases before q and k are asked for."""
     with call.trace.span("project v", layer=call.layer):
         v_BLHD = call.qkv.v()
@@ -20,8 +18,4 @@ def v_first(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     qk_travelling = call.send("qk", [q_BLHD, k_BLHD], soon=call.qkv.meanwhile is nothing)
     with call.trace.span("meanwhile", layer=call.layer):
         call.qkv.meanwhile()
-    with call.trace.span("wait for v", layer=call.layer):
-        (v_BSGD,) = v_travelling.wait()
-    with call.trace.span("wait for qk", layer=call.layer):
-        q_BSGD, k_BSGD = qk_travelling.wait()
-    return q_BSGD, k_BSGD, v_BSGD
+    return v_travelling + qk_travelling

@@ -21,8 +21,10 @@ from cocodiff.attention.layout import Block, Layout, slices
 from cocodiff.attention.relay import Blocks, Freight, Travelling
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.selection import Schedule, Selection, card_tokens, quiet_tokens, stable_tokens
+from cocodiff.attention.staged import Staged, WholeArriving
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Ulysses, joint
+from cocodiff.attention.torus import InChunks
+from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Sent, Ulysses, joint
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.kernels import Kernels, Rows
 from cocodiff.topology import Topology
@@ -191,8 +193,16 @@ class SelectiveCall(FullCall):
         for peer in range(len(parts_BN)):
             self.trace.count(self.exchange.link_class(peer), own_BN.nbytes)
 
-    def arrive(self, names: str, pending: Arriving, selection: Callable[[], Selection] | None) -> Arriving:
-        return Arrival(self.cache, names, pending, selection, self.exchange.kernels)
+    def send_all(self, names: str, tensors_BLHD: list[Tensor], soon: bool) -> Sent:
+        """All tokens travel."""
+        (sent,) = FullCall.send(self, names, tensors_BLHD, soon)
+        return self.arrive(*sent, None)
+
+    def arrive(self, names: str, pending: Arriving, selection: Callable[[], Selection] | None) -> Sent:
+        kernels, staged = self.exchange.kernels, self.exchange.staged
+        if staged is not None and isinstance(pending, InChunks):
+            return [(names, ChunkArrival(self.cache, names, pending, selection, kernels, staged))]
+        return [(names, Arrival(self.cache, names, pending, selection, kernels))]
 
 
 @dataclass
@@ -213,6 +223,24 @@ class Arrival:
             caches = [self.cache.received[name].flatten(0, 1) for name in self.names]
             self.kernels.scatter_rows([rows_1NGD[0] for rows_1NGD in received], self.selection().arriving, caches)
         return [self.cache.received[name] for name in self.names]
+
+
+@dataclass
+class ChunkArrival(Arrival):
+    """The same, chunk by chunk."""
+
+    pending: InChunks  # type: ignore[assignment]
+    staged: Staged
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        arrived = self.pending.chunk(name, number)
+        if self.selection is None:
+            self.cache.received[name] = arrived
+        else:
+            selection, cache = self.selection(), self.cache.received[name]
+            rows = self.staged.rows(selection.layout, number)
+            self.kernels.scatter_rows([arrived[0, rows]], selection.arriving[rows], [cache.flatten(0, 1)])
+        return self.cache.received[name]
 
 
 def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
@@ -258,9 +286,9 @@ class SourceCall(SelectiveCall):
         strategy.note_selection(moment.step, own_active_BN)
         return Selection.build(active_BS, layout, self.qkv.text_first)
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         if self.chosen is None:
-            return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
+            return self.send_all(names, tensors_BLHD, soon)
         selected = self.chosen.wait
 
         def ready() -> tuple[list[Rows], Layout]:
@@ -271,7 +299,7 @@ class SourceCall(SelectiveCall):
                 chosen[-1] = self.renewing(chosen[-1])
             return chosen, selection.layout
 
-        return self.arrive(names, self.exchange.forward_when(ready, names, self.layer), selected)
+        return self.arrive(names, self.travel(ready, names, tensors_BLHD[0]), selected)
 
     def renewing(self, v_KHD: Rows) -> Rows:
         """The chosen rows of v, of which the image tokens' become their reference when they are packed."""
@@ -294,24 +322,24 @@ class CardCall(SelectiveCall):
     def know_v(self, v_BLHD: Tensor) -> None:
         self.begin(v_BLHD)
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         if names == "qkv":  # v goes ahead: its first phase decides what of q and k travels
-            v_arriving = self.send("v", tensors_BLHD[2:])
-            return Both(self.send("qk", tensors_BLHD[:2]), v_arriving)
+            return self.send("v", tensors_BLHD[2:]) + self.send("qk", tensors_BLHD[:2])
         selected = None if self.full else self._selected
         if names == "v":
             after_first = self._observe if self.full else self._reduce
             pending = self.exchange.forward_when(lambda: (tensors_BLHD, self.layout), "v", self.layer, after_first)
-            return self.arrive("v", pending, selected)
+            whole = self.staged(tensors_BLHD[0]) is None
+            return self.arrive("v", pending if whole else WholeArriving("v", pending), selected)
         if selected is None:
-            return self.arrive(names, super().send(names, tensors_BLHD, soon), None)
+            return self.send_all(names, tensors_BLHD, soon)
 
         def ready() -> tuple[list[Rows], Layout]:
             selection = self._selected()
             own = selection.of_rank[self.strategy.rank]
             return [travelling_rows(x, own) for x in tensors_BLHD], selection.layout
 
-        return self.arrive(names, self.exchange.forward_when(ready, names, self.layer), selected)
+        return self.arrive(names, self.travel(ready, names, tensors_BLHD[0]), selected)
 
     def _selected(self) -> Selection:
         return self.chosen.result().wait()
@@ -371,15 +399,3 @@ class CardCall(SelectiveCall):
         for rank, positions in zip(scorers, cards, strict=True):
             active_BS[:, positions.to(own.device)] = parts[rank].view(batch, -1).bool()
         return Selection.build(active_BS, layout, self.qkv.text_first)
-
-
-@dataclass
-class Both:
-    """q and k, and v, which went ahead of them."""
-
-    qk: Arriving
-    v: Arriving
-
-    def wait(self) -> Sequence[Tensor]:
-        (v_BSGD,) = self.v.wait()
-        return [*self.qk.wait(), v_BSGD]

@@ -58,27 +58,44 @@ class LoopbackWorld:
 
 class _Inbox:
     """Receives of one rank from one peer, in the order in which they were posted: letters are theirs in that order,
-    whichever is waited for first."""
+    whichever is waited for first. Lanes may wait side by side: one of them takes letters for all."""
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
         self._world, self._peer, self._mailbox = world, peer, mailbox
         self._posted: deque[Tensor] = deque()
         self._numbers = count()
         self._delivered = 0
+        self._changed = threading.Condition()
+        self._taken_by_another = False
 
     def post(self, tensor: Tensor) -> int:
         self._posted.append(tensor)
         return next(self._numbers)
 
     def wait(self, number: int) -> None:
-        while self._delivered <= number:
+        with self._changed:
+            while self._delivered <= number:
+                if self._taken_by_another:
+                    self._changed.wait()
+                else:
+                    self._deliver()
+
+    def _deliver(self) -> None:
+        """Puts the next letter where it belongs; others may look at what is there meanwhile."""
+        self._taken_by_another = True
+        self._changed.release()
+        try:
             letter, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
             if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
                 raise ValueError(
                     f"rank {self._peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited"
                 )
             tensor.copy_(letter)
-            self._delivered += 1
+        finally:
+            self._changed.acquire()
+            self._taken_by_another = False
+            self._changed.notify_all()
+        self._delivered += 1
 
 
 class _Receipts:

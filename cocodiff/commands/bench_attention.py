@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
@@ -33,6 +33,7 @@ from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.session import DTYPES
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.commands.trace import say_summary
+from cocodiff.commands.waiting import LOCAL_WAIT_S, V_SHARE, StandInLayer, WaitingAttention
 from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
@@ -42,11 +43,8 @@ from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.strategy import LazyQKV, Site
 
 CALIBRATION_CALLS = 9
-V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
-LOCAL_WAIT_S = 0.002
 JOINT, IMAGE = (
     "joint",
     "image",
@@ -55,89 +53,72 @@ LOCAL = ("wait", "real")
 OPTIONS = with_common_options(
     Option("exchange", "exchanges to measure", [name for name in EXCHANGES if name != "auto"], many=True),
     Option("order", "orders to measure", list(ORDERS), many=True),
+    Option("chunks", "chunks to measure each of them in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
     Option("text_tokens", "text tokens of all ranks", 77, type=int),
     Option("heads", "attention heads of all ranks", 24, type=int),
     Option("head_dim", "size of a head", 64, type=int),
     Option("batch", "sequences in one call", 1, type=int),
     Option("ratio", "T(Q,K): how many times T(Vp1) making q and k takes", 3.0, type=float),
-    Option("local", f"attention itself: computed, or a wait of {LOCAL_WAIT_S * 1e3:.0f} ms", "wait", choices=LOCAL),
+    Option("local", "attention itself: computed, or a wait", "wait", choices=LOCAL),
+    Option(
+        "balance",
+        f"that wait: so many times what q, k, v and o travel; 0 is {LOCAL_WAIT_S * 1e3:.0f} ms",
+        0.0,
+        type=float,
+    ),
     Option("dtype", "arithmetic; auto is fp32 on CPU", "auto", choices=DTYPES),
 )
 
 
-@dataclass(frozen=True)
-class StandInLayer:
-    """One attention layer of a model that is not there: this rank's rows of random q, k and v."""
-
-    site: Site
-    q_BLHD: Tensor
-    k_BLHD: Tensor
-    v_BLHD: Tensor
-    image_tokens: int
-    text_tokens: int
-    heads: int
-
-    def qkv(self, project_qk_s: float) -> LazyQKV:
-        """q, k and v after waits for as long as their projections shall take."""
-        from cocodiff.attention.strategy import LazyQKV
-
-        def projected(x_BLHD: Tensor, seconds: float) -> Callable[[], Tensor]:
-            def project() -> Tensor:
-                time.sleep(seconds)
-                return x_BLHD
-
-            return project
-
-        q, k = (projected(x_BLHD, project_qk_s / 2) for x_BLHD in (self.q_BLHD, self.k_BLHD))
-        v = projected(self.v_BLHD, project_qk_s * V_SHARE)
-        return LazyQKV(q, k, v, self.image_tokens, self.text_tokens, self.heads)
-
-
 class Variant:
-    """An exchange in an order, with a trace of its own; `outputs` are those of its last call, by kind of layer."""
+    """An exchange in an order and in chunks, with a trace of its own; `outputs` are those of its last call, by kind of
+    layer."""
 
-    def __init__(self, config: Config, topology: Topology, transport: Any, local: str) -> None:
+    def __init__(self, config: Config, topology: Topology, transport: Any, waiting: WaitingAttention | None) -> None:
         from cocodiff.attention.exchange import Exchange
+        from cocodiff.attention.softmax_merge import partial_attention
         from cocodiff.attention.ulysses import Ulysses
-        from cocodiff.engine import ORDERS, exchange_table
+        from cocodiff.engine import ORDERS, chunking, exchange_table
         from cocodiff.kernels import Kernels
 
         self.trace = Trace(transport.rank)
         self.exchange = Exchange(
             config.exchange, topology, transport, self.trace, exchange_table(config, topology), config.nic_balance,
-            Kernels(config.kernels, self.trace.note_kernel),
+            Kernels(config.kernels, self.trace.note_kernel), chunking(config, topology),
         )  # fmt: skip
-        attention = waiting_attention if local == "wait" else None
-        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], attention)
+        local, part = (None, partial_attention) if waiting is None else (waiting.whole, waiting.part)
+        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], local, part)
         self.outputs: dict[str, Tensor] = {}
+        self._waiting = waiting
 
     def call(self, layers: Sequence[StandInLayer], project_qk_s: float = 0.0) -> None:
         for layer in layers:
+            if self._waiting is not None:
+                self._waiting.tokens = layer.image_tokens + layer.text_tokens
             self.outputs[layer.site.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.site)
-
-
-def waiting_attention(q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, _mask: Tensor | None) -> Tensor:
-    """In attention's place: a wait, and a result that every element of q, k and v has a part in."""
-    time.sleep(LOCAL_WAIT_S)
-    return q_BSGD + k_BSGD + v_BSGD
 
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "image_tokens", "heads", "head_dim", "batch", "repeats", "ranks")
     if values["text_tokens"] < 0:
         raise UserError(f"--text_tokens {values['text_tokens']}: give 0 or more")
-    if not 0 <= values["ratio"] < float("inf"):
-        raise UserError(f"--ratio {values['ratio']}: give 0 or more")
+    for name in ("ratio", "balance"):
+        if not 0 <= values[name] < float("inf"):
+            raise UserError(f"--{name} {values[name]}: give 0 or more")
     configs(values)
     if ranks is not None:
         topology_of(values, ranks)
 
 
 def configs(values: Values) -> dict[str, Config]:
-    """The variants' settings: every exchange in every order."""
-    shared = machine_settings(values)
-    return {f"{e} {o}": Config(exchange=e, order=o, **shared) for e in values["exchange"] for o in values["order"]}
+    """The variants' settings: every exchange in every order, in every number of chunks."""
+    shared, wanted = machine_settings(values), {}
+    for exchange, order, chunks in product(values["exchange"], values["order"], values["chunks"]):
+        number = int(chunks) if chunks.isdigit() else chunks
+        name = f"{exchange} {order}" + (f" {chunks} chunks" if number != 1 else "")
+        wanted[name] = Config(exchange=exchange, order=order, chunks=number, **shared)
+    return wanted
 
 
 def topology_of(values: Values, ranks: int) -> Topology:
@@ -163,29 +144,38 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         )
     topology = topology_of(values, transport.size)
     layers = stand_in_layers(values, topology, transport.rank)
+    waiting = WaitingAttention() if values["local"] == "wait" else None
 
     def variant(config: Config) -> Variant:
-        return Variant(config, topology, transport, values["local"])
+        return Variant(config, topology, transport, waiting)
 
     wanted = configs(values)
     variants = {name: variant(config) for name, config in wanted.items()}
-    in_joint_order = [variants[name] for name, config in wanted.items() if config.order == "joint"]
-    reference = in_joint_order[0] if in_joint_order else variant(next(iter(wanted.values())).with_(order="joint"))
-    for one in [*variants.values(), *([] if in_joint_order else [reference])]:
+    plain = [variants[name] for name, config in wanted.items() if config.order == "joint" and config.chunks == 1]
+    reference = plain[0] if plain else variant(next(iter(wanted.values())).with_(order="joint", chunks=1))
+    for one in [*variants.values(), *([] if plain else [reference])]:
         one.call(layers)
-    check_same_bits(reference.outputs, {name: one.outputs for name, one in variants.items()}, transport.rank)
+    check_outputs(reference, variants, wanted, transport.rank)
     v_phase1_s = v_phase1_seconds(variants, layers[0], transport)
+    if waiting is not None and values["balance"]:
+        waiting.seconds = values["balance"] * exchange_seconds(reference, layers[0], transport)
     seconds = timed(variants, layers, values["ratio"] * v_phase1_s, values, transport)
-    check_same_bits(reference.outputs, {name: one.outputs for name, one in variants.items()}, transport.rank)
+    check_outputs(reference, variants, wanted, transport.rank)
     records = {name: transport.gather_object(one.trace.record()) for name, one in variants.items()}
     if transport.rank == 0:
         waits = f"T(Vp1) {v_phase1_s * 1e3:.2f} ms, T(Q,K) {values['ratio']:g} times that, attention: {values['local']}"
-        report(f"{shape_of(values)}, {transport.size} ranks; {waits}", wanted, seconds, records, output, values)
+        compute_s = values["ratio"] * v_phase1_s * (1 + V_SHARE)
+        if waiting is not None:
+            waits += f" of {waiting.seconds * 1e3:.2f} ms"
+            compute_s += waiting.seconds
+        case = f"{shape_of(values)}, {transport.size} ranks; {waits}"
+        report(case, wanted, seconds, None if waiting is None else compute_s, records, output, values)
     transport.broadcast_object(None)
 
 
 def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[StandInLayer]:
-    """A layer over image and text tokens and one over image tokens alone, with random numbers of this rank's own."""
+    """A layer over image and text tokens, if there are any, and one over image tokens alone: random numbers of this
+    rank's own."""
     import torch
 
     from cocodiff.attention.layout import Layout
@@ -193,7 +183,7 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
 
     random = torch.Generator().manual_seed(rank)
     layers = []
-    for kind, text_tokens in ((JOINT, values["text_tokens"]), (IMAGE, 0)):
+    for kind, text_tokens in {(JOINT if values["text_tokens"] else IMAGE): values["text_tokens"], IMAGE: 0}.items():
         tokens = (values["image_tokens"], text_tokens, values["heads"])
         L = Layout.build(topology, *tokens).rows[rank]
         shape = (values["batch"], L, values["heads"], values["head_dim"])
@@ -205,6 +195,29 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
         )
         layers.append(StandInLayer(Site(kind), q, k, v, *tokens))
     return layers
+
+
+def check_outputs(reference: Variant, variants: Mapping[str, Variant], wanted: Mapping[str, Config], rank: int) -> None:
+    """Raises RuntimeError where a variant's outputs are not those of joint order without chunks: the same bits, or with
+    chunks, which sum in another order, the same numbers."""
+    outputs = {name: one.outputs for name, one in variants.items()}
+    whole = {name: of for name, of in outputs.items() if wanted[name].chunks == 1}
+    check_same_bits(reference.outputs, whole, rank)
+    check_close(reference.outputs, {name: of for name, of in outputs.items() if name not in whole}, rank)
+
+
+def check_close(reference: Mapping[str, Tensor], outputs: Mapping[str, Mapping[str, Tensor]], rank: int) -> None:
+    """Raises RuntimeError where a number is off by more than rounding explains."""
+    import torch
+
+    for name, by_kind in outputs.items():
+        for kind, expected in reference.items():
+            off = float((by_kind[kind] - expected).abs().max())
+            allowed = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+            if not off <= allowed:
+                raise RuntimeError(
+                    f"rank {rank}: {name} differs by {off:.2e} in layer {kind}, {allowed:.2e} is rounding"
+                )
 
 
 def check_same_bits(reference: Mapping[str, Tensor], outputs: Mapping[str, Mapping[str, Tensor]], rank: int) -> None:
@@ -237,6 +250,21 @@ def v_phase1_seconds(variants: Mapping[str, Variant], layer: StandInLayer, trans
     return float(transport.broadcast_object(medians and max(medians))) / 1e9
 
 
+def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> float:
+    """How long q, k and v travel together, and o back: the slowest rank's median."""
+    layout = variant.strategy.layout(layer.qkv(0.0))
+    lengths = []
+    for _ in range(CALIBRATION_CALLS // 2 + 1):
+        meet(transport)
+        started = time.perf_counter()
+        tensors = [layer.q_BLHD, layer.k_BLHD, layer.v_BLHD]
+        out_BSGD = variant.exchange.forward(tensors, layout, "qkv", layer.site.kind, soon=True).wait()[0]
+        variant.exchange.back(out_BSGD, layout, "o", layer.site.kind).wait()
+        lengths.append(time.perf_counter() - started)
+    medians = transport.gather_object(statistics.median(lengths[1:]))
+    return float(transport.broadcast_object(medians and max(medians)))
+
+
 def timed(
     variants: Mapping[str, Variant], layers: Sequence[StandInLayer], project_qk_s: float, values: Values,
     transport: Any,
@@ -258,28 +286,43 @@ def timed(
 
 
 def report(
-    case: str, wanted: Mapping[str, Config], seconds: Mapping[str, list[float]],
+    case: str, wanted: Mapping[str, Config], seconds: Mapping[str, list[float]], compute_s: float | None,
     records: Mapping[str, list[dict[str, Any]]], output: OutputFolder, values: Values,
 ) -> None:  # fmt: skip
-    """Writes bench.json and trace.json, and says what they hold."""
-    names = {(config.exchange, config.order): name for name, config in wanted.items()}
+    """Writes bench.json and trace.json, and says what they hold. compute_s: of a call's waits, where all compute is."""
+    names = {(config.exchange, config.order, config.chunks): name for name, config in wanted.items()}
     references = {
-        name: {"flat": names.get(("flat", "joint"), ""), "joint": names.get((config.exchange, "joint"), "")}
+        name: {
+            "flat": names.get(("flat", "joint", 1), ""), "joint": names.get((config.exchange, "joint", 1), ""),
+            "whole": names.get((config.exchange, config.order, 1), ""),
+        }
         for name, config in wanted.items()
-    }
-    calls = 2 * values["repeats"]
+    }  # fmt: skip
+    calls = (2 if values["text_tokens"] else 1) * values["repeats"]
     measured = rows(case, seconds, {name: bytes_of(ranks, calls) for name, ranks in records.items()}, references)
     times = summarise({name: {one["rank"]: one["spans"] for one in ranks} for name, ranks in records.items()})
     for row in measured:
+        row["hidden_of_whole"] = hidden_share(seconds, row["variant"], references[row["variant"]]["whole"], compute_s)
         row["layers"] = {one.layer: seconds_of(one) for one in times if one.mode == row["variant"]}
     folder = output.open()
     save(folder, measured, values)
     save_traces(folder / "trace.json", dict(records))
     output.publish()
     say_rows(measured, "a call")
+    for row in measured:
+        if row["hidden_of_whole"] is not None and row["variant"] != references[row["variant"]]["whole"]:
+            say(f"  {row['variant']}: hides {row['hidden_of_whole']:.1%} of what is exposed without chunks")
     say()
     say_summary(times, sum(one["dropped"] for ranks in records.values() for one in ranks))
     say(f"results: {output.final / 'bench.json'}")
+
+
+def hidden_share(seconds: Mapping[str, list[float]], name: str, whole: str, compute_s: float | None) -> float | None:
+    """What chunks hide of the time by which a call without them is longer than its compute: median over rounds."""
+    if compute_s is None or whole not in seconds:
+        return None
+    pairs = zip(seconds[name], seconds[whole], strict=True)
+    return statistics.median((alone - ours) / (alone - compute_s) for ours, alone in pairs)
 
 
 def shape_of(values: Values) -> str:

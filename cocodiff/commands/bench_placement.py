@@ -100,7 +100,7 @@ class Variant:
         if mesh.ring > 1:
             ring = Ring(mesh, transport, self.trace, kernels, self.attention.part)
         order, whole = ORDER_OF[config.order], self.attention.whole
-        self.strategy = Ulysses(mesh.parts[group], exchange, self.trace, order, whole, ring)
+        self.strategy = Ulysses(mesh.parts[group], exchange, self.trace, order, whole, ring=ring)
 
     def call(self, qkv: LazyQKV) -> Tensor:
         from cocodiff.attention.strategy import Site

@@ -13,7 +13,7 @@ from torch import Tensor
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Arriving, Call, FullCall, Ulysses
+from cocodiff.attention.ulysses import Call, FullCall, Sent, Ulysses
 from cocodiff.comm.transport import LanePending
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
@@ -66,7 +66,7 @@ class SomeRows(FullCall):
 
         self.scored = strategy.lane.submit(score)
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Arriving:
+    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         strategy = self.strategy
         active = tuple(tokens - int(tokens * strategy.fraction) for tokens in self.layout.image)
         some = Layout(active, self.layout.text, self.layout.heads)
@@ -77,4 +77,4 @@ class SomeRows(FullCall):
                 scored()
             return [x_BLHD[:, : some.rows[strategy.rank]] for x_BLHD in tensors_BLHD], some
 
-        return self.exchange.forward_when(ready, names, self.layer)
+        return [(names, self.travel(ready, names, tensors_BLHD[0]))]

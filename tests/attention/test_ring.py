@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 from worlds import topologies, topology_of
 
+from cocodiff.attention.choice import Chunking
+from cocodiff.attention.chunks import sequence_of
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout, share_image, share_text, slices
 from cocodiff.attention.mesh import Mesh
@@ -46,13 +48,17 @@ def strategy(
     exchange: str = "flat",
     order: Any = joint,
     kind: Any = Ulysses,
+    chunks: int = 1,
     **more: Any,
 ) -> Any:
     """One rank's attention on a mesh, as the engine wires it."""
-    group, _ = mesh.seat(transport.rank)
-    members = Part(transport, mesh.groups[group])
-    ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False) if mesh.ulysses > 1 else None
-    ring = Ring(mesh, transport, trace) if mesh.ring > 1 else None
+    group, slot = mesh.seat(transport.rank)
+    members, ring, ours = Part(transport, mesh.groups[group]), None, None
+    if mesh.ring > 1:
+        ring = Ring(mesh, transport, trace, sequences=[sequence_of(part, slot, chunks) for part in mesh.parts])
+    if mesh.ulysses > 1:
+        chunking = Chunking(chunks)
+        ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False, chunking=chunking)
     if kind is VMajor:
         more["transport"] = members
     return kind(mesh.parts[group], ours, trace, order, ring=ring, **more)
@@ -79,10 +85,10 @@ def call_of(whole: Sequence[Tensor], rows: list[int], image: int, text: int, mas
 @given(
     topology=topologies(largest=12), more=st.integers(0, 30), text=st.integers(0, 9), heads=st.integers(1, 9),
     masked=st.booleans(), exchange=st.sampled_from(EXCHANGES), order=st.sampled_from((joint, v_first)),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)), data=st.data(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)), chunks=st.sampled_from((1, 1, 2, 3, 5)), data=st.data(),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, data):
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, chunks, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
     image = topology.size + more
     mask = torch.rand(B, text, generator=torch.Generator().manual_seed(more)) < 0.5 if masked and text else None
@@ -90,7 +96,7 @@ def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exc
 
     def work(transport: LoopbackTransport) -> Tensor:
         rows = rows_of(topology, transport.rank, image, text)
-        ours = strategy(mesh, transport, Trace(), exchange, order)
+        ours = strategy(mesh, transport, Trace(), exchange, order, chunks=chunks)
         return ours.attend(call_of(whole, rows, image, text, mask), Site("layer"))
 
     keys = None
