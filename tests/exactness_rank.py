@@ -1,6 +1,6 @@
 """One rank of an MPI job: checks parallel transformers over MPI and gloo against its own one-process result.
 
-exactness_rank.py MACHINE [RING]
+exactness_rank.py MACHINE [RING PLACEMENT]: with a ring two of the cases
 """
 
 import hashlib
@@ -24,14 +24,16 @@ CASES = (
 )
 
 
-def main(machine: str, ring: str = "auto") -> int:
-    expected = [Expected.of(case) for case in CASES]
+def main(machine: str, ring: str = "auto", placement: str = "auto") -> int:
+    cases = CASES if ring == "auto" else CASES[2:6:3]
+    expected = [Expected.of(case) for case in cases]
+    mesh = {"ring": ring, "placement": placement}
     digests: list[str] = []
 
     def work(transport: Transport) -> None:
         digest = hashlib.sha256()
-        for case, of_case in zip(CASES, expected, strict=True):
-            outputs = parallel_outputs(transport, of_case.model, case, machine, ring=ring)
+        for case, of_case in zip(cases, expected, strict=True):
+            outputs = parallel_outputs(transport, of_case.model, case, machine, **mesh)
             check_ranks([outputs], of_case, case.family)
             digest.update(b"".join(output.float().numpy().tobytes() for output in outputs))
         gathered = transport.gather_object(digest.hexdigest())

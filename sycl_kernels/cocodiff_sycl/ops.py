@@ -184,8 +184,8 @@ class SyclOps:
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
         B, L, H, D = shape = out_BLHD.shape
-        check_rows(op, self.device, out_BLHD.dtype, shape, out=out_BLHD)
         widened = out_BLHD.dtype == torch.float32  # a running result of narrower parts
+        check_rows(op, self.device, out_BLHD.dtype, shape, out=out_BLHD)
         check_rows(op, self.device, part_BLHD.dtype if widened else out_BLHD.dtype, shape, part=part_BLHD)
         check_rows(op, self.device, torch.float32, shape[:3], lse=lse_BLH, part_lse=part_lse_BLH)
         check_no_overlap(op, "out", out_BLHD)

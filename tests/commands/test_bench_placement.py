@@ -16,6 +16,7 @@ from cocodiff.commands.bench_placement import check_alike
 from cocodiff.config import load_machine
 from cocodiff.topology import Topology
 
+pytestmark = pytest.mark.processes
 WORDS = ["bench", "placement", "--image-tokens", "40", "--text-tokens", "4", "--heads", "3", "--head-dim", "8",
          "--repeats", "2", "--quiet"]  # fmt: skip
 
