@@ -49,6 +49,11 @@ class TorchDistGroup(PeerGroup):
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [])
 
+    def library_all_to_all(self, recv: Tensor, send: Tensor) -> Pending:
+        """The backend's own all-to-all of equal parts. Nothing but `doctor` uses it: it was seen to corrupt data on
+        some Intel GPUs."""
+        return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)])
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)])
 
@@ -62,6 +67,7 @@ class TorchDistTransport(LaneOwner):
     def __init__(self, device: torch.device, health: Health, owns_process_group: bool) -> None:
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.library = dist.get_backend()
         self._owned = owns_process_group
         self._groups: list[Any] = []
 

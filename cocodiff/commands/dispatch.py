@@ -18,6 +18,7 @@ COMMANDS = {
     "kernels": "the SYCL kernels: kernels build",
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: plan --memory",
+    "doctor": "check this machine, how ranks sit on it, their messages and memory",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
 }
 
