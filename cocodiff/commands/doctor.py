@@ -205,12 +205,12 @@ def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> Pla
 
 
 def measured_planes(topology: Topology, members: list[int], rates: list[list[float]]) -> PlaneMap:
-    from cocodiff.doctor.facts import PlaneMap
+    from cocodiff.doctor.facts import MEASURED, PlaneMap
     from cocodiff.doctor.planes import from_rates
 
     within = [[rates[a][b] for b in members] for a in members]
     planes, why = from_rates(within, [topology.places[rank].card for rank in members])
-    return PlaneMap("measured rates", planes, why)
+    return PlaneMap(MEASURED, planes, why)
 
 
 # Results --------------------------------------------------------------------------------------------------------------

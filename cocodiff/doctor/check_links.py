@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cocodiff.doctor.facts import FAULT, GOOD, NOTE, WARNING, Facts, Finding, PlaneMap
+from cocodiff.doctor.facts import FAULT, GOOD, MEASURED, NOTE, WARNING, Facts, Finding, PlaneMap
 from cocodiff.doctor.planes import same_planes, spelled
 from cocodiff.topology import Topology
 
@@ -32,6 +32,8 @@ def check_planes(facts: Facts) -> list[Finding]:
                 check, FAULT, f"{host}: {plane_map.how} tells of {len(seen)} tiles, {len(wanted)} ranks are there",
                 f"start {len(seen)} ranks a node, or mend {plane_map.how}",
             ))  # fmt: skip
+        elif not same_planes(seen, wanted) and plane_map.how == MEASURED and facts.ranks[0].shares_memory:
+            found.append(Finding(check, NOTE, f"{host}: no planes: all messages pass through one memory"))
         elif not same_planes(seen, wanted):
             found.append(Finding(
                 check, FAULT, f"{host}: {plane_map.how} finds planes {spelled(seen)}, machine {machine.name} has "

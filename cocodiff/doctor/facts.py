@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from cocodiff.topology import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
-SEVERITIES = (FAULT, WARNING, NOTE, GOOD)
+MEASURED = "measured rates"  # what a plane map is from that no system told
+EMULATED = "COCODIFF_EMULATED"  # in the environment of ranks on emulated links
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class RankFacts:
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this host's ranks have no links between them but its memory."""
+        return self.on_cpu and EMULATED not in self.environment
 
 
 @dataclass(frozen=True)
