@@ -133,6 +133,7 @@ class RankMemory:
     image_cache: int = 0
     reference_cache: int = 0
     text_cache: int = 0
+    libraries: int = 0
 
     @property
     def cache(self) -> int:
@@ -140,7 +141,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.cache
+        return self.weights + self.activations + self.cache + self.libraries
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
@@ -219,6 +220,13 @@ def size_run(shape: ModelShape, topology: Topology, load: Load) -> list[RankMemo
             run_cache(shape, topology, load), activations(shape, topology, load), strict=True
         )
     ]  # fmt: skip
+
+
+def node_memory(of_ranks: list[RankMemory], shared_weights: bool) -> RankMemory:
+    """What the ranks of one node take together. shared_weights: on a CPU, weights in their files' memory maps are there
+    once for all ranks."""
+    whole = add(of_ranks)
+    return replace(whole, weights=of_ranks[0].weights) if shared_weights else whole
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int) -> int:

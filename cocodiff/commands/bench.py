@@ -22,6 +22,7 @@ KINDS = {
     "selection": "what choosing V-Major's tokens costs, beside what it saves",
     "attention": "one attention call of a stand-in model",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
+    "memory": "what one step takes of a node's memory, beside what is predicted",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
 
