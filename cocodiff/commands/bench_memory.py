@@ -78,7 +78,10 @@ class Sampler:
             self.sample()
 
     def sample(self) -> None:
-        seen = [proportional(process) for process in self.processes]
+        try:
+            seen = [proportional(process) for process in self.processes]
+        except FileNotFoundError:  # a rank is gone: the run ends with its error
+            return
         total = sum(one["Pss"] for one in seen)
         if total > self.peak:
             self.peak, self.seen = total, seen
@@ -216,7 +219,7 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
                   encoder_hidden_states=random(values["text_tokens"], TEXT_CHANNELS),
                   timestep=torch.full((values["batch"],), 500.0, dtype=dtype))  # fmt: skip
 
-    return call, node_memory(size_run(shape, engine.topology, load), shared_weights=True)
+    return call, node_memory(size_run(shape, engine.topology, load), on_cpu=True)
 
 
 def count(model: Any) -> int:
@@ -244,7 +247,7 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
         with torch.no_grad(), engine:
             restore_once(model, values["batch"], side, values["steps"])
 
-    return call, node_memory(size_run(shape, engine.topology, load), shared_weights=True)
+    return call, node_memory(size_run(shape, engine.topology, load), on_cpu=True)
 
 
 # Results --------------------------------------------------------------------------------------------------------------
