@@ -16,7 +16,7 @@ from cocodiff.comm.launch import detect
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 JOBS = ("aurora.pbs", "generic.pbs", "slurm.sbatch")
-SHELL = [*(LAUNCH / name for name in (*JOBS, "ranks.sh", "environment.sh", "demo", "test")), ROOT / ".ci/run"]
+SHELL = [*(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"), ROOT / ".ci/run"]
 GUIDE = (ROOT / "docs/aurora.md").read_text()
 
 

@@ -15,6 +15,8 @@ from launching import mpiexec, run
 from cocodiff.cli import main
 from cocodiff.commands import doctor
 
+pytestmark = pytest.mark.processes
+
 
 def report(out: Path) -> dict[str, Any]:
     return json.loads((out / "doctor.json").read_text())
