@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -165,21 +165,27 @@ def find_planes(
 ) -> tuple[dict[str, PlaneMap], list[list[float]]]:
     """Every host's plane map: by its fabric ports, else by CCL_TOPO_COLOR, else by measured rates. All ranks call it;
     rank 0's answer is whole."""
+    from cocodiff.doctor.facts import name_nodes
+
     told = told_planes(topology, own, sysman)
     of_ranks = transport.gather_object((own.host, told)) or [(own.host, told)]
-    maps = {host: plane_map for host, plane_map in reversed(of_ranks) if plane_map is not None}
-    hosts: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(of_ranks):
-        hosts.setdefault(host, []).append(rank)
-    groups = transport.broadcast_object([hosts[host] for host in hosts] if set(maps) != set(hosts) else None)
-    if groups is None:
-        return maps, []
-    from cocodiff.doctor.trials import pair_rates
+    names = name_nodes([host for host, _ in of_ranks], [place.node for place in topology.places])
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names[: len(of_ranks)]):
+        nodes.setdefault(name, []).append(rank)
+    silent = [name for name, members in nodes.items() if of_ranks[members[0]][1] is None]
+    groups = transport.broadcast_object([nodes[name] for name in nodes] if silent else None)
+    rates: list[list[float]] = []
+    if groups is not None:
+        from cocodiff.doctor.trials import pair_rates
 
-    rates = pair_rates(transport, groups)
-    if transport.rank == 0:
-        for host, members in hosts.items():
-            maps.setdefault(host, measured_planes(topology, members, rates))
+        rates = pair_rates(transport, groups)
+    if transport.rank:
+        return {}, []
+    maps = {}
+    for name, members in nodes.items():
+        found = of_ranks[members[0]][1] or measured_planes(topology, members, rates)
+        maps[name] = replace(found, first=members[0])
     return maps, rates
 
 

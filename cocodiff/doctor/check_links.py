@@ -24,8 +24,7 @@ def check_planes(facts: Facts) -> list[Finding]:
         if plane_map.planes is None:
             found.append(_unseen(facts, host, plane_map))
             continue
-        node = facts.topology.places[facts.hosts()[host][0].rank].node
-        wanted = planes_of_node(facts.topology, node)
+        wanted = planes_of_node(facts.topology, facts.topology.places[plane_map.first].node)
         seen = plane_map.planes[: len(wanted)]
         if len(seen) < len(wanted):
             found.append(Finding(
@@ -49,7 +48,7 @@ def check_planes(facts: Facts) -> list[Finding]:
 
 
 def _unseen(facts: Facts, host: str, plane_map: PlaneMap) -> Finding:
-    on_cpu = facts.hosts()[host][0].on_cpu
+    on_cpu = facts.ranks[plane_map.first].on_cpu
     return Finding(
         "planes", NOTE if on_cpu else WARNING, f"{host}: the planes cannot be seen: {plane_map.why}",
         "" if on_cpu else "load Level Zero's sysman (libze_loader, ZES_ENABLE_SYSMAN=1) or export CCL_TOPO_COLOR",

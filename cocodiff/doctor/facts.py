@@ -118,18 +118,20 @@ class Overlap:
 class PlaneMap:
     """The planes of a node's tiles, in rank order, as found by `how`; numbers carry no meaning but equality.
 
-    planes None: nothing was found, and `why` tells. broken: links that are there but not healthy.
+    planes None: nothing was found, and `why` tells. broken: links that are there but not healthy. first: the node's
+    first rank.
     """
 
     how: str
     planes: tuple[int, ...] | None
     why: str = ""
     broken: tuple[str, ...] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A job. planes: of each host, by its name. needed: bytes per rank of the model asked about, None without one."""
+    """A job. planes: of each node, by its host's name. needed: bytes per rank of the model asked about, or None."""
 
     ranks: Sequence[RankFacts]
     topology: Topology
@@ -164,3 +166,13 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(value, []).append(rank.rank)
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
+
+
+def name_nodes(hosts: Sequence[str], nodes: Sequence[int]) -> list[str]:
+    """A name for every rank's node: its host's, with a number where one host has ranks of several (an emulation)."""
+    nodes_of: dict[str, set[int]] = {}
+    for host, node in zip(hosts, nodes, strict=False):
+        nodes_of.setdefault(host, set()).add(node)
+    return [
+        host if len(nodes_of[host]) == 1 else f"{host}, node {node}" for host, node in zip(hosts, nodes, strict=False)
+    ]

@@ -25,8 +25,9 @@ from cocodiff.doctor.facts import (
     Overlap,
     PlaneMap,
     RankFacts,
+    name_nodes,
+    name_ranks,
 )
-from cocodiff.doctor.facts import name_ranks as named
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -88,7 +89,7 @@ def planes(job: Facts, *of: int, **more: Any) -> Facts:
 def two_hosts(job: Facts, first: Callable[[int], bool]) -> Facts:
     topology = topology_of("aurora", 24)
     ranks = [healthy_rank(rank, "x1" if first(rank) else "x2") for rank in range(24)]
-    of_host = {host: PlaneMap("Level Zero", topology.machine.planes) for host in ("x1", "x2")}
+    of_host = {f"x{n + 1}": PlaneMap("Level Zero", topology.machine.planes, first=12 * n) for n in range(2)}
     return replace(job, ranks=[replace(rank, world=24) for rank in ranks], topology=topology, planes=of_host)
 
 
@@ -250,5 +251,6 @@ def test_least_versions_are_those_of_the_project():
 
 def test_numbers_of_versions_and_names_of_ranks():
     assert numbers("2.10.0a0+git1") == (2, 10, 0) and numbers("") == ()
-    assert named([3]) == "rank 3" and named([7, 0, 1, 2]) == "ranks 0-2, 7"
+    assert name_ranks([3]) == "rank 3" and name_ranks([7, 0, 1, 2]) == "ranks 0-2, 7"
+    assert name_nodes(["a", "a", "b"], [0, 1, 2]) == ["a, node 0", "a, node 1", "b"]
     assert Finding("a", FAULT, "b").remedy == ""
