@@ -25,11 +25,11 @@ def rank_device(name: str, local_rank: int) -> torch.device:
     On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
     Raises OwnRankError when the named accelerator is absent or has fewer tiles than ranks.
     """
-    if name in ("auto", "xpu"):
-        import_ipex()
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found is not None else "cpu"
+    if name == "xpu":
+        import_ipex()
     if name == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(name)

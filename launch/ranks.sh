@@ -96,7 +96,8 @@ stage_weights() {
     on_each_node cp -r "$WEIGHTS" "$SCRATCH/"
 }
 
-# cocodiff with these words, on all ranks.
+# cocodiff with these words, on all ranks. Sources of the flags: PALS' mpiexec(1) and ALCF's guide to running jobs; Intel MPI's
+# developer reference and MPICH's Hydra page; Slurm's srun(1) and PyTorch's page on torchrun.
 start_ranks() {
     local ranks=$((NODES * RANKS_PER_NODE)) more=() bind=()
     read -r -a more <<<"${MPIEXEC_FLAGS:-}"
