@@ -3,31 +3,75 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import re
 from collections.abc import Iterator
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from cocodiff.errors import OwnRankError
+
+IPEX = "intel_extension_for_pytorch"
+log = logging.getLogger("cocodiff.device")
 
 
 def rank_device(name: str, local_rank: int) -> torch.device:
     """The device of a rank: "cpu", "xpu", "cuda", or "auto" for the accelerator that is really there, else the CPU.
 
     On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
-    Raises RuntimeError when the named accelerator is absent or has fewer tiles than ranks.
+    Raises OwnRankError when the named accelerator is absent or has fewer tiles than ranks.
     """
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found is not None else "cpu"
+    if name == "xpu":
+        import_ipex()
     if name == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(name)
     count = module.device_count() if module.is_available() else 0
     if local_rank >= count:
-        raise RuntimeError(f"local rank {local_rank} has no {name} device: {count} found; start fewer ranks a node")
+        raise OwnRankError(f"local rank {local_rank} has no {name} device: {count} found; {_more_devices(name)}")
     device = torch.device(name, local_rank)
     module.set_device(device)
     return device
+
+
+def _more_devices(name: str) -> str:
+    """What helps where ranks outnumber devices."""
+    remedy = "start fewer ranks a node"
+    if name != "xpu":
+        return remedy
+    told = [f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ]
+    return (f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
+            f"gpu_tile_compact.sh (now {', '.join(told) or 'neither is set'})")  # fmt: skip
+
+
+def import_ipex() -> bool:
+    """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
+    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first.
+    """
+    try:
+        version = metadata.version(IPEX)
+    except metadata.PackageNotFoundError:
+        return False
+    if _two_numbers(version) != _two_numbers(torch.__version__):
+        log.warning("%s %s is for another PyTorch than %s: not imported", IPEX, version, torch.__version__)
+        return False
+    try:
+        import_module(IPEX)
+    except Exception as error:
+        log.warning("%s %s could not be imported and is not used: %s", IPEX, version, error)
+        return False
+    return True
+
+
+def _two_numbers(version: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", version)[:2])
 
 
 def free_memory(device: torch.device, ranks: int) -> int | None:

@@ -1,8 +1,13 @@
-"""The two ways a run ends early: a mistake the user can mend, and a peer that is gone."""
+"""The ways a run ends early: a mistake the user can mend, and a peer that is gone."""
 
 
 class UserError(ValueError):
     """A user's mistake: one line with the values and the remedy. The command line prints it and exits with 2."""
+
+
+class OwnRankError(UserError):
+    """A mistake that this rank alone may see, such as a device that is not there: it says so itself, whatever its
+    number, and exits with 1."""
 
 
 class PeerLost(RuntimeError):

@@ -3,7 +3,8 @@
 Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
 P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
 scoring reference. They hold whole sequences, so the rows of the text come on top. Activations are an estimate
-(`activations`). Text encoders, the VAE and what the allocator keeps in reserve are not counted.
+(`activations`). Text encoders, the VAE and what the allocator keeps in reserve are not counted. On a CPU a rank also
+has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ STREAMS = 6  # the residual stream, attention's output, and what normalisation a
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
 RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
+# Of a CPU rank's own beside all that, once a step has run; measured by `cocodiff bench memory` (docs/benchmarks.md).
+# About half are pages of the imports that ranks share after a fork until Python counts references in them; the rest are
+# buffers of connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
+LIBRARIES = 26 * MIB
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class RankMemory:
     image_cache: int = 0
     reference_cache: int = 0
     text_cache: int = 0
+    libraries: int = 0
 
     @property
     def cache(self) -> int:
@@ -143,7 +149,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.cache
+        return self.weights + self.activations + self.cache + self.libraries
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
@@ -243,6 +249,15 @@ def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | Non
             run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
         )
     ]  # fmt: skip
+
+
+def node_memory(of_ranks: list[RankMemory], on_cpu: bool) -> RankMemory:
+    """What the ranks of one node take together. On a CPU, weights in their files' memory maps are there once for all
+    ranks, and every rank has its own pages of the libraries."""
+    whole = add(of_ranks)
+    if not on_cpu:
+        return whole
+    return replace(whole, weights=of_ranks[0].weights, libraries=LIBRARIES * len(of_ranks))
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int) -> int:

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by launch/demo and launch/test: makes .venv with the pinned packages, or leaves it alone when it is up to date.
 # COCODIFF_TORCH=WHEEL_OR_SPEC installs that torch instead of the pinned one (a CPU wheel, an XPU or CUDA build).
 # pip's own settings (its configuration files and PIP_* variables) are honoured.
@@ -21,7 +22,7 @@ prepare_environment() {
         fail "this Python cannot make virtual environments: install python3-venv (Debian: apt install python3-venv)"
     # A machine with an MPI of its own keeps it: the one from PyPI would be picked up instead.
     mpi=$(command -v mpiexec || true)
-    if [ -n "$mpi" ] && [ "$mpi" != "$PWD/.venv/bin/mpiexec" ]; then extras=test; fi
+    if [ -n "$mpi" ] && [ "$mpi" != "$PWD/.venv/bin/mpiexec" ]; then extras="test"; fi
     if has_sycl; then extras=$extras,sycl; fi
 
     wanted=$(cat pyproject.toml launch/constraints.txt | sha256sum | cut -c1-16)-$extras-${COCODIFF_TORCH:-pinned}

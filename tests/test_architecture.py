@@ -28,6 +28,10 @@ MAY_IMPORT = {
     ),
     "cocodiff.links": ("cocodiff.topology",),
     "cocodiff.emulation": ("cocodiff.topology", "cocodiff.links", "cocodiff.comm.launch"),
+    "cocodiff.doctor": (
+        "cocodiff.topology", "cocodiff.device", "cocodiff.kernels", "cocodiff.comm.launch", "cocodiff.comm.settings",
+        "cocodiff.comm.transport",
+    ),
     "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.attention.mesh"),
     "cocodiff.models": ("cocodiff.attention.strategy",),
     "cocodiff.decoding": ("cocodiff.comm.transport",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import socket
@@ -16,9 +17,13 @@ import torch.distributed as dist
 from cocodiff.comm.health import Alone, Watch
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.comm.mpi import MpiTransport
+from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.torch_dist import TorchDistTransport, device_backend, initialise
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
+
+log = logging.getLogger("cocodiff.comm")
 
 
 class _LateHealth:
@@ -64,21 +69,28 @@ def connect(launch: Launch, name: str, device: torch.device, settings: dict[str,
             f"{_started(launch)}: use --transport {device_backend(device)} or start with mpiexec"
         )
     health = _LateHealth()
-    transport: Transport
+    transport: MpiTransport | TorchDistTransport
     if name == "mpi":
-        from cocodiff.comm.mpi import MpiTransport
-
         transport = MpiTransport(health)
     else:
         owns = not dist.is_initialized()
         if owns:
             _initialise(launch, name, device)
         transport = TorchDistTransport(device, health, owns)
+    _tell_of_blocking(transport)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health)
     if transport.size > 1:
         health.actual = _open_watch(transport, launch, settings, timeout_s)
     return transport
+
+
+def _tell_of_blocking(transport: MpiTransport | TorchDistTransport) -> None:
+    """Rank 0 says in one line which settings take the overlap of messages and computation away."""
+    killers = overlap_killers(os.environ, transport.library, transport.device.type)
+    if killers and not transport.rank:
+        told = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
+        log.warning("messages will not be hidden: %s", told)
 
 
 def _started(launch: Launch) -> str:

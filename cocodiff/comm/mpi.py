@@ -82,6 +82,8 @@ class MpiGroup(PeerGroup):
 
 
 class MpiTransport(LaneOwner):
+    library = "mpi"
+
     def __init__(self, health: Health) -> None:
         super().__init__(torch.device("cpu"), health)
         self._mpi = initialised_mpi()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.transport import Health, LaneOwner, PeerGroup, Pending
+from cocodiff.errors import UserError
 
+CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
 NEVER = datetime.timedelta(days=7)
 
@@ -49,6 +52,11 @@ class TorchDistGroup(PeerGroup):
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [])
 
+    def library_all_to_all(self, recv: Tensor, send: Tensor) -> Pending:
+        """The backend's own all-to-all of equal parts. Nothing but `doctor` uses it: it was seen to corrupt data on
+        some Intel GPUs."""
+        return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)])
+
     def all_reduce(self, tensor: Tensor) -> Pending:
         return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)])
 
@@ -62,6 +70,7 @@ class TorchDistTransport(LaneOwner):
     def __init__(self, device: torch.device, health: Health, owns_process_group: bool) -> None:
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.library = dist.get_backend()
         self._owned = owns_process_group
         self._groups: list[Any] = []
 
@@ -71,7 +80,15 @@ class TorchDistTransport(LaneOwner):
             lambda: dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
         )
         self._groups.append(process_group)
+        if self.device.type != "cpu":
+            self._meet(process_group)
         return TorchDistGroup(process_group, tuple(ranks), self.rank, self.device)
+
+    def _meet(self, process_group: Any) -> None:
+        """A first collective of all members. Device backends build a group's communicator in its first call; were that
+        a batch of messages that not all members take part in, it would hang (PyTorch's page on batch_isend_irecv)."""
+        one = torch.ones(1, device=self.device)
+        self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait())
 
     def gather_object(self, value: Any) -> list[Any] | None:
         def gather() -> list[Any] | None:
@@ -99,17 +116,43 @@ class TorchDistTransport(LaneOwner):
 
 
 def initialise(backend: str, init_method: str, rank: int, size: int, device: torch.device) -> None:
-    """Starts the default process group. The device is set before, as xccl and nccl want it."""
+    """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
+    its communicators without being told of it.
+
+    Raises UserError for a backend that is not there or does not fit the device.
+    """
+    check_backend(backend, device)
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=size, timeout=NEVER,
-        device_id=None if device.type == "cpu" else device,
+        device_id=device if backend in ("xccl", "nccl") else None,
     )  # fmt: skip
+
+
+BACKENDS = {"cpu": ("gloo", "ccl"), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Loads what registers a backend. Raises UserError where it is not there or does not carry a device's tensors."""
+    fitting = BACKENDS[device.type]
+    if backend not in fitting:
+        raise UserError(
+            f"transport {backend} does not carry {device.type} tensors: use --transport {' or '.join(fitting)}"
+        )
+    if backend == "ccl":
+        try:
+            import_module(CCL_BINDINGS)
+        except ImportError as error:
+            raise UserError(
+                f"transport ccl needs {CCL_BINDINGS} ({error}): install the one of this PyTorch, or use --transport "
+                f"{fitting[0]}"
+            ) from error
+    there = {"xccl": dist.is_xccl_available, "nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
+    if backend in there and not there[backend]():
+        raise UserError(f"this PyTorch {torch.__version__} was built without {backend}: use a build for {device.type}")
 
 
 def device_backend(device: torch.device) -> str:
     """The backend that fits a device; Intel's older stacks bring ccl through oneccl_bindings_for_pytorch."""
     if device.type == "xpu" and not dist.is_xccl_available():
-        import oneccl_bindings_for_pytorch  # noqa: F401  (registers "ccl")
-
         return "ccl"
     return {"cpu": "gloo", "xpu": "xccl", "cuda": "nccl"}[device.type]

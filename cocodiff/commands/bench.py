@@ -23,6 +23,7 @@ KINDS = {
     "attention": "one attention call of a stand-in model",
     "placement": "one attention call on meshes of Ulysses and Ring, every placement",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
+    "memory": "what one step takes of a node's memory, beside what is predicted",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
 

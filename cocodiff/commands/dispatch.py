@@ -14,10 +14,11 @@ COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure: bench alltoall, bench attention, bench kernels, bench step, bench peers",
+    "bench": "measure: bench alltoall, bench attention, bench kernels, bench step, bench peers, bench memory",
     "kernels": "the SYCL kernels: kernels build",
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: plan --memory",
+    "doctor": "check this machine, how ranks sit on it, their messages and memory",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
 }
 

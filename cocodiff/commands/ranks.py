@@ -24,7 +24,7 @@ from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
 from cocodiff.config import Config
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.errors import OwnRankError, PeerLost, UserError
 
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
@@ -95,6 +95,8 @@ def _run_rank(
 
 
 def _end_of(error: BaseException) -> End:
+    if isinstance(error, OwnRankError):
+        return End("failed", str(error))
     if isinstance(error, UserError):
         return End("mistake", str(error))
     if isinstance(error, PeerLost):

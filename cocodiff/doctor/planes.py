@@ -1,0 +1,84 @@
+"""Plane maps: from a colouring, from fabric links, from measured rates; and whether two of them are the same.
+
+A map lists the plane of every tile of a node in rank order. Its numbers carry no meaning but equality.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
+
+FAST_SIBLING = 2.0  # a sibling's link is that many times as fast as the links between cards, or there is none to see
+FAST_PLANE = 1.25  # and a plane's that many times as fast as the way into another plane
+
+Link = tuple[int, int]  # two tiles of a node
+
+
+def same_planes(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two maps put the same tiles together."""
+    return canonical(a) == canonical(b)
+
+
+def canonical(planes: Sequence[int]) -> tuple[int, ...]:
+    """The map with its planes numbered in order of appearance."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(plane, len(numbers)) for plane in planes)
+
+
+def spelled(planes: Sequence[int]) -> str:
+    """As in CCL_TOPO_COLOR: {0,3},{1,2}."""
+    groups: dict[int, list[int]] = {}
+    for tile, plane in enumerate(planes):
+        groups.setdefault(plane, []).append(tile)
+    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
+
+
+def from_color(color: str) -> tuple[int, ...]:
+    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
+    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
+    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
+    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
+    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
+        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
+    return tuple(plane_of[tile] for tile in range(len(plane_of)))
+
+
+def from_links(tiles: int, links: Iterable[Link]) -> tuple[int, ...]:
+    """Tiles that links join, directly or by others, are one plane."""
+    plane = list(range(tiles))
+    for a, b in links:
+        lower, upper = sorted((plane[a], plane[b]))
+        plane = [lower if one == upper else one for one in plane]
+    return canonical(plane)
+
+
+def from_rates(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> tuple[tuple[int, ...] | None, str]:
+    """Planes from the measured rates between all pairs of tiles, or None and why they cannot be seen.
+
+    cards: the card of every tile; pairs of one card are left out. Pairs of two cards fall into a fast and a slow class
+    at the widest step between their sorted rates; the fast ones must join every tile of a plane with every other.
+    """
+    rates = {(a, b): min(gb_s[a][b], gb_s[b][a]) for a, b in combinations(range(len(cards)), 2) if cards[a] != cards[b]}
+    ordered = sorted(rates.values())
+    if len(ordered) < 2:
+        return None, "fewer than two pairs of tiles of different cards"
+    steps = [after / before for before, after in pairwise(ordered)]
+    at = max(range(len(steps)), key=steps.__getitem__)
+    slow, fast = statistics.median(ordered[: at + 1]), statistics.median(ordered[at + 1 :])
+    if fast / slow < FAST_PLANE:
+        return None, f"links between cards are alike ({ordered[0]:.2f} to {ordered[-1]:.2f} GB/s)"
+    joined = [pair for pair, rate in rates.items() if rate > ordered[at]]
+    planes = from_links(len(cards), joined)
+    whole = [pair for pair in rates if planes[pair[0]] == planes[pair[1]]]
+    if len(whole) != len(joined):
+        return None, f"measured rates ({slow:.2f} and {fast:.2f} GB/s) do not fall into planes"
+    return planes, ""
+
+
+def siblings_stand_out(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> bool:
+    """Whether tiles of one card are joined by clearly faster links than tiles of two."""
+    own = [gb_s[a][b] for a, b in combinations(range(len(cards)), 2) if cards[a] == cards[b]]
+    others = [gb_s[a][b] for a, b in combinations(range(len(cards)), 2) if cards[a] != cards[b]]
+    return bool(own and others) and min(own) >= FAST_SIBLING * statistics.median(others)

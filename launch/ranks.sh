@@ -1,0 +1,121 @@
+# Sourced by the job scripts of this folder: puts one rank on each tile and starts cocodiff on all of them.
+#
+# LAUNCHER  pals (HPE's mpiexec, Aurora), hydra (the mpiexec of Intel MPI and MPICH) or srun (torchrun on every node)
+# NODES, RANKS_PER_NODE
+# VENV      the folder of cocodiff's environment
+# HOSTFILE  the job's nodes, a line each; not for srun
+# CPU_BIND  cores of each local rank, as 4-7:8-11; for pals. The others bind by themselves.
+# WEIGHTS, SCRATCH   a model's folder, and where on each node it is copied to; without WEIGHTS nothing is
+# PROXY     how compute nodes reach the world
+# HSN_SUFFIX   what makes the first node's name that of its address on the fast network
+# MPIEXEC_FLAGS   more words for the launcher
+# DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
+#
+# docs/aurora.md explains each variable that is exported here, and has the sources.
+# shellcheck shell=bash
+
+fail() {
+    echo "$0: $*" >&2
+    exit 1
+}
+
+# Runs a command line, or prints it.
+run() {
+    if [ -n "${DRY_RUN:-}" ]; then
+        local word line=
+        for word in "$@"; do
+            # What needs no quoting is shown without.
+            [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || printf -v word '%q' "$word"
+            line+="$word "
+        done
+        echo "${line% }"
+    else
+        "$@"
+    fi
+}
+
+# What compute nodes need to reach the world; what is on the node itself is never behind it.
+set_proxies() {
+    [ -n "${PROXY:-}" ] || return 0
+    export http_proxy=$PROXY https_proxy=$PROXY no_proxy=${no_proxy:-localhost,127.0.0.1} # Python's urllib
+}
+
+# oneCCL over MPI, for ranks that PALS started.
+set_oneccl() {
+    export CCL_PROCESS_LAUNCHER=pmix        # oneCCL: who started the ranks
+    export CCL_ATL_TRANSPORT=mpi            # oneCCL: with ofi, calls on GPU buffers are synchronous
+    export CCL_KVS_MODE=mpi                 # oneCCL: ranks find each other over MPI
+    export CCL_KVS_USE_MPI_RANKS=1          # oneCCL: and keep its numbers
+    export CCL_KVS_CONNECTION_TIMEOUT=600   # oneCCL: seconds
+    export FI_MR_CACHE_MONITOR=userfaultfd  # libfabric, fi_mr(3)
+    export FI_CXI_DEFAULT_CQ_SIZE=1048576   # libfabric, fi_cxi(7)
+    unset CCL_OP_SYNC                       # oneCCL: makes the host wait for each call
+}
+
+# Every rank sees all tiles and takes that of its local rank (torch.xpu.set_device, in cocodiff). So no wrapper such as
+# gpu_tile_compact.sh, which hides tiles from ranks.
+set_tiles() {
+    export ZE_FLAT_DEVICE_HIERARCHY=FLAT  # Level Zero: each tile is a device
+    unset ZE_AFFINITY_MASK                # Level Zero: the devices a process sees
+    export ZES_ENABLE_SYSMAN=1            # Level Zero: lets free memory and fabric ports be asked for
+}
+
+check_venv() {
+    [ -z "${DRY_RUN:-}" ] || return 0
+    [ -x "$VENV/bin/cocodiff" ] || fail "no cocodiff in $VENV: make the environment as docs/aurora.md says, or set VENV"
+    # The machine's own MPI must be the one that mpi4py finds.
+    if [ "$LAUNCHER" = pals ] && "$VENV/bin/python" -m pip show -q impi-rt 2>/dev/null; then
+        fail "impi-rt of PyPI is in $VENV, mpi4py would take it for this machine's MPI: $VENV/bin/pip uninstall impi-rt"
+    fi
+}
+
+# Where ranks meet: the first node's address on the fast network.
+set_meeting() {
+    [ -n "${HSN_SUFFIX:-}" ] || return 0
+    local first=FIRST_NODE
+    [ ! -e "$HOSTFILE" ] || first=$(head -n 1 "$HOSTFILE")
+    export MASTER_ADDR=${first%%.*}$HSN_SUFFIX  # torch.distributed
+}
+
+# A command once on each node.
+on_each_node() {
+    case $LAUNCHER in
+        pals) run mpiexec --hostfile "$HOSTFILE" -n "$NODES" --ppn 1 "$@" ;;
+        hydra) run mpiexec -f "$HOSTFILE" -n "$NODES" -ppn 1 "$@" ;;
+        srun) run srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 "$@" ;;
+    esac
+}
+
+# One copy of the weights on each node's own storage, gone when the job ends. MODEL becomes the copy.
+stage_weights() {
+    [ -n "${WEIGHTS:-}" ] || return 0
+    [ -n "${DRY_RUN:-}" ] || [ -d "$WEIGHTS" ] || fail "no folder $WEIGHTS: set WEIGHTS to a model in diffusers' layout"
+    MODEL=$SCRATCH/$(basename "$WEIGHTS")
+    on_each_node mkdir -p "$SCRATCH"
+    if [ -z "${DRY_RUN:-}" ]; then trap 'on_each_node rm -rf "$MODEL"' EXIT; fi
+    on_each_node cp -r "$WEIGHTS" "$SCRATCH/"
+}
+
+# cocodiff with these words, on all ranks. Sources of the flags: PALS' mpiexec(1) and ALCF's guide to running jobs; Intel MPI's
+# developer reference and MPICH's Hydra page; Slurm's srun(1) and PyTorch's page on torchrun.
+start_ranks() {
+    local ranks=$((NODES * RANKS_PER_NODE)) more=() bind=()
+    read -r -a more <<<"${MPIEXEC_FLAGS:-}"
+    if [ -n "${CPU_BIND:-}" ]; then bind=("--cpu-bind=verbose,list:$CPU_BIND"); fi
+    case $LAUNCHER in
+        pals)
+            run mpiexec --pmi=pmix --envall --line-buffer -n "$ranks" --ppn "$RANKS_PER_NODE" --hostfile "$HOSTFILE" \
+                ${bind[@]+"${bind[@]}"} ${more[@]+"${more[@]}"} "$VENV/bin/cocodiff" "$@"
+            ;;
+        hydra)
+            run mpiexec -genvall -n "$ranks" -ppn "$RANKS_PER_NODE" -f "$HOSTFILE" ${more[@]+"${more[@]}"} \
+                "$VENV/bin/cocodiff" "$@"
+            ;;
+        srun)
+            run srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 ${more[@]+"${more[@]}"} \
+                "$VENV/bin/python" -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
+                --rdzv-backend=c10d --rdzv-endpoint="$MEETING" --rdzv-id="${SLURM_JOB_ID:-job}" -m cocodiff "$@"
+            ;;
+        *) fail "LAUNCHER=$LAUNCHER: choose pals, hydra or srun" ;;
+    esac
+}

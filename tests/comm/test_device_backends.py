@@ -1,0 +1,112 @@
+"""What torch_dist asks of device backends, with stand-ins for them: order of a batch, sizes, communicators, ccl."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cocodiff.comm import connect, torch_dist
+from cocodiff.comm.settings import overlap_killers
+from cocodiff.comm.torch_dist import CCL_BINDINGS, TorchDistGroup, TorchDistTransport, check_backend, device_backend
+from cocodiff.errors import UserError
+
+CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0)
+
+
+def test_a_batch_lists_sends_first_and_nothing_empty(monkeypatch):
+    batches: list[list[tuple[str, int, int]]] = []
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, len(tensor), group_peer))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: batches.append(operations) or [])
+    group = TorchDistGroup("group", (0, 1, 2), 1, XPU)
+    assert not group.receives_ahead
+    sends, recvs = [torch.ones(4), torch.ones(4), torch.ones(0)], [torch.ones(3), torch.ones(4), torch.ones(5)]
+    group.all_to_all(sends, recvs).wait()
+    assert batches == [[("isend", 4, 0), ("irecv", 3, 0), ("irecv", 5, 2)]]
+    group.send_recv([(torch.ones(0), 0)], [(torch.ones(0), 0)]).wait()
+    assert len(batches) == 1  # nothing to send: no batch at all
+
+
+def test_a_groups_first_call_on_a_device_is_a_collective_of_all_members(monkeypatch):
+    calls: list[str] = []
+    work = SimpleNamespace(wait=lambda: calls.append("wait"))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: calls.append("new") or "group")
+    monkeypatch.setattr(dist, "all_reduce", lambda one, group, async_op: calls.append(f"all_reduce {group}") or work)
+    transport = TorchDistTransport.__new__(TorchDistTransport)
+    transport.rank, transport.device, transport._groups = 0, torch.device("meta"), []
+    monkeypatch.setattr(transport, "blocking", lambda job: job())
+    transport.group([0, 1])
+    assert calls == ["new", "all_reduce group", "wait"]
+    transport.device = CPU
+    transport.group([0, 1])
+    assert calls[3:] == ["new"]
+
+
+def test_the_backend_of_a_device(monkeypatch):
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
+    assert [device_backend(device) for device in (CPU, XPU, CUDA)] == ["gloo", "xccl", "nccl"]
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+    assert device_backend(XPU) == "ccl"
+
+
+def test_ccl_is_loaded_by_its_bindings_or_said_to_be_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, CCL_BINDINGS, ModuleType(CCL_BINDINGS))
+    check_backend("ccl", XPU)
+    monkeypatch.setitem(sys.modules, CCL_BINDINGS, None)
+    with pytest.raises(UserError, match=r"transport ccl needs oneccl_bindings_for_pytorch .* use --transport xccl"):
+        check_backend("ccl", XPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("nccl", XPU, "transport nccl does not carry xpu tensors: use --transport xccl or ccl"),
+        ("xccl", CPU, "transport xccl does not carry cpu tensors: use --transport gloo or ccl"),
+        ("gloo", CUDA, "transport gloo does not carry cuda tensors: use --transport nccl"),
+        ("xccl", XPU, "was built without xccl"),
+    ],
+)
+def test_backends_that_do_not_fit(monkeypatch, backend, device, message):
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
+    with pytest.raises(UserError, match=message):
+        check_backend(backend, device)
+
+
+@pytest.mark.parametrize(("backend", "tells"), [("xccl", True), ("nccl", True), ("ccl", False), ("gloo", False)])
+def test_only_backends_that_want_it_are_told_the_device(monkeypatch, backend, tells):
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(torch_dist, "check_backend", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **values: told.update(values))
+    torch_dist.initialise(backend, "env://", 0, 1, XPU)
+    assert told["device_id"] == (XPU if tells else None)
+
+
+KILLERS = [
+    ({"CCL_OP_SYNC": "1"}, "xccl", "xpu", ["CCL_OP_SYNC=1"]),
+    ({"CCL_OP_SYNC": "0"}, "xccl", "xpu", []),
+    ({"CCL_OP_SYNC": "1", "CCL_ATL_TRANSPORT": "ofi"}, "ccl", "xpu", ["CCL_OP_SYNC=1", "CCL_ATL_TRANSPORT=ofi"]),
+    ({"CCL_ATL_TRANSPORT": "ofi"}, "ccl", "cpu", []),
+    ({"CCL_OP_SYNC": "1", "CCL_ATL_TRANSPORT": "ofi"}, "mpi", "cpu", []),
+    ({"TORCH_NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1"}, "nccl", "cuda",
+     ["TORCH_NCCL_BLOCKING_WAIT=1", "CUDA_LAUNCH_BLOCKING=1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "library", "device", "settings"), KILLERS)
+def test_settings_that_take_overlap_away(environment, library, device, settings):
+    assert [killer.setting for killer in overlap_killers(environment, library, device)] == settings
+
+
+def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
+    monkeypatch.setenv("CCL_OP_SYNC", "1")
+    for rank in (1, 0):
+        with caplog.at_level(logging.WARNING):
+            connect._tell_of_blocking(SimpleNamespace(library="xccl", rank=rank, device=XPU))  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == [
+        "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end (unset CCL_OP_SYNC)"
+    ]

@@ -1,0 +1,156 @@
+"""Accelerators by stand-ins: the order between streams, which tile is taken, IPEX. Nothing here ran on a GPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cocodiff import device as devices
+from cocodiff.comm.health import Alone
+from cocodiff.comm.transport import Lane
+from cocodiff.device import IPEX, StreamMark, import_ipex, rank_device, used_on_current_stream
+from cocodiff.errors import OwnRankError
+
+XPU = torch.device("xpu", 0)
+
+
+class FakeXpu:
+    """What device.py asks of torch.xpu. Streams log what they are told; events know where they were recorded."""
+
+    def __init__(self, count: int = 12) -> None:
+        self.count, self.log, self.chosen = count, [], []
+        self._threads = threading.local()
+        outer = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.at = (stream.name, len(outer.log))
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str = "lane") -> None:
+                self.name = name
+
+            def wait_event(self, event: Any) -> None:
+                outer.log.append((self.name, "waits for", event.at[0]))
+
+        self.Event, self.Stream = Event, Stream
+        self.default = Stream(name="main")
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, device: torch.device) -> None:
+        self.chosen.append(device)
+
+    def current_stream(self, _: Any = None) -> Any:
+        return getattr(self._threads, "stream", self.default)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        self._threads.stream = stream
+        yield
+        del self._threads.stream
+
+
+@pytest.fixture
+def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
+    fake = FakeXpu()
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: fake)
+    monkeypatch.setattr(devices, "import_ipex", lambda: False)
+    return fake
+
+
+def test_a_lane_and_its_user_wait_for_each_other_on_the_device(xpu):
+    """The lane's stream begins after what the caller's holds, the caller's goes on after the job: by events, in this
+    order, and the lane's thread has chosen the tile before."""
+    lane = Lane("plane", XPU, Alone())
+    ran_on: list[str] = []
+    pending = lane.submit(lambda: ran_on.append(xpu.current_stream().name))
+    pending.wait()
+    lane.close()
+    assert ran_on == ["lane"] and xpu.chosen == [XPU]
+    assert xpu.log == [("lane", "waits for", "main"), ("main", "waits for", "lane")]
+
+
+def test_who_waits_soon_still_uses_the_lanes_stream(xpu):
+    lane = Lane("plane", XPU, Alone())
+    ran_on: list[str] = []
+    lane.submit_and_wait_soon(lambda: ran_on.append(xpu.current_stream().name)).wait()
+    lane.close()
+    assert ran_on == ["lane"]
+
+
+def test_on_a_cpu_there_is_nothing_to_mark(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: pytest.fail("a CPU has no device module"))
+    StreamMark(torch.device("cpu")).wait()
+    tensor = torch.ones(1)
+    assert used_on_current_stream(tensor) is tensor
+
+
+def test_the_local_rank_is_the_tile_and_is_chosen_at_once(xpu):
+    assert rank_device("xpu", 7) == torch.device("xpu", 7) and xpu.chosen == [torch.device("xpu", 7)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [({}, "neither is set"), ({"ZE_AFFINITY_MASK": "3", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}, "ZE_AFFINITY_MASK=3")],
+)
+def test_a_rank_without_a_tile_is_told_what_hides_it(xpu, monkeypatch, environment, told):
+    for name in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    xpu.count = 1
+    with pytest.raises(OwnRankError, match=rf"local rank 3 has no xpu device: 1 found; .*{told}"):
+        rank_device("xpu", 3)
+    assert xpu.chosen == []
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes an IPEX of a version appear; its module says that it was imported."""
+
+    def install(version: str | None, module: Any = None) -> None:
+        def known(name: str) -> str:
+            if name == IPEX and version is not None:
+                return version
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(devices.metadata, "version", known)
+        monkeypatch.setitem(sys.modules, IPEX, module)
+
+    return install
+
+
+def test_ipex_is_imported_where_it_fits_and_never_required(installed, caplog):
+    ours = ".".join(torch.__version__.split(".")[:2])
+    installed(None)
+    assert not import_ipex()
+    installed(f"{ours}.10+xpu", ModuleType(IPEX))
+    assert import_ipex() and not caplog.records
+    installed("1.13.0", ModuleType(IPEX))  # importing that one would end the process
+    assert not import_ipex() and "is for another PyTorch" in caplog.text
+    installed(f"{ours}.10", None)  # a module of None cannot be imported
+    assert not import_ipex() and "could not be imported" in caplog.text
+
+
+def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):
+    xpu.memory_allocated, xpu.memory_reserved = lambda _: 10, lambda _: 30
+    xpu.mem_get_info = lambda _: (100, 200)
+    assert devices.free_memory(XPU, 12) == 120
+
+    def without_sysman(_: Any) -> Any:
+        raise RuntimeError("no sysman")
+
+    xpu.mem_get_info, xpu.get_device_properties = without_sysman, lambda _: SimpleNamespace(total_memory=200)
+    assert devices.free_memory(XPU, 12) == 190

