@@ -254,7 +254,7 @@ def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> f
     """How long q, k and v travel together, and o back: the slowest rank's median."""
     layout = variant.strategy.layout(layer.qkv(0.0))
     lengths = []
-    for _ in range(CALIBRATION_CALLS // 2 + 1):
+    for _ in range(CALIBRATION_CALLS // 3 + 1):
         meet(transport)
         started = time.perf_counter()
         tensors = [layer.q_BLHD, layer.k_BLHD, layer.v_BLHD]
