@@ -1,7 +1,7 @@
 """An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
 
-v, q and k are queued in this order, each stage by stage, on a lane of their own that posts and does not wait for what
-comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another is on its way. What is
+q, v and k are queued in this order (v before q where v is made first), each stage by stage, on a lane of their own
+that posts and does not wait for what comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another is on its way. What is
 passed on has a lane as well, and a third what comes from another node before, so that it keeps nothing else waiting.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cocodiff.attention.exchange import Exchange
 
 R = TypeVar("R")
-QUEUE = "vqk"  # v is made first where v goes first; k last, for chunks of k complete chunks to attend to
+QUEUE = "qvk"  # of tensors that are there together: q first, for Pull Q has work while k and v are on their way
 Ready = Callable[[], tuple[Sequence[Travelling], Layout]]
 Land = Callable[[Blocks], None]
 

@@ -157,7 +157,7 @@ def test_with_nothing_stable_it_is_the_full_exchange(size, schedule, scoring, re
         (5, "local", 2, "flat", v_first, "source"),
         (6, "local", 3, "tapa", v_first, "card"),
         (6, "local", 2, "tapa", joint, "card"),
-        (24, "aurora", 4, "split", v_first, "source"),
+        (12, "aurora", 3, "split", v_first, "source"),
     ],
 )
 def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange, order, scoring):
