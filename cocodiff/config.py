@@ -81,6 +81,8 @@ class Config:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("order", self.order, ORDERS)
         check_choice("vae", self.vae, VAE_RANKS)
+        if isinstance(self.chunks, str) and self.chunks.isdigit():
+            object.__setattr__(self, "chunks", int(self.chunks))
         if self.chunks != "auto" and (type(self.chunks) is not int or self.chunks < 1):
             raise UserError(f"chunks is {self.chunks!r}: give a whole number of at least 1 (1: off) or auto")
         self._check_selection()

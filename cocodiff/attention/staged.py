@@ -1,8 +1,9 @@
 """An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
 
-q, v and k are queued in this order (v before q where v is made first), each stage by stage, on a lane of their own
-that posts and does not wait for what comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another is on its way. What is
-passed on has a lane as well, and a third what comes from another node before, so that it keeps nothing else waiting.
+q, v and k are queued in this order (v before q where v is made first), each stage by stage, on a lane that posts and
+does not wait for what comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another
+is on its way. What is passed on has a lane as well, and a third what comes from another node before, so that it keeps
+nothing else waiting.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ RUN_OPTIONS = (
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
     Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
+    Option("chunks", "chunks that tensors travel in while attention computes, or auto; 1 is none"),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
@@ -71,7 +72,7 @@ V_MAJOR_OPTIONS = (
     Option("warmup", "full steps at the start", type=int),
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
-OVER_PRESET = ("exchange", "exchange_table", "order", "vae", *(option.name for option in V_MAJOR_OPTIONS))
+OVER_PRESET = ("exchange", "exchange_table", "order", "chunks", "vae", *(option.name for option in V_MAJOR_OPTIONS))
 
 
 def parse(
