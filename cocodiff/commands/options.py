@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -50,7 +50,7 @@ RUN_OPTIONS = (
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
     Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
-    Option("chunks", "chunks that tensors travel in while attention computes, or auto; 1 is none"),
+    Option("chunks", "chunks that tensors travel in while attention computes, or auto; 1 is none", type=int | str),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
@@ -169,12 +169,13 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
         if name in sections:
             continue
         option = by_name[name]
+        kinds = get_args(option.type) or (option.type,)
         if option.many and not isinstance(value, list):
             values[name] = value = [value]
         for one in value if option.many else [value]:
             number = option.type is float and isinstance(one, int) and not isinstance(one, bool)
-            if one is not None and not number and type(one) is not option.type:
-                raise UserError(f"{path}: {name}: {one!r} is not of type {option.type.__name__}")
+            if one is not None and not number and type(one) not in kinds:
+                raise UserError(f"{path}: {name}: {one!r} is not of type {' or '.join(k.__name__ for k in kinds)}")
             if option.choices and one not in option.choices:
                 raise UserError(f"{path}: {name}: {one!r}{suggestion(str(one), option.choices)}; "
                                 f"choose from {', '.join(option.choices)}")  # fmt: skip
