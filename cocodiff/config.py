@@ -86,21 +86,25 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, EXCHANGES)
-        if isinstance(self.ring, str) and self.ring.isdigit():
-            object.__setattr__(self, "ring", int(self.ring))
-        if self.ring != "auto" and (type(self.ring) is not int or self.ring < 1):
-            raise UserError(f"ring is {self.ring!r}: give the ranks of a ring, 1 for none, or auto")
+        self._check_number_or_auto("ring", "the ranks of a ring, 1 for none, or auto")
         check_choice("placement", self.placement, PLACEMENTS)
         check_choice("order", self.order, ORDERS)
         check_choice("vae", self.vae, VAE_RANKS)
-        if self.chunks != "auto" and (type(self.chunks) is not int or self.chunks < 1):
-            raise UserError(f"chunks is {self.chunks!r}: give a whole number of at least 1 (1: off) or auto")
+        self._check_number_or_auto("chunks", "a whole number of at least 1 (1: off) or auto")
         self._check_selection()
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
         check_choice("kernels", self.kernels, KERNELS)
         if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
             raise UserError(f"timeout_s is {self.timeout_s!r}: give a number of seconds above 0")
+
+    def _check_number_or_auto(self, name: str, wanted: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str) and value.isdigit():
+            value = int(value)
+            object.__setattr__(self, name, value)
+        if value != "auto" and (type(value) is not int or value < 1):
+            raise UserError(f"{name} is {value!r}: give {wanted}")
 
     def _check_selection(self) -> None:
         check_choice("selection", self.selection, SELECTIONS)

@@ -18,6 +18,7 @@ from cocodiff.topology import Topology
 
 T = TypeVar("T")
 Chunks = tuple[tuple[int, ...], ...]
+Parts = tuple[Plan, Plan, Plan]
 Messages = dict[int, tuple[Block, ...]]
 
 
@@ -65,8 +66,9 @@ def cut(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]
     ]
 
 
-def part_late(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> tuple[Plan, Plan]:
-    """The plan without the messages that wait for a slow link, and those. late: of a block and who passes it on."""
+def by_haste(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> Parts:
+    """The plan in three: what leaves at once, what is passed on, and what comes over a slow link before it is passed
+    on. late: of a block and the rank that passes it on."""
 
     def only(messages: Messages, sender: Callable[[int], int], wanted: bool) -> Messages:
         of_kind = {
@@ -74,17 +76,20 @@ def part_late(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> tupl
         }
         return {peer: message for peer, message in of_kind.items() if message}
 
-    def phase_of(phase: Phase, wanted: bool) -> Phase:
-        if phase.hop != 2:
-            return phase if not wanted else Phase(phase.lane, {}, {}, phase.hop)
+    def passed_on(phase: Phase, wanted: bool) -> Phase:
         sends, receives = only(phase.sends, lambda _: rank, wanted), only(phase.receives, lambda peer: peer, wanted)
         return Phase(phase.lane, sends, receives, phase.hop)
 
-    return tuple(phase_of(phase, False) for phase in plan), tuple(phase_of(phase, True) for phase in plan)
+    relays = [phase for phase in plan if phase.hop == 2]
+    return (
+        tuple(phase for phase in plan if phase.hop != 2),
+        tuple(passed_on(phase, False) for phase in relays),
+        tuple(passed_on(phase, True) for phase in relays),
+    )
 
 
 class Stages:
-    """All stages of one rank's exchanges. Of each plan: what is sent on at once, and what waits for another node."""
+    """All stages of one rank's exchanges, each in the three parts of `by_haste`."""
 
     def __init__(self, topology: Topology, rank: int, chunks: int) -> None:
         self._topology, self._rank = topology, rank
@@ -97,10 +102,10 @@ class Stages:
         """All ranks, chunk by chunk."""
         return tuple(rank for ranks in self.chunks for rank in ranks)
 
-    def of(self, plan: Plan, way: str) -> list[tuple[Plan, Plan]]:
+    def of(self, plan: Plan, way: str) -> list[Parts]:
         """plan: forward, whole. way: "forward" or "back"."""
         stages = cut(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))
-        return [part_late(stage, partial(self._is_late, way), self._rank) for stage in stages]
+        return [by_haste(stage, partial(self._is_late, way), self._rank) for stage in stages]
 
     def _of_block(self, block: Block) -> int:
         return self._stage[block.heads][block.rows]

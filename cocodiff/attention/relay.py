@@ -22,6 +22,7 @@ Travelling = Tensor | Rows  # [B, L, H, D], or rows chosen of it
 Blocks = dict[Block, list[Travelling]]  # a block of each tensor that travels together, [B, rows, heads, D]
 Shape = tuple[int, ...]
 Groups = Mapping[str, Group]  # of every lane that a phase names
+SentTo = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to
 Pack = Callable[[Sequence[Sequence[Travelling]], Sequence[Tensor]], None]
 
 
@@ -66,15 +67,15 @@ def relay(
     """
     journey = Journey(freight, pack, count)
     journey.receive(plan, groups)
-    journey.send(plan, groups)
+    sending = journey.send(plan, groups)
     land(freight.blocks)
     journey.land(land)
-    for _, pending in journey.sending:
+    for _, pending in sending:
         pending.wait()
 
 
 class Journey:
-    """What one exchange has under way: messages that come, and messages that are sent, each with whom it goes to."""
+    """What one exchange has under way: blocks that are here, and messages that come."""
 
     def __init__(self, freight: Freight, pack: Pack, count: Callable[[int, int], None]) -> None:
         self._blocks, self._layout = dict(freight.blocks), freight.layout
@@ -83,7 +84,6 @@ class Journey:
         self._pack, self._count = pack, count
         self._letters: list[dict[int, Letter]] = []
         self._bringing: dict[Block, Letter] = {}
-        self.sending: list[tuple[Sequence[int], Pending]] = []
 
     def receive(self, plan: Plan, groups: Groups) -> None:
         """Makes room for every message of the plan and, where the backend can, posts each receive on its own, so that
@@ -98,31 +98,35 @@ class Journey:
             for peer, letter in letters.items() if _ahead(groups) else ():
                 letter.pending = group.send_recv([], [(letter.buffer, group.ranks.index(peer))])
 
-    def send(self, plan: Plan, groups: Groups, first: int = 0) -> None:
+    def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[SentTo]:
         """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one call for the
         whole phase, for backends that match the two lists of a call. first: the number of this plan's first phase
         among those that were given to `receive`."""
+        sending: list[SentTo] = []
         for phase, letters in zip(plan, self._letters[first:], strict=False):
             group = groups[phase.lane]
             if _ahead(groups):
                 for peer, message in phase.sends.items():
                     sent = group.send_recv([(self._packed(peer, message), group.ranks.index(peer))], [])
-                    self.sending.append(((peer,), sent))
+                    sending.append(((peer,), sent))
                 continue
             pending = group.send_recv(
                 [(self._packed(peer, message), group.ranks.index(peer)) for peer, message in phase.sends.items()],
                 [(letter.buffer, group.ranks.index(peer)) for peer, letter in letters.items()],
             )
-            self.sending.append((list(phase.sends), pending))
+            sending.append((list(phase.sends), pending))
             for letter in letters.values():
                 letter.pending = pending
+        return sending
 
     def land(self, land: Callable[[Blocks], None]) -> None:
-        """Waits for every message and hands over its blocks."""
+        """Waits for every message and hands over its blocks; then forgets them all, so that their memory is free."""
         for of_phase in self._letters:
             for letter in of_phase.values():
                 letter.open(self._blocks)
                 land({block: self._blocks[block] for block in letter.message})
+        for forgotten in (self._letters, self._bringing, self._blocks):
+            forgotten.clear()
 
     def _shapes(self, message: Sequence[Block]) -> list[Shape]:
         B, _, _, D = self._like.shape

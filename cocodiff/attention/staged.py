@@ -1,8 +1,9 @@
 """An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
 
-v, q and k are queued in this order, each stage by stage, on a lane of their own that posts and does not wait for what
-comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another is on its way. What
-has to wait for another node before it is passed on has a lane as well, so that it keeps nothing else from leaving.
+q, v and k are queued in this order (v before q where v is made first), each stage by stage, on a lane that posts and
+does not wait for what comes; every tensor's chunks land on a lane of that tensor, so one can be awaited while another
+is on its way. What is passed on has a lane as well, and a third what comes from another node before, so that it keeps
+nothing else waiting.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from cocodiff.attention.choice import megabytes_per_rank
-from cocodiff.attention.chunks import Stages
+from cocodiff.attention.chunks import Parts, Stages
 from cocodiff.attention.layout import Block, Layout, Plan
-from cocodiff.attention.relay import Blocks, Freight, Groups, Journey, Travelling
-from cocodiff.comm.transport import LanePending, Pending, Ranks
+from cocodiff.attention.relay import Blocks, Freight, Groups, Journey, SentTo, Travelling
+from cocodiff.comm.transport import Lane, LanePending, Pending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Rows
 from cocodiff.topology import Topology
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cocodiff.attention.exchange import Exchange
 
 R = TypeVar("R")
-QUEUE = "vqk"  # v is made first where v goes first; k last, for chunks of k complete chunks to attend to
+QUEUE = "qvk"  # of tensors that are there together: q first, for Pull Q has work while k and v are on their way
 Ready = Callable[[], tuple[Sequence[Travelling], Layout]]
 Land = Callable[[Blocks], None]
 
@@ -51,7 +52,7 @@ class Started(NamedTuple):
     freight: Freight
     whole: list[Tensor]
     land: Land
-    plans: list[tuple[Plan, Plan]]
+    plans: list[Parts]
     far: list[Pending]
 
 
@@ -68,15 +69,14 @@ class Staged:
         self.several_nodes = topology.nodes > 1
         self.exchange, self._topology, self._trace = exchange, topology, trace
         self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ("forward", "back")}
-        self._waits = {way: [_has_late(of, n) for n in range(len(self.chunks))] for way, of in self.plans.items()}
+        self._relays = {way: [_relays(of, n) for n in range(len(self.chunks))] for way, of in self.plans.items()}
         members = {"sibling": topology.cards[topology.places[self.rank].card], "plane": range(topology.size)}
-        self._groups: Groups = {lane: transport.group(ranks) for lane, ranks in members.items()}
-        self._late_groups = self._groups
-        if topology.nodes > 1:
-            self._late_groups = {lane: transport.group(ranks) for lane, ranks in members.items()}
-        self._posting, self._late = transport.lane("torus"), transport.lane("torus late")
+        lanes = ("torus", "torus relay", "torus late") if topology.nodes > 1 else ("torus", "torus relay")
+        self._queues: list[tuple[Lane, Groups]] = [
+            (transport.lane(lane), {name: transport.group(ranks) for name, ranks in members.items()}) for lane in lanes
+        ]
         self._landing = {name: transport.lane(f"torus {name}") for name in (*QUEUE, "o")}
-        self._sent: deque[Pending] = deque()
+        self._sent: deque[SentTo] = deque()
 
     def pays(self, layout: Layout, like_BLHD: Tensor) -> bool:
         """Whether a call with tensors like this one goes in stages: the same on all ranks."""
@@ -115,14 +115,15 @@ class Staged:
                 start = started()
                 return start, self._post(start, number, orderly=name == "k")
 
-        posted = self._posting.submit(post)
-        late = None
-        if self._waits[way][number]:
-            late = self._late.submit(partial(self._send_late, posted, number))
+        posted = self._queues[0][0].submit(post)
+        relays = [
+            self._queues[part][0].submit(partial(self._pass_on, posted, number, part))
+            for part in self._relays[way][number]
+        ]
 
         def land() -> Tensor:
-            if late is not None:
-                late.wait()
+            for relay in relays:
+                relay.wait()
             start, journey = posted.wait()
             with self._trace.span(f"{name} plane", "plane", layer):
                 mine = self._of_stage(start.freight.blocks, number)
@@ -139,24 +140,23 @@ class Staged:
     def _post(self, start: Started, number: int, orderly: bool) -> Journey:
         """All receives of a stage, and its sends but the late ones. orderly: after the last stage's have left this
         node, so that chunks come one by one over the links that they share."""
-        at_once, late = start.plans[number]
+        parts = start.plans[number]
         journey = Journey(start.freight, self.exchange.pack, self.exchange.count)
-        journey.receive(at_once, self._groups)
-        journey.receive(late, self._late_groups)
+        for plan, (_, groups) in zip(parts, self._queues, strict=False):
+            journey.receive(plan, groups)
         for pending in start.far if orderly else ():
             pending.wait()
-        journey.send(at_once, self._groups)
+        sent = journey.send(parts[0], self._queues[0][1])
+        self._sent.extend(sent)
         node = [place.node for place in self._topology.places]
-        start.far[:] = [sent for peers, sent in journey.sending if any(node[p] != node[self.rank] for p in peers)]
-        self._sent.extend(sent for _, sent in journey.sending)
+        start.far[:] = [pending for peers, pending in sent if any(node[peer] != node[self.rank] for peer in peers)]
         return journey
 
-    def _send_late(self, posted: LanePending[tuple[Started, Journey]], number: int) -> None:
+    def _pass_on(self, posted: LanePending[tuple[Started, Journey]], number: int, part: int) -> None:
+        """Sends what other ranks' messages of this stage bring."""
         start, journey = posted.wait()
-        at_once, late = start.plans[number]
-        before = len(journey.sending)
-        journey.send(late, self._late_groups, first=len(at_once))
-        self._sent.extend(sent for _, sent in journey.sending[before:])
+        parts = start.plans[number]
+        self._sent.extend(journey.send(parts[part], self._queues[part][1], first=sum(map(len, parts[:part]))))
 
     def _of_stage(self, blocks: Blocks, number: int) -> Blocks:
         """The block that stays here, at the stage that it belongs to: the first."""
@@ -176,7 +176,7 @@ class Staged:
 
         def wait() -> None:
             while self._sent:
-                self._sent.popleft().wait()
+                self._sent.popleft()[1].wait()
 
         self._landing["o"].submit(wait).wait()
 
@@ -239,5 +239,10 @@ class WholeArriving:
         return self._pending.wait()[self._names.index(name)]
 
 
-def _has_late(of_plans: dict[str, list[tuple[Plan, Plan]]], number: int) -> bool:
-    return any(phase.sends or phase.receives for stages in of_plans.values() for phase in stages[number][1])
+def _relays(of_plans: dict[str, list[Parts]], number: int) -> list[int]:
+    """Which of a stage's two later parts has messages, in any of the plans."""
+    return [
+        part
+        for part in (1, 2)
+        if any(phase.sends or phase.receives for stages in of_plans.values() for phase in stages[number][part])
+    ]

@@ -272,8 +272,7 @@ class SourceCall(SelectiveCall):
             self.chosen = self.strategy.lane.submit(lambda: self._choose(own_BNHD))
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
-        own, layout, strategy = self.strategy.rank, self.layout, self.strategy
-        batch = len(own_BNHD)
+        own, layout, strategy, batch = self.strategy.rank, self.layout, self.strategy, len(own_BNHD)
         change_BN, norm_BN = self.score(own_BNHD)
         columns = 2 if strategy.schedule.kind == "threshold" else 1
         sent = torch.stack([change_BN, norm_BN][:columns])

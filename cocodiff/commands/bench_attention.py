@@ -115,9 +115,8 @@ def configs(values: Values) -> dict[str, Config]:
     """The variants' settings: every exchange in every order, in every number of chunks."""
     shared, wanted = machine_settings(values), {}
     for exchange, order, chunks in product(values["exchange"], values["order"], values["chunks"]):
-        number = int(chunks) if chunks.isdigit() else chunks
-        name = f"{exchange} {order}" + (f" {chunks} chunks" if number != 1 else "")
-        wanted[name] = Config(exchange=exchange, order=order, chunks=number, **shared)
+        config = Config(exchange=exchange, order=order, chunks=chunks, **shared)
+        wanted[f"{exchange} {order}" + (f" {chunks} chunks" if config.chunks != 1 else "")] = config
     return wanted
 
 
@@ -254,7 +253,7 @@ def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> f
     """How long q, k and v travel together, and o back: the slowest rank's median."""
     layout = variant.strategy.layout(layer.qkv(0.0))
     lengths = []
-    for _ in range(CALIBRATION_CALLS // 2 + 1):
+    for _ in range(CALIBRATION_CALLS // 3 + 1):
         meet(transport)
         started = time.perf_counter()
         tensors = [layer.q_BLHD, layer.k_BLHD, layer.v_BLHD]

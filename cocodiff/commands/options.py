@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -51,6 +51,7 @@ RUN_OPTIONS = (
     Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
     Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
     Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
+    Option("chunks", "chunks that tensors travel in while attention computes, or auto; 1 is none", type=int | str),
     Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
     Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
@@ -61,11 +62,10 @@ RUN_OPTIONS = (
 )
 
 MESH_OPTIONS = (
-    Option(
-        "ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 where heads suffice, else the fastest"
-    ),
+    Option("ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 if heads suffice, else the fastest",
+           type=int | str),
     Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
-)
+)  # fmt: skip
 
 V_MAJOR_OPTIONS = (
     Option("selection", "full (exact) or v_major (only tokens that changed), instead of the preset's", None,
@@ -80,14 +80,9 @@ V_MAJOR_OPTIONS = (
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
 OVER_PRESET = (
-    "exchange",
-    "exchange_table",
-    "order",
-    "ring",
-    "placement",
-    "vae",
+    "exchange", "exchange_table", "order", "ring", "placement", "chunks", "vae",
     *(option.name for option in V_MAJOR_OPTIONS),
-)
+)  # fmt: skip
 
 
 def parse(
@@ -184,14 +179,13 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
         if name in sections:
             continue
         option = by_name[name]
+        kinds = get_args(option.type) or (option.type,)
         if option.many and not isinstance(value, list):
             values[name] = value = [value]
-        if option.type is str and type(value) is int:  # a word may be a number, as in ring: 2
-            values[name] = value = str(value)
         for one in value if option.many else [value]:
             number = option.type is float and isinstance(one, int) and not isinstance(one, bool)
-            if one is not None and not number and type(one) is not option.type:
-                raise UserError(f"{path}: {name}: {one!r} is not of type {option.type.__name__}")
+            if one is not None and not number and type(one) not in kinds:
+                raise UserError(f"{path}: {name}: {one!r} is not of type {' or '.join(k.__name__ for k in kinds)}")
             if option.choices and one not in option.choices:
                 raise UserError(f"{path}: {name}: {one!r}{suggestion(str(one), option.choices)}; "
                                 f"choose from {', '.join(option.choices)}")  # fmt: skip

@@ -140,7 +140,7 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
     """The modes to run, and which of them is the exact one: a preset with its settings, or one mode more."""
     if not job.values["exact"]:
         return dict(job.presets), None
-    exact = Config.preset(EXACT, **engine_settings(job.values) | {"exchange": "flat", "selection": "full"})
+    exact = Config.preset(EXACT, **engine_settings(job.values) | {"exchange": "flat", "selection": "full", "chunks": 1})
     for mode, config in job.presets.items():
         if config == exact:
             return dict(job.presets), mode

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +17,16 @@ from torch import Tensor
 from worlds import topologies, topology_of
 
 from cocodiff.attention.choice import Chunking, ExchangeTable
+from cocodiff.attention.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout, slices
+from cocodiff.attention.layout import PLANS, Layout, reverse, slices, split_plan
+from cocodiff.attention.nic_balance import nic_detours
+from cocodiff.attention.relay import Journey
 from cocodiff.attention.softmax_merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
-from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -105,7 +113,8 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
         rounding = torch.finfo(case.dtype).eps * truth.abs().max()
         assert ours.dtype == case.dtype
         assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 2 * rounding
-        assert sent == once
+        if exchange != "auto":  # which goes by the size of what travels together, and chunks travel one by one
+            assert sent == once
 
 
 @given(
@@ -114,7 +123,7 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
     text_first=st.booleans(), exchange=st.sampled_from(("flat", "tapa", "split", "auto")),
     order=st.sampled_from((joint, v_first)), chunks=st.integers(2, 7),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process_anywhere(
     topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks
 ):
@@ -125,7 +134,131 @@ def test_equals_one_process_anywhere(
     check(case, exchange, order, chunks)
 
 
-@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
-@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize(("exchange", "chunks"), [("flat", 2), ("tapa", 5), ("split", 2), ("split", 5)])
 def test_two_nodes_in_bf16(chunks, exchange):
     check(Case(topology_of("aurora", 24), 41, 7, 26, 2, torch.bfloat16, masked=True), exchange, v_first, chunks)
+
+
+@pytest.mark.parametrize("exchange", ["tapa", "split"])
+def test_where_receives_cannot_be_posted_ahead(exchange, monkeypatch):
+    """Device backends match the sends and receives of one call."""
+    monkeypatch.setattr(LoopbackGroup, "receives_ahead", False)
+    check(Case(topology_of("local", 7, 4), 23, 4, 9), exchange, joint, 3)
+
+
+def test_one_chunk_is_the_exchange_without_stages():
+    case = Case(topology_of("local", 4), 13, 3, 6)
+    for (ours, _, staged), (theirs, _, _) in zip(
+        attend(case, "tapa", chunks=1), attend(case, "tapa", chunks=1), strict=True
+    ):
+        assert staged is None and torch.equal(ours, theirs)
+    one_card = Case(topology_of("local", 2), 13, 3, 6)  # nothing to have in chunks
+    assert all(staged is None for _, _, staged in attend(one_card, "split", chunks=4))
+
+
+def test_from_so_many_megabytes_on():
+    """Below, a call goes whole: the same bits as without chunks in the same sequence."""
+    case = Case(topology_of("local", 4), 16, 0, 4)
+    mb = 3 * 16 * 4 * 8 * 4 / 4 / 1e6
+    seen = []
+
+    def work(transport, from_mb):
+        calls = []
+
+        def partial(*qkv_mask):
+            calls.append(0)
+            return partial_attention(*qkv_mask)
+
+        ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(2, from_mb))
+        own = [case.own(transport.rank, x) for x in case.tensors()]
+        Ulysses(case.topology, ours, Trace(), partial=partial).attend(case.qkv(own), Site("layer"))
+        seen.append((from_mb, len(calls)))
+
+    for from_mb in (mb, 1.01 * mb):
+        run_ranks(4, lambda transport, from_mb=from_mb: work(transport, from_mb))
+    assert sorted(set(seen)) == [(mb, 4), (1.01 * mb, 0)]  # two chunks of q by two of keys
+
+
+@pytest.mark.parametrize(("nodes", "chunks"), [(1, 3), (2, 4)])
+def test_keys_and_values_are_in_memory_once(nodes, chunks):
+    """Every part of them is a slice of one tensor, and what they arrived in is gone when the last is there."""
+    case = Case(topology_of("local", 8, 8 // nodes), 40, 8, 16)
+    whole = 48 * 2 * 8 * 4  # bytes of one tensor's two heads
+
+    def work(transport):
+        storages, alive = {"k": set(), "v": set()}, []
+
+        def partial(q, k, v, mask):
+            for name, x in (("k", k), ("v", v)):
+                storages[name].add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
+            alive.append(sum(buffer() is not None for buffer in buffers))
+            return partial_attention(q, k, v, mask)
+
+        buffers: list[weakref.ref] = []
+        ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(chunks))
+        post = Journey.receive
+        own = [case.own(transport.rank, x) for x in case.tensors()]
+
+        def receive(journey, plan, groups):
+            post(journey, plan, groups)
+            arriving = [x for of_phase in journey._letters for x in of_phase.values()]
+            if threading.current_thread() in lanes:
+                buffers.extend(weakref.ref(x.buffer) for x in arriving if x.message[0].heads == transport.rank)
+
+        lanes = [ours.staged._queues[0][0]._thread]
+        with mock.patch.object(Journey, "receive", receive) if transport.rank == 0 else nullcontext():
+            Ulysses(case.topology, ours, Trace(), partial=partial).attend(case.qkv(own), Site("layer"))
+        assert all({size for _, size in found} == {whole} and len(found) == 1 for found in storages.values())
+        if transport.rank == 0:
+            assert buffers and alive[-1] == 0
+
+    run_ranks(8, work)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+@given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(PLANS)))
+@settings(max_examples=25, deadline=None)
+def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
+    """The same blocks between the same ranks, each once, whatever is late; and both ends agree on the stage."""
+    for rank in {0, topology.size // 2, topology.size - 1}:
+        stages = Stages(topology, rank, chunks)
+        assert sorted(stages.sequence) == list(range(topology.size)) and rank in stages.chunks[0]
+        assert len(stages.chunks) == len(chunk_ranks(topology, 0, chunks)) <= chunks
+        plan = PLANS[name](topology, rank)
+        for way, whole in (("forward", plan), ("back", reverse(plan))):
+            cut = [part for pair in stages.of(plan, way) for part in pair]
+            for side in ("sends", "receives"):
+                assert blocks_of(whole, side) == sum((blocks_of(part, side) for part in cut), Counter())
+            for number, pair in enumerate(stages.of(plan, way)):
+                for part in pair:
+                    for _, block in blocks_of(part, "receives"):
+                        assert block.rows in chunk_ranks(topology, block.heads, chunks)[number]
+
+
+def blocks_of(plan, side: str) -> Counter:
+    return Counter((peer, b) for phase in plan for peer, message in getattr(phase, side).items() for b in message)
+
+
+def test_chunks_go_by_distance():
+    aurora = topology_of("aurora", 24)
+    assert chunk_ranks(aurora, 3, 2) == (tuple(range(12)), tuple(range(12, 24)))
+    assert chunk_ranks(aurora, 12, 2) == (tuple(range(12, 24)), tuple(range(12)))
+    own, near, far = chunk_ranks(topology_of("aurora", 12), 4, 3)
+    assert own == (4, 5) and near == (6, 7, 8, 9) and far == (10, 11, 0, 1, 2, 3)
+    assert [len(ranks) for ranks in chunk_ranks(aurora, 3, 4)] == [2, 10, 6, 6]
+    assert [ranks[0] // 12 for ranks in chunk_ranks(topology_of("aurora", 48), 13, 4)] == [1, 2, 3, 0]
+    assert consecutive("abcde", 2) == [["a", "b"], ["c", "d", "e"]] and consecutive("ab", 3) == [["a"], ["b"]]
+
+
+def test_what_waits_for_another_node_is_late():
+    """Only detours that end here wait for a slow link before they are passed on; on the way back relays do as well."""
+    topology = topology_of("aurora", 24)
+    plans = [split_plan(topology, rank, nic_detours(topology)) for rank in range(24)]
+    late = [
+        [any(p.sends for p in parts[2]) for parts in Stages(topology, r, 2).of(plans[r], "forward")] for r in range(24)
+    ]
+    assert any(far for _, far in late) and not any(near for near, _ in late)
+    one = topology_of("aurora", 12)
+    assert not any(p.sends for parts in Stages(one, 0, 3).of(split_plan(one, 0), "back") for p in parts[2])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from v_major_reference import Reference
 from worlds import topology_of
 
+from cocodiff.attention.choice import Chunking
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.selection import Schedule, stable_tokens
@@ -61,16 +62,15 @@ class Case:
         return list(start + 0.3 * math.sin(0.4 * step) * pace * drift)
 
 
-def distributed(case: Case, make: Any, repeats: int = 1) -> list[Any]:
+def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> list[Any]:
     """Every rank's outputs [B, L, H, D] of all steps, its strategy and its trace. make: (parts of a strategy) -> it."""
     layout, topology = case.layout(), topology_of(case.machine, case.size)
 
     def work(transport: Any) -> Any:
         trace, now = Trace(transport.rank), [Moment(0, 0, case.steps)]
         exchange_name, build = make
-        strategy = build(
-            topology, Exchange(exchange_name, topology, transport, trace), trace, transport, lambda: now[0]
-        )
+        exchange = Exchange(exchange_name, topology, transport, trace, chunking=Chunking(chunks))
+        strategy = build(topology, exchange, trace, transport, lambda: now[0])
         outputs = []
         for run in range(repeats):
             for step in range(case.steps):
@@ -147,6 +147,36 @@ def test_with_nothing_stable_it_is_the_full_exchange(size, schedule, scoring, re
     for (ours, _, _), (plain, _, _) in zip(
         distributed(case, v_major(schedule, scoring, reference)), distributed(case, full()), strict=True
     ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "machine", "chunks", "exchange", "order", "scoring"),
+    [
+        (5, "local", 3, "split", joint, "source"),
+        (5, "local", 2, "flat", v_first, "source"),
+        (6, "local", 3, "tapa", v_first, "card"),
+        (6, "local", 2, "tapa", joint, "card"),
+        (12, "aurora", 3, "split", v_first, "source"),
+    ],
+)
+def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange, order, scoring):
+    """Chunks decide when, not what: the same tokens travel, the same bytes; attention sums in another order."""
+    case = Case(size, 29, 5, max(size, 9), batch=2, steps=7, machine=machine)
+    make = v_major(SCHEDULES["threshold" if scoring == "source" else "cosine"], scoring, "sent", order, exchange)
+    for (ours, strategy, trace), (whole, plain, once) in zip(
+        distributed(case, make, chunks=chunks), distributed(case, make), strict=True
+    ):
+        assert trace.bytes() == once.bytes() and strategy.cache_bytes() == plain.cache_bytes()
+        for a, b in zip(ours, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("scoring", "exchange"), [("source", "split"), ("card", "tapa")])
+def test_in_chunks_with_nothing_stable_it_is_the_full_exchange(scoring, exchange):
+    case, always = Case(6, 29, 5, 13, steps=4), Schedule("linear", sync_interval=1)
+    lossless = distributed(case, v_major(always, scoring, "sent", v_first, exchange), chunks=3)
+    for (ours, _, _), (plain, _, _) in zip(lossless, distributed(case, full(v_first, exchange), chunks=3), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 

@@ -12,7 +12,7 @@ from launching import mpiexec, run
 
 from cocodiff.attention.layout import Layout
 from cocodiff.cli import main
-from cocodiff.commands.bench_attention import check_same_bits
+from cocodiff.commands.bench_attention import check_close, check_same_bits
 from cocodiff.commands.bench_common import interleave, rows
 from cocodiff.config import ORDERS, load_machine
 from cocodiff.topology import Topology
@@ -65,6 +65,26 @@ def test_bytes_are_those_of_a_mean_call(tmp_path: Path) -> None:
     assert (row["ratio_vs_flat"], row["ratio_vs_joint"]) == (None, None)
 
 
+def test_chunks_beside_none(tmp_path: Path) -> None:
+    """Three ranks are two cards; results are compared with those without chunks before and after."""
+    words = ("--ranks", "3", "--exchange", "tapa", "--chunks", "1", "3", "--text-tokens", "0", "--balance", "1")
+    said = bench(tmp_path / "bench", *words)
+    found = {row["variant"]: row for row in written(tmp_path / "bench")}
+    assert list(found) == [f"tapa {order}{chunks}" for order in ORDERS for chunks in ("", " 3 chunks")]
+    for order in ORDERS:
+        ours, plain = found[f"tapa {order} 3 chunks"], found[f"tapa {order}"]
+        assert ours["bytes"] == plain["bytes"] and plain["ratio_vs_whole"] == 1 < ours["ratio_vs_whole"] * 1e9
+        assert ours["hidden_of_whole"] is not None and f"tapa {order} 3 chunks: hides" in said
+        assert list(ours["layers"]) == ["image"] and ours["layers"]["image"]["calls"] == 2 * 3
+
+
+def test_numbers_that_rounding_does_not_explain_are_an_error() -> None:
+    expected = {"image": torch.tensor([4.0, 1.0])}
+    check_close(expected, {"x 2 chunks": {"image": torch.tensor([4.000001, 1.0])}}, rank=0)
+    with pytest.raises(RuntimeError, match=r"rank 0: x 2 chunks differs by 1\.00e-04 in layer image"):
+        check_close(expected, {"x 2 chunks": {"image": torch.tensor([4.0001, 1.0])}}, rank=0)
+
+
 def test_under_mpiexec(tmp_path: Path) -> None:
     done = mpiexec(2, "-m", "cocodiff", *WORDS, "--exchange", "tapa", "--out", str(tmp_path / "bench"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,6 +109,8 @@ def test_other_bits_are_an_error() -> None:
         (("--ranks", "2", "--text-tokens", "-1"), "0 or more"),
         (("--ranks", "2", "--ratio", "-1"), "--ratio -1.0"),
         (("--ranks", "2", "--ratio", "nan"), "--ratio nan"),
+        (("--ranks", "2", "--balance", "-1"), "--balance -1.0"),
+        (("--ranks", "2", "--chunks", "0"), "chunks is 0: give a whole number"),
         (("--ranks", "2", "--exchange", "tappa"), "did you mean tapa?"),
         (("--ranks", "2", "--order", "vfirst"), "did you mean v_first?"),
         (("--ranks", "2", "--machine", "aurora"), "start 12 ranks"),
