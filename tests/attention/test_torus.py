@@ -123,7 +123,7 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
     text_first=st.booleans(), exchange=st.sampled_from(("flat", "tapa", "split", "auto")),
     order=st.sampled_from((joint, v_first)), chunks=st.integers(2, 7),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process_anywhere(
     topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks
 ):
@@ -134,7 +134,7 @@ def test_equals_one_process_anywhere(
     check(case, exchange, order, chunks)
 
 
-@pytest.mark.parametrize(("exchange", "chunks"), [("flat", 2), ("tapa", 5), ("split", 2), ("split", 5)])
+@pytest.mark.parametrize(("exchange", "chunks"), [("tapa", 5), ("split", 2)])
 def test_two_nodes_in_bf16(chunks, exchange):
     check(Case(topology_of("aurora", 24), 41, 7, 26, 2, torch.bfloat16, masked=True), exchange, v_first, chunks)
 
