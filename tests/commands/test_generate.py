@@ -155,7 +155,7 @@ def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path)
     assert "--prompt is missing" in refused("--model", encoders)
     assert "--width 50: model" in refused("--model", without, "--width", "50")
     assert "at least 1" in refused("--model", without, "--height", "0")
-    assert "5 ranks for the 4 attention heads" in refused("--model", without, "--ranks", "5")
+    assert "image tokens of model" in refused("--model", without, "--ranks", "1000")
     tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
     assert "FluxFillPipeline's weights only restore" in refused("--model", tmp_path / "fill")
     index = tmp_path / "fill" / "model_index.json"
