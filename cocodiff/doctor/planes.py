@@ -68,12 +68,12 @@ def from_rates(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> tuple[t
     at = max(range(len(steps)), key=steps.__getitem__)
     slow, fast = statistics.median(ordered[: at + 1]), statistics.median(ordered[at + 1 :])
     if fast / slow < FAST_PLANE:
-        return None, f"links between cards are alike ({ordered[0]:.2f} to {ordered[-1]:.2f} GB/s)"
+        return None, f"links between cards are alike ({ordered[0]:.3g} to {ordered[-1]:.3g} GB/s)"
     joined = [pair for pair, rate in rates.items() if rate > ordered[at]]
     planes = from_links(len(cards), joined)
     whole = [pair for pair in rates if planes[pair[0]] == planes[pair[1]]]
     if len(whole) != len(joined):
-        return None, f"measured rates ({slow:.2f} and {fast:.2f} GB/s) do not fall into planes"
+        return None, f"measured rates ({slow:.3g} and {fast:.3g} GB/s) do not fall into planes"
     return planes, ""
 
 

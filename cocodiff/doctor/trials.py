@@ -18,7 +18,7 @@ REPEATS = 3
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
-PAIR_BYTES = {"cpu": 2**20, "other": 32 * 2**20}
+PAIR_BYTES = {"cpu": 2**17, "other": 32 * 2**20}
 
 
 def of_device(table: dict[str, Any], device: torch.device) -> Any:
