@@ -8,6 +8,7 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -61,6 +62,31 @@ def open_transport(config: Config, launch: Launch | None = None, settings: dict[
     device = rank_device(config.device, launch.local_rank)
     alike = {name: str(value) for name, value in vars(config).items()}
     return connect(launch, config.transport, device, alike | (settings or {}), config.timeout_s)
+
+
+def build_strategy(
+    config: Config, topology: Topology, transport: Transport, trace: Trace, kernels: Kernels,
+    now: Callable[[], Moment],
+) -> Ulysses:  # fmt: skip
+    """The attention of one rank by the settings, on any transport, virtual ones too. now: where denoising stands."""
+    exchange = None
+    if topology.size > 1:
+        table = exchange_table(config, topology)
+        exchange = Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels)
+    order = ORDERS[config.order]
+    if config.selection == "full":
+        return Ulysses(topology, exchange, trace, order)
+    return VMajor(
+        topology, exchange, trace, order, transport=transport, schedule=schedule_of(config),
+        scoring=config.scoring, reference=config.reference, now=now,
+    )  # fmt: skip
+
+
+def schedule_of(config: Config) -> Schedule:
+    """V-Major's schedule by the settings."""
+    return Schedule(
+        config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
+    )  # fmt: skip
 
 
 class StepCounter:
@@ -138,27 +164,11 @@ class Engine:
         self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
         self._sized: set[Load] = set()
-        exchange = None
+        kernels = Kernels(config.kernels, self.trace.note_kernel)
+        self.strategy = build_strategy(config, self.topology, self.transport, self.trace, kernels, self._moment)
         if self.size > 1:
-            exchange = Exchange(
-                config.exchange, self.topology, self.transport, self.trace, exchange_table(config, self.topology),
-                config.nic_balance, Kernels(config.kernels, self.trace.note_kernel),
-            )  # fmt: skip
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = self._strategy(exchange)
-
-    def _strategy(self, exchange: Exchange | None) -> Ulysses:
-        config, order = self.config, ORDERS[self.config.order]
-        if config.selection == "full":
-            return Ulysses(self.topology, exchange, self.trace, order)
-        schedule = Schedule(
-            config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
-        )
-        return VMajor(
-            self.topology, exchange, self.trace, order, transport=self.transport, schedule=schedule,
-            scoring=config.scoring, reference=config.reference, now=self._moment,
-        )  # fmt: skip
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
