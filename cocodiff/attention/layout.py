@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,17 +77,17 @@ class Layout:
             share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)
         )
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """L_i: rows of every rank."""
         return tuple(image + text for image, text in zip(self.image, self.text, strict=True))
 
-    @property
+    @cached_property
     def row_slices(self) -> tuple[slice, ...]:
         """Where every rank's rows stand in the whole sequence."""
         return slices(self.rows)
 
-    @property
+    @cached_property
     def head_slices(self) -> tuple[slice, ...]:
         return slices(self.heads)
 

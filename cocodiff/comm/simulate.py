@@ -17,6 +17,7 @@ from typing import NamedTuple
 from cocodiff.comm.fluid import FluidNetwork
 from cocodiff.comm.program import AWAIT, BEGIN, COMPUTE, JOIN, POST, SUBMIT, Message, Operation, Program
 from cocodiff.links import Network
+from cocodiff.topology import Machine
 from cocodiff.trace import Span
 
 SLACK = 1e-9  # seconds, and parts of the time that has passed: what ends so near to each other ends together
@@ -28,6 +29,12 @@ class Latencies(NamedTuple):
     latency_s: float = 0.0
     message_s: float = 0.0
     launch_s: float = 0.0
+
+    @classmethod
+    def of(cls, machine: Machine) -> Latencies:
+        """What the machine file says."""
+        links = machine.links
+        return cls(links.latency_us / 1e6, links.message_us / 1e6, machine.device.launch_us / 1e6)
 
 
 @dataclass

@@ -107,7 +107,8 @@ class Arrivals:
             value = self._world.take(self._recorder.rank, key, source)
             if value is None:
                 raise ValueError(f"rank {source} sends a tensor without numbers where numbers are awaited")
-            tensor.copy_(value)
+            with torch._C.DisableTorchFunction():
+                tensor.copy_(value)
         self._numbers, self._real = [], []
 
 
@@ -119,6 +120,10 @@ class VirtualGroup(PeerGroup):
         self._received: dict[int, int] = defaultdict(int)
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        with torch._C.DisableTorchFunction():  # writing it down is no work of the rank's
+            return self._post(sends, recvs)
+
+    def _post(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         world, own = self._world, self._recorder.rank
         leaving, coming, real = [], [], []
         for tensor, peer in sends:

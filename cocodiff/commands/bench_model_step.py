@@ -23,9 +23,9 @@ from cocodiff.comm.launch import detect
 from cocodiff.comm.one_peer import SerialTransport
 from cocodiff.commands.bench_common import Benchmark, Values, interleave, rows, save, with_common_options
 from cocodiff.commands.emulate import emulated
+from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.plan import load_shape
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError

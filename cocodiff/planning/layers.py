@@ -49,12 +49,13 @@ class Case:
 
 
 class Kind(NamedTuple):
-    """Layers that are alike: their number in one call of the model, text tokens, MLP beside or after attention."""
+    """Layers that take alike: their number in one call of the model, their text tokens; whether what follows attention
+    is done while q and k travel."""
 
     name: str
     layers: int
     text_tokens: int
-    parallel: bool = False
+    beside: bool = False
 
 
 class Segment(NamedTuple):
@@ -67,9 +68,11 @@ class Segment(NamedTuple):
 
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
+    """A parallel MLP takes as long as one that follows; only FLUX.2's, which are gated, wait for no attention."""
+    beside = shape.parallel_layers if shape.gated_mlp else 0
     found = (
-        Kind("joint", shape.joint_layers, load.text_tokens),
-        Kind("parallel", shape.parallel_layers, load.text_tokens, True),
+        Kind("joint", shape.joint_layers + shape.parallel_layers - beside, load.text_tokens),
+        Kind("parallel", beside, load.text_tokens, True),
         Kind("image", shape.image_layers, 0),
     )
     return [kind for kind in found if kind.layers]
@@ -158,7 +161,6 @@ class PlannedLayer:
 
     def run(self, strategy: Ulysses) -> None:
         times, kind, load = self._times, self._kind, self._case.load
-        beside = kind.parallel and self._case.shape.gated_mlp  # FLUX.2's MLP waits for no attention
 
         def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
             def project() -> Tensor:
@@ -173,10 +175,10 @@ class PlannedLayer:
         half = projected(times.project_qk / 2, LAUNCHES_QK // 2)
         qkv = LazyQKV(
             half, half, projected(times.project_v, LAUNCHES_V), load.image_tokens, kind.text_tokens,
-            self._case.shape.heads, meanwhile=rest if beside else nothing,
+            self._case.shape.heads, meanwhile=rest if kind.beside else nothing,
         )  # fmt: skip
         strategy.attend(qkv, Site(kind.name))
-        if not beside:
+        if not kind.beside:
             rest()
 
 

@@ -8,8 +8,8 @@ sent. Where they come from, the scores of V-Major, random ones stand in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class Pricing(TorchFunctionMode):
     def __init__(self, recorder: Recorder, device: Device) -> None:
         super().__init__()
         self._recorder, self._device = recorder, device
-        self._paused = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,12 +49,12 @@ class Pricing(TorchFunctionMode):
         if name in MAKERS:
             _keep_real(kwargs)
         out = func(*args, **kwargs)
-        if name not in FREE and not self._paused:
+        if name not in FREE and not (name == "__getitem__" and _slices(args[1])):
             inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
             changes = name == "__setitem__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
             if changes or not _is_view(inputs, outputs):
                 flops = 2.0 * outputs[0].numel() * args[0].shape[-1] if name in PRODUCTS else 0.0
-                self.charge(flops, _bytes(inputs) + (0 if changes else _bytes(outputs)))
+                self.charge(flops, bytes_of(inputs) + (0 if changes else bytes_of(outputs)))
         return out
 
     def charge(self, flops: float, moved_bytes: float) -> None:
@@ -66,21 +65,12 @@ class Pricing(TorchFunctionMode):
         """A part of the model that the plan knows the time of."""
         self._recorder.compute(of_model_s, launches)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is charged: a kernel's parts, which are charged as one."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def _attention(self, name: str, q_BHLD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> Any:
         """One fused kernel; whether the sums come with the output is in its name."""
         B, H, L, D = q_BHLD.shape
         out = q_BHLD.new_empty((B, L, H, v_BHSD.shape[-1])).transpose(1, 2)
         moved = [q_BHLD, k_BHSD, v_BHSD, out]
-        self.charge(2.0 * B * H * L * k_BHSD.shape[2] * (D + v_BHSD.shape[-1]), _bytes(moved))
+        self.charge(2.0 * B * H * L * k_BHSD.shape[2] * (D + v_BHSD.shape[-1]), bytes_of(moved))
         return out if name == "scaled_dot_product_attention" else (out, q_BHLD.new_empty(B, H, L, dtype=torch.float32))
 
 
@@ -95,36 +85,49 @@ class PricedKernels(Kernels):
         self._largest = threshold / stable if stable else 2 * threshold + 1.0
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
-        self._pricing.charge(0.0, _bytes(tensors_of(arguments)))
-        with self._pricing.paused():
+        with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
+            self._pricing.charge(0.0, bytes_of(arguments))
             if op == "l1_score":
                 shape = arguments[0].shape[:2]
                 return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)
-            if op == "select" or op == "qk_norm_rope":
+            if op in ("select", "qk_norm_rope"):
                 return getattr(TorchOps(), op)(*arguments)
         return None  # the others write into what they are given
 
 
+def bytes_of(value: Any) -> int:
+    """Of all tensors in nested sequences and mappings; chosen rows count as what is read and written of them."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(map(bytes_of, value))
+    if isinstance(value, Rows):
+        source = value.source_RHD
+        rows = math.prod(value.shape) * source.element_size()
+        return rows if value.reference_RHD is None else 2 * rows
+    return bytes_of(list(value.values())) if isinstance(value, dict) else 0
+
+
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in nested sequences and mappings, chosen rows as large as they are, each as it is read or written."""
+    """All tensors in nested sequences and mappings."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Rows):
-        rows = [value.source_RHD[:1].expand(len(value.index_K), *value.source_RHD.shape[1:])]
-        return rows if value.reference_RHD is None else rows * 2
     if isinstance(value, dict):
         value = list(value.values())
     return [found for one in value for found in tensors_of(one)] if isinstance(value, (list, tuple)) else []
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
 
 
 def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Whether a call has made no new numbers: it returned none, or others' memory."""
     known = {x.untyped_storage()._cdata for x in inputs}
     return all(x.untyped_storage()._cdata in known for x in outputs)
+
+
+def _slices(index: Any) -> bool:
+    """Whether an index takes slices, not chosen rows."""
+    return not isinstance(index, Tensor) and not (
+        isinstance(index, tuple) and any(isinstance(i, Tensor) for i in index)
+    )
 
 
 def _keep_real(settings: dict[str, Any]) -> None:
