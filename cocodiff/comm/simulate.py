@@ -20,7 +20,7 @@ from cocodiff.links import Network
 from cocodiff.topology import Machine
 from cocodiff.trace import Span
 
-SLACK = 1e-9  # seconds, and parts of the time that has passed: what ends so near to each other ends together
+SLACK_S, SLACK = 5e-8, 1e-4  # seconds, and parts of the time that has passed: what ends so near ends together
 
 
 class Latencies(NamedTuple):
@@ -109,7 +109,7 @@ class Simulation:
 
     def _move(self, moment: float) -> None:
         """On to the next moment at which something ends; what ends within the slack ends with it."""
-        slack = SLACK * min(1.0, moment)
+        slack = min(SLACK_S, SLACK * moment)
         through = self._fluid.advance(moment, slack)
         self._now = moment
         while self._events and self._events[0][0] <= moment + slack:

@@ -101,7 +101,9 @@ def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: fl
     for name in names:
         value = getattr(fit.constants, name)
         shown = f"{value:.4g} us" if name.endswith("_us") else f"{value:.3f} of the nominal rate"
-        lines.append(f"{name:<12} {shown:<28} {'fitted' if name in fit.fitted else 'left: nothing measured depends on it'}")
+        lines.append(
+            f"{name:<12} {shown:<28} {'fitted' if name in fit.fitted else 'left: nothing measured depends on it'}"
+        )
     lines.append(f"{'exchange':<14}{'MB':>8}{'part':>9}{'measured ms':>14}{'plan ms':>12}{'off by':>9}")
     for one, seconds in zip(measured, fit.predicted, strict=True):
         lines.append(

@@ -1,4 +1,4 @@
-"""Latencies and link efficiencies from measured all-to-alls: what the virtual machine needs to take as long as they did.
+"""Latencies and link efficiencies from measured all-to-alls: with what the virtual machine takes as long as they did.
 
 The exchanges are recorded once; a least-squares fit of the logarithms (Levenberg-Marquardt) varies the constants that
 they are simulated with. A constant that no measurement depends on stays as the machine file has it, and is said to.
@@ -28,7 +28,9 @@ from cocodiff.topology import Machine, Topology
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
 BEGIN = 0.05  # of the shortest measurement: where the search for a latency begins
-ROUNDS = 40
+ROUNDS = 12
+BLURRED_FIRST = ("message_us", "latency_us", "sibling", "nic", "plane")
+APART = 0.01  # the smallest singular value of derivatives of length one that still tells constants apart
 MOVES_NOTHING = 0.02  # a constant counts as determined where doubling it moves some measurement by more than this part
 
 
@@ -166,12 +168,24 @@ class Calibration:
 
             x = np.log([known[name] for name in chosen])
             x = levenberg_marquardt(errors, x) if chosen else x
-            moves = np.abs(jacobian(errors, x, errors(x), math.log(2.0))).max(axis=0) * math.log(2.0)
+            slope = jacobian(errors, x, errors(x), math.log(2.0))
+            moves = np.abs(slope).max(axis=0) * math.log(2.0)
             seen = [name for name, move in zip(chosen, moves, strict=True) if move > MOVES_NOTHING]
+            if seen == chosen and blurred(slope):  # a rate and a latency would explain the same: the rate does
+                seen = [name for name in chosen if name != next(n for n in BLURRED_FIRST if n in chosen)]
             if seen == chosen:
                 constants = put(x)
                 return Fit(constants, tuple(chosen), tuple(self.predict(constants)))
             chosen[:] = seen
+
+
+def blurred(slope: np.ndarray) -> bool:
+    """Whether the measurements cannot tell the constants apart, from their derivatives."""
+    measured, constants = slope.shape
+    if constants < 2 or measured < constants:
+        return constants > 1
+    lengths = np.linalg.norm(slope, axis=0)
+    return bool(np.linalg.svd(slope / lengths, compute_uv=False).min() < APART)
 
 
 def jacobian(
@@ -197,7 +211,7 @@ def levenberg_marquardt(errors: Callable[[np.ndarray], np.ndarray], x: np.ndarra
         if tried @ tried < at_x @ at_x:
             gained = at_x @ at_x - tried @ tried
             x, at_x, damping = x + step, tried, damping / 5
-            if gained < 1e-10 or np.abs(step).max() < 1e-7:
+            if gained < 1e-9 or np.abs(step).max() < 1e-4:
                 break
         else:
             damping *= 5

@@ -115,8 +115,9 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
                 case.config, case.topology, over, trace, kernels, lambda: Moment(0, step, case.steps)
             )  # fmt: skip
             layer = PlannedLayer(case, kind, layout, rank, pricing)
-            if isinstance(strategy, VMajor):  # its first call knows no reference: not what a step is like
+            if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
                 layer.run(strategy)
+                strategy.cards(layout)
             found = []
             transport.recorder.cut()
             for fraction in fractions:

@@ -125,9 +125,7 @@ def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
 
 def _slices(index: Any) -> bool:
     """Whether an index takes slices, not chosen rows."""
-    return not isinstance(index, Tensor) and not (
-        isinstance(index, tuple) and any(isinstance(i, Tensor) for i in index)
-    )
+    return not any(isinstance(part, Tensor) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _keep_real(settings: dict[str, Any]) -> None:

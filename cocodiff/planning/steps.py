@@ -28,7 +28,7 @@ class StepPlan:
 
     @property
     def communication_share(self) -> float:
-        return 1 - self.compute_s / self.step_s
+        return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
 class Recording:
