@@ -92,20 +92,23 @@ def schedule_of(config: Config) -> Schedule:
 class StepCounter:
     """Counts denoising steps and guidance branches from the timesteps that a transformer is called with.
 
-    A new timestep is a new step; further calls at one timestep are branches; a rise of the timestep is a new run.
+    A new timestep is a new step; further calls at one timestep are branches; a rise of the timestep is a new run, and
+    so is another schedule: the timesteps that a scheduler makes anew for every run.
     """
 
     def __init__(self) -> None:
         self.run, self.step, self.branch = -1, -1, 0
         self._timestep: float | None = None
+        self._schedule: object = None
 
-    def call(self, timestep: float) -> None:
-        if timestep == self._timestep:
+    def call(self, timestep: float, schedule: object = None) -> None:
+        same_run = schedule is self._schedule
+        if timestep == self._timestep and same_run:
             self.branch += 1
             return
-        if self._timestep is None or timestep > self._timestep:
+        if self._timestep is None or timestep > self._timestep or not same_run:
             self.run, self.step = self.run + 1, -1
-        self.step, self.branch, self._timestep = self.step + 1, 0, timestep
+        self.step, self.branch, self._timestep, self._schedule = self.step + 1, 0, timestep, schedule
 
 
 class RankShard:
@@ -208,7 +211,8 @@ class Engine:
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
         timestep = arguments.get("timestep")
         if isinstance(timestep, Tensor):
-            self.counter.call(float(timestep.flatten()[0]))
+            scheduler = getattr(self._pipe, "scheduler", None)
+            self.counter.call(float(timestep.flatten()[0]), getattr(scheduler, "timesteps", None))
         if isinstance(self.strategy, VMajor) and self.size > 1:
             self._check_memory(self.strategy, arguments["hidden_states"])
 

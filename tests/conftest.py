@@ -1,5 +1,6 @@
 """Makes the tests' helper modules importable from every folder of tests, and holds what many tests need."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run side by side, each worker keeps to a core of its own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture(scope="module")

@@ -230,6 +230,15 @@ def test_steps_branches_and_runs_are_counted_from_timesteps():
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0)]
 
 
+def test_runs_of_one_step_are_told_apart_by_their_schedules():
+    counter, seen = StepCounter(), []
+    for schedule in (object(), object()):
+        for _ in range(2):
+            counter.call(900.0, schedule)
+            seen.append((counter.run, counter.step, counter.branch))
+    assert seen == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+
+
 def test_the_engine_counts_a_models_calls(alone):
     model, inputs = sd3_transformer(3), sd3_inputs(2, 2, 3, 2)
     with torch.no_grad(), parallelize(model, transport=alone) as engine:

@@ -3,6 +3,8 @@
 import pytest
 from launching import TESTS, assert_succeeded, mpiexec
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(("ranks", "machine"), [(2, "local"), (4, "local"), (5, "local"), (12, "aurora")])
 def test_mpi_and_gloo_equal_one_process(ranks, machine):

@@ -10,7 +10,10 @@ import venv
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tifffile
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.one_peer import SerialTransport
+from cocodiff.commands import oneccl
 from cocodiff.commands.bench_common import (
     Benchmark,
     Values,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
 OURS = ("flat", "tapa", "split", "auto")
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto")
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto")
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -73,16 +74,20 @@ def wanted(values: Values) -> list[str]:
     """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    allowed = [name for name in VARIANTS if name != "mpi" or detect().kind == "mpi"]
-    if values["transport"] != "gloo":
-        allowed.remove("gloo")
+    remedies = {
+        "mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec",
+        "oneccl": f"start the ranks with MPI, and name oneCCL's libraries in {oneccl.FOLDER} (launch/oneccl)",
+        "gloo": "use gloo",
+    }
+    under_mpi = detect().kind == "mpi"
+    can = {"mpi": under_mpi, "oneccl": under_mpi and oneccl.available(), "gloo": values["transport"] == "gloo"}
+    allowed = [name for name in VARIANTS if can.get(name, True)]
     names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
         if name not in allowed:
-            how = "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec" if name == "mpi" else "use gloo"
-            raise UserError(f"--variants {name} on transport {values['transport']}: {how}")
+            raise UserError(f"--variants {name} on transport {values['transport']}: {remedies[name]}")
     return names
 
 
@@ -174,7 +179,7 @@ def makers(
 ) -> dict[str, Callable[[], Variant]]:
     """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
-    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall}
+    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}
     return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
 
 
@@ -222,6 +227,18 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
     def run(blocks: Blocks) -> Tensor:
         world.Alltoall(blocks.packed.numpy(), blocks.received.numpy())
+        return blocks.received
+
+    return run
+
+
+def oneccl_alltoall(_transport: Any) -> Variant:
+    from cocodiff.comm.mpi import initialised_mpi
+
+    exchange = oneccl.alltoall(initialised_mpi().COMM_WORLD)
+
+    def run(blocks: Blocks) -> Tensor:
+        exchange(blocks.packed.data_ptr(), blocks.received.data_ptr(), blocks.packed[0].numel())
         return blocks.received
 
     return run

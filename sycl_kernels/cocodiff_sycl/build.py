@@ -18,6 +18,7 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 
 __all__ = ["Unavailable", "cache_folder", "host_library", "kernel_options", "kernel_source", "lock"]
 HERE = Path(__file__).parent
+HOST = ("host.cpp", "moves.hpp")
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300
@@ -39,7 +40,8 @@ def cache_folder(runtime: Runtime) -> Path:
     top = os.environ.get("COCODIFF_CACHE")
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     content = hashlib.sha256()
-    for text in (kernel_source(0), (HERE / "host.cpp").read_text(), *COMPILE_OPTIONS, runtime.version):
+    host = [(HERE / name).read_text() for name in HOST]
+    for text in (kernel_source(0), *host, *COMPILE_OPTIONS, runtime.version):
         content.update(text.encode() + b"\0")
     return (Path(top) if top else user / "cocodiff") / f"sycl-{content.hexdigest()[:16]}"
 
@@ -71,7 +73,7 @@ def _compile(runtime: Runtime, target: Path) -> None:
     fresh = target.with_suffix(f".{os.getpid()}")
     where = runtime.library.parent
     command = [
-        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / "host.cpp"), "-o", str(fresh),
+        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / HOST[0]), "-o", str(fresh),
         str(runtime.library), f"-Wl,-rpath,{where}",
     ]  # fmt: skip
     try:

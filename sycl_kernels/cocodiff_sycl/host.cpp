@@ -20,6 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "moves.hpp"
+
 namespace syclexp = sycl::ext::oneapi::experimental;
 using Bundle = sycl::kernel_bundle<sycl::bundle_state::executable>;
 
@@ -184,5 +186,24 @@ int cocodiff_launch(void *device, void *queue, void *kernel, size_t global, size
     if (flags & 1) done.wait_and_throw();
     return 0;
   });
+}
+
+// Moves pieces in one launch. how: whether to look at indices, lanes, chunk bytes, cores (see MoveTable), lanes' groups
+// of a work-group, flags of a launch. kernels: of units of 16, 4 and 2 bytes. Returns 2 for a mistake in the pieces.
+int cocodiff_move(void *device, void *queue, void *const *kernels, const char *op, const void *pieces, size_t count,
+                  int64_t itemsize, const int64_t *how) {
+  try {
+    const int64_t lanes = how[1], packed = how[4];
+    MoveTable table(op, static_cast<const Piece *>(pieces), count, itemsize, how[0] != 0, lanes, how[2], how[3]);
+    if (table.moves.empty()) return 0;
+    const int64_t arguments[] = {0, int64_t(table.moves.size()), table.chunks, table.chunk};
+    void *kernel = kernels[table.unit == 16 ? 0 : table.unit == 4 ? 1 : 2];
+    const int64_t groups = (table.chunks + packed - 1) / packed;
+    return cocodiff_launch(device, queue, kernel, groups * packed * lanes, packed * lanes, arguments, sizeof arguments,
+                           table.moves.data(), table.moves.size() * sizeof(Move), int(how[5]));
+  } catch (const std::exception &error) {
+    last_error = error.what();
+    return 2;
+  }
 }
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
+from array import array
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
@@ -14,6 +14,7 @@ from cocodiff_sycl.find import Runtime, Unavailable
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
+_HOW = c_int64 * 6
 
 
 class Library:
@@ -40,6 +41,7 @@ class Library:
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
         self._kernels: dict[str, c_void_p] = {}
+        self._moving: ctypes.Array[c_void_p] | None = None
         # torch's CPU operations are done when they return; on a GPU the queue keeps the order.
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
@@ -71,20 +73,42 @@ class Library:
             raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._error())}")
         return module
 
-    def launch(self, kernel: str, groups: int, group_size: int, values: Sequence[int],
-               table: bytes | None = None, queue: int | None = None) -> None:  # fmt: skip
+    def launch(
+        self, kernel: str, groups: int, group_size: int, values: Sequence[int], queue: int | None = None
+    ) -> None:
         """Starts a kernel, and waits for it on a CPU.
 
-        values: the members of the kernel's struct, 8 bytes each. table: what the kernel reads through the first one,
-        which is then set by the launch. queue: as of `__init__`, the one to use now.
+        values: the members of the kernel's struct, 8 bytes each. queue: as of `__init__`, the one to use now.
         """
         handle = self._kernels.get(kernel) or self._kernel(kernel)
-        packed = struct.pack(f"{len(values)}q", *values)
+        packed = array("q", values).tobytes()
         if self._c.cocodiff_launch(
-            self._device, queue, handle, groups * group_size, group_size, packed, len(packed), table,
-            0 if table is None else len(table), self._flags,
-        ):  # fmt: skip
+            self._device, queue, handle, groups * group_size, group_size, packed, len(packed), None, 0, self._flags
+        ):
             raise RuntimeError(f"SYCL kernel {kernel} failed on {self.device_name}: {self._error()}")
+
+    def move(self, op: str, pieces: bytes, count: int, itemsize: int, look: bool, chunk_bytes: int, packed: int,
+             queue: int | None = None) -> None:  # fmt: skip
+        """Moves pieces (struct Piece of moves.hpp) in one launch. Raises ValueError for a mistake in them.
+
+        look: whether their indices are checked. chunk_bytes: what a group of lanes moves, at most; on a CPU less where
+        there are cores to share the work. packed: groups of lanes in a work-group.
+        """
+        units = self.compute_units if self.is_cpu else 0
+        how = _HOW(look, self.lanes, chunk_bytes, units, packed, self._flags)
+        code = self._c.cocodiff_move(
+            self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, ctypes.byref(how)
+        )
+        if code == 2:
+            raise ValueError(self._error())
+        if code:
+            raise RuntimeError(f"SYCL kernel of {op} failed on {self.device_name}: {self._error()}")
+
+    def _movers(self) -> ctypes.Array[c_void_p]:
+        """The kernels that move in units of 16, 4 and 2 bytes."""
+        if self._moving is None:
+            self._moving = (c_void_p * 3)(*(self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)))
+        return self._moving
 
     def _kernel(self, name: str) -> c_void_p:
         handle = c_void_p(self._c.cocodiff_kernel(self._module, name.encode()))
@@ -124,6 +148,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_void_p,) * 3 + (c_size_t,) * 2 + (c_char_p, c_size_t) * 2 + (c_int,)),
+        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_void_p)),
     ):
         function = getattr(c, f"cocodiff_{name}")
         function.restype, function.argtypes = result, arguments

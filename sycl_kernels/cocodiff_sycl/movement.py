@@ -1,11 +1,12 @@
-"""The table of a movement launch: what goes where, an entry for each piece (struct Move of kernels/movement.cpp).
+"""The pieces of a movement launch as numbers: what is moved from where to where. The C library makes the launch's table
+of them and looks at indices (moves.hpp).
 
-An entry costs Python a few microseconds, so what is asked of every piece is asked here in one place, and plainly.
+A piece costs Python a few microseconds, so what is asked of every one is asked here in one place, and plainly.
 """
 
 from __future__ import annotations
 
-import struct
+from array import array
 
 import torch
 from torch import Tensor
@@ -13,57 +14,54 @@ from torch import Tensor
 from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap
 from cocodiff_sycl.rows import Rows
 
-ENTRY = struct.Struct("20q")
-MAX_RUNS = 2**32 - 1
-EVERY_ROW = 2**62  # rows of one outer row where there is only one
 Four = tuple[int, int, int, int]
+NOWHERE: Four = (0, 0, 0, 0)
 
 
 class Moves:
-    """Pieces of one launch, all of one device and dtype. Adding checks them; `entries` makes the table."""
+    """Pieces of one launch, all of one device and dtype. Adding checks them."""
 
     def __init__(self, op: str, device: torch.device, dtype: torch.dtype, look: bool) -> None:
-        """look: whether the numbers of indices are read and checked, which makes a GPU wait."""
+        """look: whether the numbers of indices are read and checked here, for memory that the C library cannot read."""
         check_like(op, device, dtype)
         self.op, self.device, self.dtype, self._look = op, device, dtype, look
-        self._itemsize = dtype.itemsize
-        self._seen: set[tuple[int, int]] = set()  # indices that were looked at
-        self._pieces: list[tuple[int, ...]] = []
-        self._addresses = 0  # all addresses, strides and run lengths or-ed: what is common to them is the unit
-        self.bytes = 0  # what is moved, counted once
+        self.itemsize = dtype.itemsize
+        self.numbers: list[int] = []  # struct Piece of moves.hpp, one after the other
+        self.count = 0
 
-    def pack(self, piece: Tensor | Rows, buffer: Tensor, start: int) -> int:
-        """Adds a piece that goes to a contiguous buffer from number `start` on. Returns where it ends."""
-        sizes = self._sizes(piece)
-        outer, rows, heads, numbers = sizes
+    def pieces(self) -> bytes:
+        return array("q", self.numbers).tobytes()
+
+    def pack(self, piece: Tensor | Rows, address: int, start: int, room: int) -> int:
+        """Adds a piece that goes to a contiguous buffer of `room` numbers from number `start` on. Returns its end."""
+        outer, rows, heads, numbers = sizes = self._sizes(piece)
         row = heads * numbers
         end = start + outer * rows * row
-        if end > buffer.numel():
-            raise ValueError(f"{self.op}: {end} numbers and more for a buffer of {buffer.numel()}")
-        self._add(piece, sizes, buffer.data_ptr() + start * self._itemsize, (rows * row, row, numbers, 1))
+        if end > room:
+            raise ValueError(f"{self.op}: {end} numbers and more for a buffer of {room}")
+        self._add(piece, sizes, address + start * self.itemsize, (rows * row, row, numbers, 1))
         return end
 
     def place(self, piece: Tensor | Rows, target: Tensor) -> None:
         """Adds a piece that goes to a slice of its own shape."""
         self._check(target, "a target")
-        check_no_overlap(self.op, "a target", target)
-        sizes = self._sizes(piece)
-        if tuple(target.shape) != sizes[4 - target.dim() :] or target.dim() != len(piece.shape):
+        strides = target.stride()
+        if 0 in strides:
+            check_no_overlap(self.op, "a target", target)
+        if target.shape != piece.shape:
             raise ValueError(f"{self.op}: a piece of {list(piece.shape)} for a target of {list(target.shape)}")
-        self._add(piece, sizes, target.data_ptr(), _padded(target.stride(), 0))
+        self._add(piece, self._sizes(piece), target.data_ptr(), _padded(strides, 0))
 
     def scatter(self, rows_KHD: Tensor, cache_RHD: Tensor, index_K: Tensor) -> None:
         """Adds rows that go to rows index_K of a cache."""
         self._check(cache_RHD, "a cache")
         check_no_overlap(self.op, "a cache", cache_RHD)
-        wanted = (len(index_K), *cache_RHD.shape[1:])
-        if cache_RHD.dim() != 3 or tuple(rows_KHD.shape) != wanted:
-            raise ValueError(
-                f"{self.op}: rows of {list(rows_KHD.shape)} for {len(index_K)} places in {list(cache_RHD.shape)}"
-            )
-        self._index(index_K, len(cache_RHD))
-        sizes = self._sizes(rows_KHD)
-        self._add(rows_KHD, sizes, cache_RHD.data_ptr(), _padded(cache_RHD.stride(), 0), index_K.data_ptr())
+        rows, count = cache_RHD.shape[0], index_K.shape[0]
+        if cache_RHD.dim() != 3 or rows_KHD.shape != (count, *cache_RHD.shape[1:]):
+            raise ValueError(f"{self.op}: rows of {list(rows_KHD.shape)} for {count} places in {list(cache_RHD.shape)}")
+        self._index(index_K, rows)
+        to = _padded(cache_RHD.stride(), 0)
+        self._add(rows_KHD, self._sizes(rows_KHD), cache_RHD.data_ptr(), to, index_K.data_ptr(), rows)
 
     def _sizes(self, piece: Tensor | Rows) -> Four:
         shape = piece.shape
@@ -74,56 +72,38 @@ class Moves:
     def _check(self, x: Tensor, what: str) -> None:
         if x.dtype is not self.dtype or x.device != self.device:
             check_like(self.op, self.device, self.dtype, **{what.replace(" ", "_"): x})
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x.stride(-1) != 1:
             check_last_stride(self.op, what, x)
 
     def _index(self, index: Tensor, rows: int, least: int = 0) -> None:
-        key = (index.data_ptr(), rows)
-        if key not in self._seen:
+        if self._look or index.dtype is not torch.int64 or index.dim() != 1 or index.device != self.device:
             check_index(self.op, index, self.device, rows, self._look, least)
-            self._seen.add(key)
+        elif index.stride(0) != 1:
+            check_index(self.op, index, self.device, rows, False)
 
-    def _add(self, piece: Tensor | Rows, sizes: Four, target: int, to: Four, target_index: int = 0) -> None:
+    def _add(
+        self, piece: Tensor | Rows, sizes: Four, target: int, to: Four, target_index: int = 0, target_rows: int = 0
+    ) -> None:
         """Notes a piece of so many numbers that goes to an address, with these strides."""
-        reference = source_index = reference_index = 0
-        kept: Four = (0, 0, 0, 0)
+        self.count += 1
         if isinstance(piece, Tensor):
             self._check(piece, "a piece")
-            source, by = piece.data_ptr(), _padded(piece.stride(), 0)
-        else:
-            tensor = piece.source_RHD
-            self._check(tensor, "a source")
-            self._index(piece.index_K, len(tensor))
-            source, by, source_index = tensor.data_ptr(), _padded(tensor.stride(), 0), piece.index_K.data_ptr()
-            if piece.reference_RHD is not None:
-                reference, kept, reference_index = self._reference(piece, piece.reference_RHD)
-        outer, rows, heads, numbers = sizes
-        count = outer * rows
-        if not count * heads * numbers:
+            self.numbers += (piece.data_ptr(), target, 0, 0, target_index, 0, 0, target_rows, 0)
+            self.numbers += (*sizes, *_padded(piece.stride(), 0), *to, *NOWHERE)
             return
-        if heads == 1 or (by[2] == numbers == to[2] and kept[2] in (0, numbers)):
-            numbers, heads = heads * numbers, 1
-        if count * heads > MAX_RUNS:
-            raise ValueError(f"{self.op}: {count * heads} runs in one piece: at most {MAX_RUNS}")
-        size = self._itemsize
-        indexed = source_index or target_index
-        inner = EVERY_ROW if indexed or outer == 1 else rows
-        run, first, second = numbers * size, by[1] * size, to[1] * size
-        addresses = source | target | reference | run | first | second | kept[1] * size
-        if inner == rows:
-            addresses |= (by[0] | to[0]) * size
-        if heads > 1:
-            addresses |= (by[2] | to[2] | kept[2]) * size
-        self._addresses |= addresses
-        self.bytes += run * count * heads
-        self._pieces.append(
-            (source, target, reference, source_index, target_index, reference_index, inner, by[0] * size, first,
-             by[2] * size, to[0] * size, second, to[2] * size, kept[1] * size, kept[2] * size, heads, run,
-             count * heads)
-        )  # fmt: skip
+        source, index = piece.source_RHD, piece.index_K
+        self._check(source, "a source")
+        self._index(index, source.shape[0])
+        reference = reference_index = reference_rows = 0
+        kept = NOWHERE
+        if piece.reference_RHD is not None:
+            reference, kept, reference_index, reference_rows = self._reference(piece, piece.reference_RHD)
+        self.numbers += (source.data_ptr(), target, reference, index.data_ptr(), target_index, reference_index)
+        self.numbers += (source.shape[0], target_rows, reference_rows)
+        self.numbers += (*sizes, *_padded(source.stride(), 0), *to, *kept)
 
-    def _reference(self, rows: Rows, kept: Tensor) -> tuple[int, Four, int]:
-        """Address, strides and index of the place where chosen rows are written as well."""
+    def _reference(self, rows: Rows, kept: Tensor) -> tuple[int, Four, int, int]:
+        """Address, strides, index and rows of the place where chosen rows are written as well."""
         self._check(kept, "a reference")
         check_no_overlap(self.op, "a reference", kept)
         index = rows.reference_index_K
@@ -133,28 +113,9 @@ class Moves:
                 f"{list(rows.source_RHD.shape[1:])}"
             )
         self._index(index, len(kept), least=-1)
-        return kept.data_ptr(), _padded(kept.stride(), 0), index.data_ptr()
-
-    @property
-    def unit(self) -> int:
-        """The bytes that all addresses and runs are whole numbers of: 16, 4 or 2."""
-        return next(unit for unit in (16, 4, 2) if not self._addresses & (unit - 1))
-
-    def entries(self, lanes: int, chunk_bytes: int) -> tuple[bytes, int, int, int]:
-        """The table, its entries, the chunks of all, and the accesses of a chunk."""
-        unit = self.unit
-        block = 64 if unit > 2 else 32
-        chunk = max(lanes, chunk_bytes // block)
-        table, first = [], 0
-        for *start, run, count in self._pieces:
-            blocks = run // block
-            accesses = blocks + (run - blocks * block) // unit
-            total = accesses * count
-            table.append(ENTRY.pack(*start, blocks, accesses, first, total))
-            first += -(-total // chunk)
-        return b"".join(table), len(table), first, chunk
+        return kept.data_ptr(), _padded(kept.stride(), 0), index.data_ptr(), len(kept)
 
 
 def _padded(of: tuple[int, ...], missing: int) -> Four:
     """Sizes or strides as those of four dimensions, with new ones in front."""
-    return ((missing,) * (4 - len(of)) + tuple(of)) if len(of) < 4 else tuple(of)  # type: ignore[return-value]
+    return (*(missing,) * (4 - len(of)), *of) if len(of) < 4 else tuple(of)  # type: ignore[return-value]

@@ -10,14 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.checks import (
-    DTYPES,
-    check_dims,
-    check_last_stride,
-    check_like,
-    check_no_overlap,
-    check_shape,
-)
+from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_like, check_no_overlap, check_rows
 from cocodiff_sycl.library import Library
 from cocodiff_sycl.movement import Moves
 from cocodiff_sycl.rows import Rows
@@ -65,6 +58,7 @@ class SyclOps:
     ):
         self.library, self.device, self._queue = library, device, queue
         self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
+        self._packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
 
     # Movement -------------------------------------------------------------------------------------------------------
 
@@ -81,9 +75,9 @@ class SyclOps:
             if buffer.dim() != 1 or not buffer.is_contiguous():
                 raise ValueError(f"{op}: a buffer must be contiguous and of one dimension, not {list(buffer.shape)}")
             check_like(op, self.device, moves.dtype, buffer=buffer)
-            start = 0
+            address, start, room = buffer.data_ptr(), 0, buffer.numel()
             for piece in pieces:
-                start = moves.pack(piece, buffer, start)
+                start = moves.pack(piece, address, start, room)
         self._move(moves)
 
     def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
@@ -103,30 +97,24 @@ class SyclOps:
         self._move(moves)
 
     def _moves(self, op: str, like: Tensor) -> Moves:
-        return Moves(op, self.device, like.dtype, self.look)
+        return Moves(op, self.device, like.dtype, self.look and not self.library.is_cpu)
 
     def _move(self, moves: Moves) -> None:
         library = self.library
-        chunk_bytes = CHUNK_BYTES[library.is_cpu]
-        if library.is_cpu:  # a few chunks for each core
-            chunk_bytes = min(chunk_bytes, max(4096, moves.bytes // (4 * library.compute_units)))
-        table, entries, chunks, chunk = moves.entries(library.lanes, chunk_bytes)
-        if entries:
-            self._launch(f"move_rows_{moves.unit}", chunks, (0, entries, chunks, chunk), table)
+        library.move(
+            moves.op, moves.pieces(), moves.count, moves.itemsize, self.look and library.is_cpu,
+            CHUNK_BYTES[library.is_cpu], self._packed, self._queue(),
+        )  # fmt: skip
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         check_dims("l1_score", "v", v_BLHD, 4)
-        check_like("l1_score", self.device, v_BLHD.dtype, v=v_BLHD, reference=reference_BLHD)
-        B, L, H, D = v_BLHD.shape
-        check_shape("l1_score", "reference", reference_BLHD, (B, L, H, D))
-        for name, x in (("v", v_BLHD), ("reference", reference_BLHD)):
-            check_last_stride("l1_score", name, x)
+        B, L, H, D = shape = v_BLHD.shape
+        check_rows("l1_score", self.device, v_BLHD.dtype, shape, v=v_BLHD, reference=reference_BLHD)
         if renew:
             check_no_overlap("l1_score", "reference", reference_BLHD)
-        out = v_BLHD.new_empty((2, B, L), dtype=torch.float32)
-        change_BL, norm_BL = out[0], out[1]
+        change_BL, norm_BL = (torch.empty((B, L), dtype=torch.float32, device=self.device) for _ in range(2))
         if not H * D:
             return change_BL.zero_(), norm_BL.zero_()
         if B * L:
@@ -155,7 +143,7 @@ class SyclOps:
             scratch = torch.empty(B, 258, dtype=torch.int64, device=self.device)
             values = (score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr(), score_BN.stride(0), N, k)
             items = 1 if self.library.lanes == 1 else SELECT_ITEMS
-            self.library.launch("select_largest", B, items, values, None, self._queue())
+            self.library.launch("select_largest", B, items, values, self._queue())
         return chosen_BK
 
     def qk_norm_rope(
@@ -165,26 +153,23 @@ class SyclOps:
         if layout not in LAYOUTS:
             raise ValueError(f"{op}: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
         check_dims(op, "x", x_BLHD, 4)
-        check_like(op, self.device, x_BLHD.dtype, x=x_BLHD)
-        check_last_stride(op, "x", x_BLHD)
-        B, L, H, D = x_BLHD.shape
+        B, L, H, D = shape = x_BLHD.shape
+        check_rows(op, self.device, x_BLHD.dtype, shape, x=x_BLHD)
         if D % 2:
             raise ValueError(f"{op}: heads of {D} numbers have no pairs to rotate: give an even number")
         if weight_D is not None:
-            check_like(op, self.device, x_BLHD.dtype, weight=weight_D)
-            check_shape(op, "weight", weight_D, (D,))
+            check_rows(op, self.device, x_BLHD.dtype, (D,), weight=weight_D)
         tables = [torch.view_as_real(rotary[0]).flatten(-2)] if layout == "complex" else list(rotary)
         if len(tables) != {"complex": 1, "none": 0}.get(layout, 2):
             raise ValueError(f"{op}: {len(tables)} rotary tables for layout {layout}")
         for table_LD in tables:
-            check_like(op, self.device, torch.float32, rotary=table_LD)
-            check_shape(op, "rotary", table_LD, (L, D))
+            check_rows(op, self.device, torch.float32, (L, D), rotary=table_LD)
             if not table_LD.is_contiguous():
                 raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table_LD.stride()}")
-        out_BLHD = x_BLHD.new_empty((B, L, H, D))
+        out_BLHD = torch.empty(shape, dtype=x_BLHD.dtype, device=self.device)
         if out_BLHD.numel():
             each = self._rows_each(B * L * H, D * x_BLHD.element_size())
-            weight = 0 if weight_D is None else weight_D.contiguous().data_ptr()
+            weight = 0 if weight_D is None else weight_D.data_ptr()
             addresses = [table_LD.data_ptr() for table_LD in tables]
             cosine, sine = (*addresses, 0, 0)[:2]
             bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
@@ -198,15 +183,11 @@ class SyclOps:
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
-        check_like(op, self.device, out_BLHD.dtype, out=out_BLHD, part=part_BLHD)
-        check_like(op, self.device, torch.float32, lse=lse_BLH, part_lse=part_lse_BLH)
-        B, L, H, D = out_BLHD.shape
-        check_shape(op, "part", part_BLHD, (B, L, H, D))
+        B, L, H, D = shape = out_BLHD.shape
+        check_rows(op, self.device, out_BLHD.dtype, shape, out=out_BLHD, part=part_BLHD)
+        check_rows(op, self.device, torch.float32, shape[:3], lse=lse_BLH, part_lse=part_lse_BLH)
         check_no_overlap(op, "out", out_BLHD)
-        for name, x in (("out", out_BLHD), ("part", part_BLHD)):
-            check_last_stride(op, name, x)
         for name, lse in (("lse", lse_BLH), ("part_lse", part_lse_BLH)):
-            check_shape(op, name, lse, (B, L, H))
             if not lse.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, not of strides {lse.stride()}")
         if B * L * H:
@@ -226,8 +207,7 @@ class SyclOps:
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * self.library.compute_units)))
 
-    def _launch(self, kernel: str, groups: int, values: Sequence[int], table: bytes | None = None) -> None:
+    def _launch(self, kernel: str, groups: int, values: Sequence[int]) -> None:
         """groups: of LANES work-items, as many as there is work for; kernels know where it ends."""
         lanes = self.library.lanes
-        packed = 1 if lanes == 1 else GROUPS_OF_ROWS
-        self.library.launch(kernel, -(-groups // packed), packed * lanes, values, table, self._queue())
+        self.library.launch(kernel, -(-groups // self._packed), self._packed * lanes, values, self._queue())

@@ -18,6 +18,8 @@ import pytest
 from cocodiff.comm.health import Alone, Watch, describe_difference
 from cocodiff.errors import PeerLost, UserError
 
+pytestmark = pytest.mark.processes
+
 KEY = "a word of this run"
 PROGRAM = Path(__file__).with_name("health_rank.py")
 Open = Callable[[], Watch]

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from contract import SIZE, contract
 from launching import assert_succeeded, mpiexec, python
 
 from cocodiff.comm.loopback import run_ranks
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = Path(__file__).with_name("contract.py")
 

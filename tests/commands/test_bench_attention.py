@@ -17,6 +17,8 @@ from cocodiff.commands.bench_common import interleave, rows
 from cocodiff.config import ORDERS, load_machine
 from cocodiff.topology import Topology
 
+pytestmark = pytest.mark.processes
+
 TINY = {"image-tokens": 9, "text-tokens": 4, "heads": 3, "head-dim": 8, "repeats": 2}
 WORDS = ["bench", "attention", *(str(word) for name, value in TINY.items() for word in (f"--{name}", value)), "--quiet"]
 

@@ -14,6 +14,8 @@ from cocodiff.commands import bench_peers
 from cocodiff.commands.options import parse
 from cocodiff.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 TINY = ("--side", "6", "--text", "5", "--heads", "4", "--double", "1", "--single", "1", "--repeats", "2")
 
 

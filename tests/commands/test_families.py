@@ -28,6 +28,8 @@ from cocodiff.config import Config
 from cocodiff.engine import open_transport
 from cocodiff.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 NAMES = list(tiny_pipelines.PIPELINES)
 IMAGE_YX = np.random.default_rng(0).random((48, 40), dtype=np.float32)

@@ -14,6 +14,8 @@ import psutil
 import pytest
 import tifffile
 
+pytestmark = pytest.mark.processes
+
 RANKS = 3
 TIMEOUT_S = 5.0
 ENDLESS = 100_000  # steps that no test waits for

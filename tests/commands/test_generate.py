@@ -21,6 +21,8 @@ from cocodiff.cli import main
 from cocodiff.commands.families import GENERATE, family_of
 from cocodiff.commands.prompts import no_prompt
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 FAMILIES = {name: build for name, build in tiny_pipelines.PIPELINES.items() if name != "fill"}
 FAMILIES["flux2"] = lambda: tiny_pipelines.flux2_pipeline(klein=False)

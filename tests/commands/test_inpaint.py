@@ -22,6 +22,8 @@ from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli import main
 
+pytestmark = pytest.mark.processes
+
 LINKS = ["sibling", "plane", "node", "cross_plane"]
 Restore = Callable[..., Path]
 

@@ -11,6 +11,8 @@ import tifffile
 from launching import mpiexec, run
 from tiny_models import sd3_inpaint_pipeline
 
+pytestmark = pytest.mark.processes
+
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 RANKS = 3
 

@@ -22,6 +22,8 @@ from cocodiff.commands.sweep_points import read_grid
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 SWEEP = {
     "base": {"exchange": "flat", "selection": "v_major", "sync_interval": 0},
     "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},

@@ -13,6 +13,8 @@ from cocodiff import demo_model
 from cocodiff.demo_model import evaluate, slices, train
 from cocodiff.demo_model.masks import center_mask
 
+pytestmark = pytest.mark.processes
+
 
 def test_checkpoint_is_small_and_float16() -> None:
     file = demo_model.WEIGHTS / "diffusion_pytorch_model.safetensors"
