@@ -20,7 +20,7 @@ from cocodiff.links import Network
 from cocodiff.topology import Machine
 from cocodiff.trace import Span
 
-SLACK_S, SLACK = 5e-8, 1e-4  # seconds, and parts of the time that has passed: what ends so near ends together
+SLACK_S, SLACK = 5e-7, 2e-4  # seconds, and parts of the time that has passed: what ends so near ends together
 
 
 class Latencies(NamedTuple):
