@@ -125,6 +125,6 @@ def lane_stream(device: torch.device) -> Iterator[None]:
 
 def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
     """Tells the allocator that the current stream uses a tensor made on another one, so that its memory is kept."""
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
     return tensor

@@ -8,6 +8,7 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Ranks, Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
@@ -66,6 +67,36 @@ def open_transport(config: Config, launch: Launch | None = None, settings: dict[
     device = rank_device(config.device, launch.local_rank)
     alike = {name: str(value) for name, value in vars(config).items()}
     return connect(launch, config.transport, device, alike | (settings or {}), config.timeout_s)
+
+
+def build_strategy(
+    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment]
+) -> Ulysses:
+    """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
+    group, with a ring where there are several groups. now: where denoising stands."""
+    order, exchange, ring = ORDERS[config.order], None, None
+    group, slot = mesh.seat(transport.rank)
+    topology, members = mesh.parts[group], Part(transport, mesh.groups[group])
+    chunked = chunking(config, mesh.topology)
+    if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+        sequences = [sequence_of(part, slot, chunked.chunks) for part in mesh.parts]
+        ring = Ring(mesh, transport, trace, kernels, sequences=sequences)
+    if mesh.ulysses > 1:
+        table = exchange_table(config, mesh.topology)
+        exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
+    if config.selection == "full":
+        return Ulysses(topology, exchange, trace, order, ring=ring)
+    return VMajor(
+        topology, exchange, trace, order, transport=members, schedule=schedule_of(config), scoring=config.scoring,
+        reference=config.reference, now=now, ring=ring,
+    )  # fmt: skip
+
+
+def schedule_of(config: Config) -> Schedule:
+    """V-Major's schedule by the settings."""
+    return Schedule(
+        config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
+    )  # fmt: skip
 
 
 class StepCounter:
@@ -146,36 +177,13 @@ class Engine:
         self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
         self._sized: set[Load] = set()
-        self.mesh = mesh_of(config, self.topology, self.model)
+        kernels = Kernels(config.kernels, self.trace.note_kernel)
+        shape: Any = self.model.config
+        self.mesh = mesh_of(config, self.topology, Work(shape.num_attention_heads, shape.attention_head_dim))
         if self.size > 1:
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = self._strategy()
-
-    def _strategy(self) -> Ulysses:
-        """This rank's attention: Ulysses among the ranks of its group, with a ring where there are several groups."""
-        config, order, mesh = self.config, ORDERS[self.config.order], self.mesh
-        kernels, exchange, ring = Kernels(config.kernels, self.trace.note_kernel), None, None
-        group, slot = mesh.seat(self.rank)
-        topology, members = mesh.parts[group], Part(self.transport, mesh.groups[group])
-        chunked = chunking(config, self.topology)
-        if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
-            sequences = [sequence_of(part, slot, chunked.chunks) for part in mesh.parts]
-            ring = Ring(mesh, self.transport, self.trace, kernels, sequences=sequences)
-        if mesh.ulysses > 1:
-            exchange = Exchange(
-                config.exchange, topology, members, self.trace, exchange_table(config, self.topology),
-                config.nic_balance, kernels, chunked,
-            )  # fmt: skip
-        if config.selection == "full":
-            return Ulysses(topology, exchange, self.trace, order, ring=ring)
-        schedule = Schedule(
-            config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
-        )
-        return VMajor(
-            topology, exchange, self.trace, order, transport=members, schedule=schedule, scoring=config.scoring,
-            reference=config.reference, now=self._moment, ring=ring,
-        )  # fmt: skip
+        self.strategy = build_strategy(config, self.mesh, self.transport, self.trace, kernels, self._moment)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -284,11 +292,10 @@ class Engine:
             self.strategy.drift.clear()
 
 
-def mesh_of(config: Config, topology: Topology, model: Any) -> Mesh:
-    """The mesh of Ulysses and Ring that the settings ask for, for a transformer.
+def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    work = Work(model.config.num_attention_heads, model.config.attention_head_dim)
     return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
 
 

@@ -260,9 +260,11 @@ def node_memory(of_ranks: list[RankMemory], on_cpu: bool) -> RankMemory:
     return replace(whole, weights=of_ranks[0].weights, libraries=LIBRARIES * len(of_ranks))
 
 
-def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int) -> int:
+def largest_batch(
+    shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None
+) -> int:  # fmt: skip
     """The most images that fit into `memory` bytes on every rank; 0 where one is too many. load.batch plays no part."""
-    of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image))
+    of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image), mesh)
     return max(0, min((memory - need.weights) // (need.total - need.weights) for need in of_one))
 
 

@@ -22,6 +22,8 @@ class Links:
     """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node.
 
     nic_of: the NIC of every tile of a node; default: in turns.
+    latency_us: of a message, before its first byte; message_us: between two messages that a rank starts. Plans count
+    them.
     """
 
     sibling_gb_s: float = 10.0
@@ -29,6 +31,8 @@ class Links:
     nic_gb_s: float = 10.0
     nics: int = 1
     nic_of: tuple[int, ...] = ()
+    latency_us: float = 0.0
+    message_us: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
@@ -37,15 +41,19 @@ class Links:
         for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
+        for name in ("latency_us", "message_us"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"links: {name} {getattr(self, name)}: give microseconds, 0 or more")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s."""
+    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel."""
 
     memory_gib: float = 0.0
     memory_gb_s: float = 0.0
     bf16_tflop_s: float = 0.0
+    launch_us: float = 0.0
 
 
 @dataclass(frozen=True)

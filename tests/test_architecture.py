@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "cocodiff.trace": (),
     "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology",),
-    "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
+    "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.links"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.attention": (
         "cocodiff.comm.transport", "cocodiff.topology", "cocodiff.kernels", "cocodiff.trace", "cocodiff.device",
@@ -33,12 +33,17 @@ MAY_IMPORT = {
         "cocodiff.comm.transport",
     ),
     "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.attention.mesh"),
+    "cocodiff.roofline": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.memory"),
     "cocodiff.models": ("cocodiff.attention.strategy",),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.engine": (
         "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",
         "cocodiff.kernels", "cocodiff.attention", "cocodiff.models", "cocodiff.decoding",
         "cocodiff.memory",
+    ),
+    "cocodiff.planning": (
+        "cocodiff.topology", "cocodiff.links", "cocodiff.trace", "cocodiff.config", "cocodiff.comm", "cocodiff.kernels",
+        "cocodiff.attention", "cocodiff.memory", "cocodiff.roofline", "cocodiff.engine",
     ),
     "cocodiff.demo_model": (),
     "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine"),

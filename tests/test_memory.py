@@ -22,7 +22,7 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.commands.plan import load_shape
+from cocodiff.commands.model_shapes import load_shape
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError

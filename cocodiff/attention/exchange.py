@@ -27,6 +27,7 @@ from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
 R = TypeVar("R")
+T = TypeVar("T")
 Land = Callable[[Blocks], None]  # puts blocks in their places of the result, those that belong there
 Assemble = Callable[[Freight], tuple[R, Land]]  # makes the empty result
 TOGETHER = ("flat", "split", "auto")  # exchanges whose phases run at once, each message as soon as its blocks are here
@@ -177,7 +178,10 @@ class Exchange:
 
         about: what travels, and for which kind of layer; for the trace.
         """
-        submit = Lane.submit_and_wait_soon if soon else Lane.submit
+
+        def submit(lane: Lane, work: Callable[[], T]) -> LanePending[T]:
+            return lane.submit_and_wait_soon(work) if soon else lane.submit(work)
+
         if self._together:
             return submit(self._lanes["plane"][0], lambda: self._take_all(way, about, freight(), assemble))
         plan = self._routes[self._name][way]

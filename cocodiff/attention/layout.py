@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -81,30 +82,30 @@ class Layout:
             share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)
         )
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """L_i: rows of every rank."""
         return tuple(image + text for image, text in zip(self.image, self.text, strict=True))
 
-    @property
+    @cached_property
     def in_sequence(self) -> tuple[int, ...]:
         """The ranks in the order in which their rows stand in the whole sequence."""
         return self.sequence or tuple(range(len(self.heads)))
 
-    @property
+    @cached_property
     def row_slices(self) -> tuple[slice, ...]:
         """Where every rank's rows stand in the whole sequence."""
         of_rank = slices([self.rows[rank] for rank in self.in_sequence])
         return tuple(where for _, where in sorted(zip(self.in_sequence, of_rank, strict=True), key=lambda x: x[0]))
 
-    @property
+    @cached_property
     def text_slices(self) -> tuple[slice, ...]:
         """Where every rank's text tokens stand in the prompt."""
         if not self.text_starts:
             return slices(self.text)
         return tuple(slice(start, start + size) for start, size in zip(self.text_starts, self.text, strict=True))
 
-    @property
+    @cached_property
     def head_slices(self) -> tuple[slice, ...]:
         return slices(self.heads)
 

@@ -7,12 +7,14 @@ a neighbour with a less loaded NIC, or arrives through one; never both, so no bl
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from cocodiff.topology import Topology
 
 Pair = tuple[int, int]  # the ranks of a block's rows and of its heads
 
 
+@lru_cache(maxsize=4)  # the same for all ranks, of which one process may have many
 def nic_detours(topology: Topology) -> dict[Pair, int]:
     """(rows, heads) -> the rank that passes the block on, for those blocks between nodes that do not go straight.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -102,15 +103,32 @@ class Selection:
     @classmethod
     def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
         """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
-        batch, total = len(active_BS), sum(layout.rows)
-        of_rank, arriving = [], []
-        places = zip(slices(layout.image), layout.text, layout.rows, layout.row_slices, strict=True)
-        for image, text, rows, in_sequence in places:
-            text_BT = active_BS.new_ones(batch, text)
-            pair = (text_BT, active_BS[:, image]) if text_first else (active_BS[:, image], text_BT)
-            batch_N, row_N = torch.cat(pair, 1).nonzero(as_tuple=True)
-            of_rank.append(batch_N * rows + row_N)
-            arriving.append(batch_N * total + in_sequence.start + row_N)
-        counts = tuple(len(index) for index in of_rank)
-        some = replace(layout, image=counts, text=(0,) * len(counts))
-        return cls(some, tuple(of_rank), torch.cat([arriving[rank] for rank in layout.in_sequence]))
+        device = active_BS.device
+        image_S, turn_S, first_S = _rows_in_order(layout, text_first, device)
+        travels_BS = active_BS.index_select(1, image_S.clamp(min=0)) | (image_S < 0)
+        batch_N, place_N = travels_BS.nonzero(as_tuple=True)
+        turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
+        batch_N, place_N = batch_N[order], place_N[order]
+        ranks = layout.in_sequence
+        rows_of = torch.tensor([layout.rows[rank] for rank in ranks], device=device)
+        own_N = batch_N * rows_of[turn_N] + place_N - first_S[place_N]
+        in_turn = torch.bincount(turn_N, minlength=len(ranks)).tolist()
+        of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
+        counts, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
+        arriving_N = batch_N * len(image_S) + place_N
+        return cls(replace(layout, image=counts, text=(0,) * len(counts)), rows, arriving_N)
+
+
+@lru_cache(maxsize=16)
+def _rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of the sequence, in its order of ranks and in the model's order: its image token (-1: it is text),
+    its rank's turn, and that rank's first row."""
+    image: list[Tensor] = []
+    turns, first, tokens_of = [], [], slices(layout.image)
+    for turn, rank in enumerate(layout.in_sequence):
+        tokens, rows = tokens_of[rank], layout.row_slices[rank]
+        pair = (torch.full((layout.text[rank],), -1), torch.arange(tokens.start, tokens.stop))
+        image += pair if text_first else pair[::-1]
+        turns.append(torch.full((rows.stop - rows.start,), turn))
+        first.append(torch.full((rows.stop - rows.start,), rows.start))
+    return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device)

@@ -95,4 +95,5 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
-_KERNELS = {"cpu": _cpu_flash, "cuda": _cuda, "xpu": _xpu}
+# meta: sizes alone, as plans have them, which price it as the one kernel that it is on a device
+_KERNELS = {"cpu": _cpu_flash, "meta": _cpu_flash, "cuda": _cuda, "xpu": _xpu}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
+from cocodiff.comm.one_peer import SerialTransport
 from cocodiff.commands import oneccl
 from cocodiff.commands.bench_common import (
     Benchmark,
@@ -27,7 +28,6 @@ from cocodiff.commands.bench_common import (
     with_common_options,
 )  # fmt: skip
 from cocodiff.commands.emulate import emulated
-from cocodiff.commands.one_peer import SerialTransport
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say

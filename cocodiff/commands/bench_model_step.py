@@ -20,16 +20,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
+from cocodiff.comm.one_peer import SerialTransport
 from cocodiff.commands.bench_common import Benchmark, Values, interleave, rows, save, with_common_options
 from cocodiff.commands.emulate import emulated
-from cocodiff.commands.one_peer import SerialTransport
+from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.plan import load_shape
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.memory import ModelShape
+from cocodiff.roofline import Layer, roofline
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 
     from cocodiff.attention.strategy import LazyQKV
 
-ITEMSIZE = 2  # bf16
 FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
@@ -65,47 +65,6 @@ OPTIONS = with_common_options(
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Seconds of one attention layer's parts on one rank of the real machine, all rows and heads of the rank.
-
-    score: of V-Major, change of every own token. rest: output projection and MLP.
-    """
-
-    project_v: float
-    project_qk: float
-    attention: float
-    rest: float
-    score: float
-
-    @property
-    def total(self) -> float:
-        return self.project_v + self.project_qk + self.attention + self.rest
-
-
-def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Any) -> Layer:
-    """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
-
-    Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k a pass
-    of normalisation and one of rotation. Not counted: modulation, residuals, launches, embeddings.
-    """
-    device, W, D = topology.machine.device, shape.width, shape.head_dim
-    flop_s, bytes_s = device.bf16_tflop_s * 1e12, device.memory_gb_s * 1e9
-    L, G = layout.rows[rank] * batch, layout.heads[rank]
-
-    def seconds(flops: float, moved: float) -> float:
-        return max(flops / flop_s, moved * ITEMSIZE / bytes_s)
-
-    def product(width_in: float, width_out: float) -> float:
-        return seconds(2 * L * width_in * width_out, L * (width_in + width_out) + width_in * width_out)
-
-    hidden = shape.mlp_ratio * W
-    mlp = product(W, hidden * (2 if shape.gated_mlp else 1)) + product(hidden, W)
-    attention = seconds(4.0 * batch * tokens**2 * G * D, 4.0 * batch * tokens * G * D)
-    qk = 2 * product(W, W) + seconds(0, 8 * L * W)
-    return Layer(product(W, W), qk, attention, product(W, W) + mlp, seconds(0, 2 * L * W))
 
 
 def check(values: Values, ranks: int | None) -> None:

@@ -17,7 +17,7 @@ COMMANDS = {
     "bench": "measure: bench alltoall, bench attention, bench kernels, bench step, bench peers, bench memory",
     "kernels": "the SYCL kernels: kernels build",
     "trace": "what a run's trace tells: trace summary",
-    "plan": "what a run would take: plan --memory",
+    "plan": "what a run would take: memory, bytes and time, without starting it",
     "doctor": "check this machine, how ranks sit on it, their messages and memory",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
 }

@@ -152,12 +152,14 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.commands.plan import load_shape
+    from cocodiff.attention.placement import Work, choose
+    from cocodiff.commands.model_shapes import load_shape
     from cocodiff.memory import Load, size_run
 
     shape = load_shape(values["model"])
     load = Load(shape.image_tokens(values["size"]), shape.text_tokens, values["batch"] * shape.rows_per_image)
-    return max(need.total for need in size_run(shape, topology, load))
+    mesh = choose(topology, Work(shape.heads, shape.head_dim))
+    return max(need.total for need in size_run(shape, topology, load, mesh))
 
 
 def find_planes(

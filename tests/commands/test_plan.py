@@ -1,4 +1,4 @@
-"""`cocodiff plan --memory`: its table, plan.json, the models it takes, and its mistakes in one line."""
+"""`cocodiff plan`: its tables, plan.json, the models it takes, and its mistakes in one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 from tiny_models import sd3_transformer
+from worlds import topology_of
 
 from cocodiff.cli import main
+from cocodiff.commands.plan_calibrate import slowed
+from cocodiff.config import load_machine
+from cocodiff.planning.calibrate import AllToAll, Constants
 
 QWEN = ("--memory", "--model", "qwen-image", "--size", "1536", "--batch", "4", "--preset", "cocodiff")
 
@@ -74,12 +78,83 @@ def test_a_model_of_a_folder_and_of_a_file(plan, tmp_path):
     assert plan("--memory", "--model", tmp_path / "mine.yaml")[0]["case"]["model"] == "mine"
 
 
+TOY = "name: toy\nheads: 24\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\ntext_tokens: 24\n"
+
+
+def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
+    (tmp_path / "toy.yaml").write_text(TOY)
+    words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "10", "--preset", "tapa")
+    told, shown = plan(*words, "--compare", "--explain")
+    time, rows = told["time"], {row["preset"]: row for row in told["compare"]}
+    assert time["image_s"] == pytest.approx(10 * time["step_s"]) and 0 < time["communication_share"] < 1
+    assert rows["tapa"]["step_s"] == time["step_s"] and rows["tapa"]["bytes_per_step"] == time["bytes_per_step"]
+    assert next(iter(rows)) == "flat" and rows["flat"]["over_flat"] == 1.0
+    assert rows["tapa"]["over_flat"] == pytest.approx(rows["flat"]["step_s"] / time["step_s"])
+    assert set(rows) == {"flat", "tapa", "v_first", "cocodiff", "cocodiff+", "split"}
+    assert rows["split"]["exact"] and not rows["cocodiff"]["exact"] and rows["cocodiff"]["fits"]
+    assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
+    for part in ("a step: ", "GB sent in a step", "wait for qkv", "rank 0, tapa, phase 2 of q, k or v, lane plane:"):
+        assert part in shown
+    assert "to 3    plane" in (tmp_path / "plan" / "explain.txt").read_text()
+
+
+def test_a_machine_that_tells_no_rates_has_no_times(plan):
+    told, shown = plan("--model", "sd3.5", "--machine", "local", "--ranks", "2")
+    assert "time" not in told and "does not say how fast its device and its links are: no times" in shown
+
+
+def test_memory_alone(plan):
+    assert "time" not in plan("--memory", "--model", "sd3.5")[0]
+
+
+def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_path):
+    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates."""
+    topology = topology_of("aurora", 12)
+    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8)
+    machine, rows = truth.machine(topology.machine), []
+    for size in (0.25, 6):
+        for name in ("flat", "tapa", "split"):
+            exchange = AllToAll(topology, name, size)
+            row = {"case": f"{size}MB", "variant": name, "median_s": exchange.seconds(machine)}
+            if name == "tapa":
+                row |= {f"{part}_s": exchange.seconds(machine, part) for part in ("phase1", "phase2")}
+            rows.append(row)
+        rows.append({"case": f"{size}MB", "variant": "gloo", "median_s": 1.0})
+    (tmp_path / "bench.json").write_text(json.dumps({"schema": 1, "rows": rows}))
+    told, shown = plan("--calibrate", tmp_path / "bench.json")
+    found = told["calibration"]
+    assert found["fitted"] == ["latency_us", "message_us", "sibling", "plane"] and found["rms"] < 0.01
+    for name in found["fitted"]:
+        assert found["constants"][name] == pytest.approx(getattr(truth, name), rel=0.05)
+    assert "fitted" in shown
+    again = load_machine(str(tmp_path / "plan" / "machine.yaml"))
+    assert again.links.plane_gb_s == pytest.approx(15 * 0.8, rel=0.05) and again.planes == topology.machine.planes
+
+
+def test_calibration_says_what_it_cannot_know(plan, tmp_path):
+    """Messages so large that no latency shows, on links that are so many times slower."""
+    topology, rows = topology_of("aurora", 12), []
+    slow = slowed(topology.machine, 1000.0)
+    for name in ("flat", "bound"):
+        rows.append({"case": "48MB", "variant": name, "median_s": AllToAll(topology, "flat", 48).seconds(slow)})
+    (tmp_path / "bench.json").write_text(json.dumps({"schema": 1, "rows": rows}))
+    told, shown = plan("--calibrate", tmp_path / "bench.json")
+    assert told["calibration"]["fitted"] == ["plane"] and "sibling" in told["calibration"]["left"]
+    assert told["calibration"]["constants"]["plane"] == pytest.approx(1.0, rel=0.01)
+    assert told["calibration"]["scale"] == pytest.approx(1000, rel=0.01)
+    assert "left: nothing measured depends on it" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "plan has only its memory part so far: add --memory"),
-        (("--model", "qwen-image"), "plan has only its memory part so far: add --memory"),
+        ((), "--model is missing: "),
         (("--memory",), "--model is missing: "),
+        (("--model", "flux.1", "--steps", "0"), "--steps 0: at least 1 is needed"),
+        (("--model", "flux.1", "--stable", "2"), "--stable 2: give a part from 0 to 1"),
+        (("--calibrate", "gone.json"), "--calibrate gone.json: No such file"),
+        (("--calibrate", "half.yaml"), "--calibrate half.yaml is no bench.json"),
+        (("--calibrate", "other.json"), "has no all-to-all of flat, flat_serial, tapa or split"),
         (("--memory", "--model", "qwen-imag"), "unknown model 'qwen-imag', did you mean qwen-image?"),
         (("--memory", "--model", "gone.yaml"), "model file gone.yaml does not exist; shipped models: flux.1, flux.2"),
         (("--memory", "--model", "half.yaml"), "model file half.yaml: missing 2 required"),
@@ -100,6 +175,7 @@ def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("half.yaml").write_text("name: half\nheads: 4\nhead_dim: 8\n")
     Path("wrong.yaml").write_text("name: half\nhead: 4\n")
+    Path("other.json").write_text(json.dumps({"rows": [{"case": "6MB", "variant": "gloo", "median_s": 1.0}]}))
     Path("empty").mkdir()
     for name, kind in (("unet", "Nothing"), ("vae", "AutoencoderKL")):
         Path(name).mkdir()

@@ -1,0 +1,204 @@
+"""The layers of a model on all ranks, recorded: the engine's own strategies, and waits for the model's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.layout import Layout
+from cocodiff.attention.mesh import Mesh
+from cocodiff.attention.placement import Work
+from cocodiff.attention.selection import Schedule
+from cocodiff.attention.strategy import LazyQKV, Site, nothing
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.comm.one_peer import SerialTransport
+from cocodiff.comm.program import Message, Program
+from cocodiff.comm.virtual import VirtualTrace, VirtualTransport, record
+from cocodiff.config import Config
+from cocodiff.engine import build_strategy, mesh_of, schedule_of
+from cocodiff.kernels import Kernels
+from cocodiff.memory import Load, ModelShape
+from cocodiff.planning.pricing import PricedKernels, Pricing
+from cocodiff.roofline import Layer, roofline
+from cocodiff.topology import Topology
+from cocodiff.trace import LINK_CLASSES, Trace
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
+LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 6, 4  # q and k: a product, normalisation and rotation of each
+Make = Callable[[Config, Mesh, Any, Trace, Kernels, Callable[[], Moment]], Ulysses]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned. stable: where a threshold decides, the part of the tokens that stay. one_peer: groups serve one
+    peer at a time. make: builds a rank's strategy."""
+
+    shape: ModelShape
+    topology: Topology
+    config: Config
+    load: Load
+    steps: int = 50
+    stable: float = 0.7
+    one_peer: bool = False
+    make: Make = build_strategy
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of Ulysses and Ring, as the engine would choose it."""
+        return mesh_of(self.config, self.topology, Work(self.shape.heads, self.shape.head_dim))
+
+
+class Kind(NamedTuple):
+    """Layers that take alike: their number in one call of the model, their text tokens; whether what follows attention
+    is done while q and k travel."""
+
+    name: str
+    layers: int
+    text_tokens: int
+    beside: bool = False
+
+
+class Segment(NamedTuple):
+    """One layer of one kind at a stable fraction (None: all tokens travel, whatever scores say), on all ranks."""
+
+    fraction: float | None
+    programs: list[Program]
+    messages: list[Message]
+    bytes: dict[str, int]
+
+
+def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
+    """A parallel MLP takes as long as one that follows; only FLUX.2's, which are gated, wait for no attention."""
+    beside = shape.parallel_layers if shape.gated_mlp else 0
+    found = (
+        Kind("joint", shape.joint_layers + shape.parallel_layers - beside, load.text_tokens),
+        Kind("parallel", beside, load.text_tokens, True),
+        Kind("image", shape.image_layers, 0),
+    )
+    return [kind for kind in found if kind.layers]
+
+
+def fractions_of(case: Case) -> list[float | None]:
+    """Of every step the part of the image tokens that stay; None where all travel without looking."""
+    if case.config.selection == "full" or case.topology.size == 1:
+        return [None] * case.steps
+    schedule, steps = schedule_of(case.config), case.steps
+    found: list[float | None] = []
+    for step in range(steps):
+        part = schedule.stable_fraction(step, steps)
+        found.append(None if schedule.is_full(step, steps) else case.stable if part is None else part)
+    return found
+
+
+def recorded_fractions(case: Case) -> list[float | None]:
+    """Those of them that are recorded; between them, straight lines."""
+    every = fractions_of(case)
+    parts = sorted({part for part in every if part is not None})
+    full: list[float | None] = [None] if None in every else []
+    return full + list(parts if len(parts) <= len(SAMPLES) else SAMPLES)
+
+
+def record_layer(case: Case, kind: Kind) -> list[Segment]:
+    """One layer at every fraction of `recorded_fractions`. Each begins with all ranks together."""
+    layouts = case.mesh.layouts(case.load.image_tokens, kind.text_tokens, case.shape.heads)
+    fractions = recorded_fractions(case)
+
+    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int]]]:
+        rank = transport.rank
+        group, slot = case.mesh.seat(rank)
+        layout = layouts[group]
+        trace = VirtualTrace(transport.recorder)
+        pricing = Pricing(transport.recorder, case.topology.machine.device)
+        step = 0
+        with pricing:
+            kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
+            over: Any = SerialTransport(transport) if case.one_peer else transport
+            strategy = case.make(
+                case.config, case.mesh, over, trace, kernels, lambda: Moment(0, step, case.steps)
+            )  # fmt: skip
+            layer = PlannedLayer(case, kind, layout, slot, pricing)
+            if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
+                layer.run(strategy)
+                strategy.cards(layout)
+            found = []
+            transport.recorder.cut()
+            for fraction in fractions:
+                step += 1
+                if isinstance(strategy, VMajor):
+                    strategy.schedule = held_at(strategy.schedule, fraction)
+                trace.clear()
+                layer.run(strategy)
+                found.append((transport.recorder.cut(), trace.bytes()))
+        return found
+
+    of_ranks, _, messages = record(case.topology.size, work)
+    return [
+        Segment(
+            fraction,
+            [of_rank[index][0] for of_rank in of_ranks],
+            messages,
+            {link: sum(of_rank[index][1][link] for of_rank in of_ranks) for link in LINK_CLASSES},
+        )
+        for index, fraction in enumerate(fractions)
+    ]
+
+
+def held_at(schedule: Schedule, fraction: float | None) -> Schedule:
+    """A schedule that has every step be as one of this fraction. A threshold stays one: what travels with it does."""
+    if fraction is None:
+        return Schedule(schedule.kind, threshold=schedule.threshold, ratios=schedule.ratios, warmup=0, sync_interval=1)
+    if schedule.kind == "threshold":
+        return Schedule("threshold", threshold=schedule.threshold, warmup=0, sync_interval=0)
+    return Schedule("fixed", fraction, warmup=0, sync_interval=0)
+
+
+class PlannedLayer:
+    """One rank's layer: q, k and v of the right size, which take as long as the roofline says, attention, the rest."""
+
+    def __init__(self, case: Case, kind: Kind, layout: Layout, slot: int, pricing: Pricing) -> None:
+        """layout: of the rank's Ulysses group, in which it has this slot."""
+        shape, load = case.shape, case.load
+        self._kind, self._case, self._pricing = kind, case, pricing
+        tokens = sum(layout.rows)
+        self._times: Layer = roofline(shape, case.topology, tokens, load.batch, slot, layout)
+        self._shape = (load.batch, layout.rows[slot], shape.heads, shape.head_dim)
+
+    def run(self, strategy: Ulysses) -> None:
+        times, kind, load = self._times, self._kind, self._case.load
+
+        def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
+            def project() -> Tensor:
+                self._pricing.compute(seconds, launches)
+                return torch.empty(self._shape, device="meta", dtype=DTYPES[load.itemsize])
+
+            return project
+
+        def rest() -> None:
+            self._pricing.compute(times.rest, LAUNCHES_REST)
+
+        half = projected(times.project_qk / 2, LAUNCHES_QK // 2)
+        qkv = LazyQKV(
+            half, half, projected(times.project_v, LAUNCHES_V), load.image_tokens, kind.text_tokens,
+            self._case.shape.heads, meanwhile=rest if kind.beside else nothing,
+        )  # fmt: skip
+        strategy.attend(qkv, Site(kind.name))
+        if not kind.beside:
+            rest()
+
+
+def at_fraction(values: Sequence[tuple[float | None, float]], fraction: float | None) -> float:
+    """A quantity known at some fractions, at another one."""
+    if fraction is None:
+        return next(value for known, value in values if known is None)
+    parts = [(known, value) for known, value in values if known is not None]
+    upper = next(pair for pair in parts if pair[0] >= fraction)
+    lower = next(pair for pair in reversed(parts) if pair[0] <= fraction)
+    part = (fraction - lower[0]) / (upper[0] - lower[0]) if upper[0] > lower[0] else 0.0
+    return lower[1] + part * (upper[1] - lower[1])

@@ -1,0 +1,167 @@
+"""The CoCoDiff paper's figures, and what the plan says of the same cases (docs/paper.md).
+
+Three constants are fitted on Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
+card and all slower links reach. Everything else is predicted with them. Nothing is fitted to the predicted figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cocodiff.comm.simulate import Latencies
+from cocodiff.config import Config
+from cocodiff.links import Network
+from cocodiff.memory import Load, ModelShape, largest_batch, size_run
+from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
+from cocodiff.planning.layers import Case
+from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.topology import Machine, Topology
+
+FITTED = ("latency_us", "sibling", "plane")
+TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links
+READINGS = {  # what "message size" may mean -> MB per rank (own block included) of a size of 1, and why
+    "per rank": (1.0, "a rank's whole tensor, as 14 MB are in the paper's running example (q, k and v: 14.2 MB)"),
+    "per message of phase 1": (2.0, "what one tile sends its sibling: half of its tensor"),
+    "per pair": (12.0, "what one rank sends another: a twelfth of its tensor"),
+}
+BASELINES = ("flat_serial", "flat")
+LARGEST_BATCH = 32  # the paper's
+
+
+def figure_11(per_size: float, baseline: str) -> list[Measured]:
+    """What the text says of Figure 11, with the baseline read as an exchange of ours. Phase 1 "stays at 0.3-0.5 ms"
+    from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over TAPA is 3.0 at 24 MB and 1 at 6 MB."""
+
+    def tapa(size: float, value: float, part: str = "whole") -> Measured:
+        return Measured("tapa", size * per_size, value, part)
+
+    def over(size: float, ratio: float) -> Measured:
+        return Measured(baseline, size * per_size, ratio, over=tapa(size, 0.0))
+
+    return [
+        tapa(3, 0.3e-3, "phase1"), tapa(48, 0.5e-3, "phase1"), tapa(48, 6.0e-3, "phase2"),
+        Measured(baseline, 48 * per_size, 25.5e-3), over(24, 3.0), over(6, 1.0),
+    ]  # fmt: skip
+
+
+ABOUT_FIGURE_11 = (
+    "TAPA, phase 1, 3 MB", "TAPA, phase 1, 48 MB", "TAPA, phase 2, 48 MB", "oneCCL, 48 MB", "oneCCL over TAPA, 24 MB",
+    "oneCCL over TAPA, 6 MB",
+)  # fmt: skip
+
+
+def fit_figure_11(machine: Machine, reading: str = "per rank", baseline: str = "flat_serial") -> Fit:
+    topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
+    measured = figure_11(READINGS[reading][0], baseline)
+    return Calibration(topology, measured).fit(Constants(), FITTED, TIED)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case of the paper. batch None: the largest that the plan's memory holds, at most 32."""
+
+    model: str
+    size: int
+    nodes: int
+    batch: int | None = 1
+
+
+class Paper:
+    """Plans of the paper's cases on the calibrated machine, each made once."""
+
+    def __init__(self, machine: Machine, shape_of: Callable[[str], ModelShape]) -> None:
+        """machine: nominal but for its links. Launches are free: Figure 11 does not tell what they cost."""
+        self.machine = replace(machine, nodes=None, device=replace(machine.device, launch_us=0.0))
+        self._shape_of = shape_of
+        self._plans: dict[tuple[Run, str], StepPlan] = {}
+
+    def possible(self, run: Run) -> bool:
+        """Whether Ulysses alone can use all ranks of the case."""
+        return self._topology(run).size <= self._shape_of(run.model).heads
+
+    def batch(self, run: Run) -> int:
+        shape, topology = self._shape_of(run.model), self._topology(run)
+        load = Load(shape.image_tokens(run.size), shape.text_tokens, 1, 2, shape.branches, "card")
+        memory = int(self.machine.device.memory_gib * 2**30)
+        return min(LARGEST_BATCH, largest_batch(shape, topology, load, memory)) if run.batch is None else run.batch
+
+    def fits(self, run: Run) -> bool:
+        """Whether CoCoDiff's caches fit as well."""
+        shape, topology = self._shape_of(run.model), self._topology(run)
+        rows = self.batch(run) * shape.rows_per_image
+        load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, "card")
+        memory = self.machine.device.memory_gib * 2**30
+        return rows > 0 and max(rank.total for rank in size_run(shape, topology, load)) <= memory
+
+    def plan(self, run: Run, variant: str) -> StepPlan:
+        """variant: "flat_serial", or a preset."""
+        if (run, variant) not in self._plans:
+            shape, topology = self._shape_of(run.model), self._topology(run)
+            config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name)
+            scoring = config.scoring if config.selection == "v_major" else None
+            rows = self.batch(run) * shape.rows_per_image
+            load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, scoring)
+            case = Case(shape, topology, config, load, one_peer=variant == "flat_serial")
+            plan = Recording(case).plan(Network(topology), Latencies.of(self.machine))
+            self._plans[run, variant] = plan
+        return self._plans[run, variant]
+
+    def speed_up(self, run: Run, variant: str, baseline: str) -> float:
+        return self.plan(run, baseline).step_s / self.plan(run, variant).step_s
+
+    def _topology(self, run: Run) -> Topology:
+        return Topology.build(self.machine, run.nodes * (self.machine.tiles_per_node or 12))
+
+
+MODELS = ("sd3.5-paper", "qwen-image", "flux.1", "flux.2")
+SIZES = (768, 1536, 2304)
+ONE_NODE = tuple(Run(model, size, 1) for model in MODELS for size in SIZES)
+MORE_NODES = tuple(Run(model, 1536, nodes, None) for model in MODELS for nodes in (2, 4, 8))
+SHARES = (  # Figure 1
+    (Run("qwen-image", 768, 1), "64 %"), (Run("qwen-image", 2304, 1), "over 80 %"),
+    (Run("qwen-image", 768, 2), "96 % (size not said)"), (Run("qwen-image", 2304, 2), "96 % (size not said)"),
+)  # fmt: skip
+SINGLE = (  # Figure 7b: CoCoDiff over flat
+    (Run("qwen-image", 1536, 2, None), 7.1), (Run("qwen-image", 1536, 4, None), 1.7),
+    (Run("sd3.5-paper", 1536, 4, None), 8.4), (Run("sd3.5-paper", 1536, 8, None), 3.8),
+)  # fmt: skip
+DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}
+
+
+def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """The paper's figures beside the plan's, with either baseline; None where Ulysses alone cannot use the ranks.
+
+    tell: called with each row as soon as it is there.
+    """
+    rows = []
+
+    def named(run: Run) -> str:
+        nodes = f"{run.nodes} node" + ("s" if run.nodes > 1 else "")
+        return f"{run.model} {run.size}, {nodes}, batch {paper.batch(run)}"
+
+    def add(figure: str, what: str, said: str, values: dict[str, float | None]) -> None:
+        rows.append({"figure": figure, "what": what, "paper": said, **values})
+        tell(rows[-1])
+
+    for run, said in SHARES:
+        shares: dict[str, float | None] = {name: paper.plan(run, name).communication_share for name in BASELINES}
+        add("1", f"share of all-to-all, {named(run)}", said, shares)
+    for variant, one, more in (("tapa", "2.3", "2.2"), ("cocodiff", "2.5", "5.1")):
+        for where, runs, said in (("one node", ONE_NODE, one), ("several nodes", MORE_NODES, more)):
+            can = [run for run in runs if paper.possible(run) and paper.fits(run)]
+            values: dict[str, float | None] = {
+                name: mean(paper.speed_up(run, variant, name) for run in can) for name in BASELINES
+            }
+            add("7", f"{variant} over flat, mean of {len(can)} of {len(runs)} cases on {where}", said, values)
+    for run, ratio in SINGLE:
+        known = paper.possible(run)
+        values = {name: paper.speed_up(run, "cocodiff", name) if known else None for name in BASELINES}
+        add("7b", f"cocodiff over flat, {named(run)}", f"{ratio}", values)
+    return rows
+
+
+def mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,135 @@
+"""What a rank's torch calls would take on its device: a roofline of each, charged to the rank's program.
+
+Strategies run on tensors of the meta device. One call of torch is one kernel: a launch, and its arithmetic or one pass
+over its arguments and its result, whichever takes longer; views and new memory are free. Attention is one fused
+kernel, and so is every operation of `kernels`. Whole numbers and truth values are real, on the CPU: they steer what is
+sent. Where they come from, the scores of V-Major, random ones stand in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from cocodiff.comm.program import Recorder
+from cocodiff.kernels import Kernels, Rows, TorchOps
+from cocodiff.roofline import seconds
+from cocodiff.topology import Device
+
+FREE = frozenset((
+    "__get__", "__set__", "__len__", "__bool__", "__repr__", "__hash__", "size", "dim", "numel", "stride",
+    "storage_offset", "is_contiguous", "data_ptr", "element_size", "untyped_storage", "view", "view_as", "as_strided",
+    "transpose", "movedim", "permute", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as",
+    "narrow", "chunk", "split", "unbind", "detach", "record_stream", "new_empty", "empty", "empty_like",
+    "empty_strided", "is_floating_point", "get_device", "t", "is_complex", "tolist", "item"
+))  # fmt: skip
+MAKERS = frozenset(["empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full"])
+PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "addmm", "baddbmm"])
+ATTENTION = "scaled_dot_product"
+
+
+class Pricing(TorchFunctionMode):
+    """Active while a rank's program is recorded."""
+
+    def __init__(self, recorder: Recorder, device: Device) -> None:
+        super().__init__()
+        self._recorder, self._device = recorder, device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if ATTENTION in name and args[0].device.type == "meta":
+            return self._attention(name, *args[:3])
+        if name in MAKERS:
+            _keep_real(kwargs)
+        out = func(*args, **kwargs)
+        if name not in FREE and not (name == "__getitem__" and _slices(args[1])):
+            inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
+            changes = name == "__setitem__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
+            if changes or not _is_view(inputs, outputs):
+                flops = 2.0 * outputs[0].numel() * args[0].shape[-1] if name in PRODUCTS else 0.0
+                self.charge(flops, bytes_of(inputs) + (0 if changes else bytes_of(outputs)))
+        return out
+
+    def charge(self, flops: float, moved_bytes: float) -> None:
+        """One kernel."""
+        self._recorder.compute(seconds(self._device, flops, moved_bytes), 1)
+
+    def compute(self, of_model_s: float, launches: int) -> None:
+        """A part of the model that the plan knows the time of."""
+        self._recorder.compute(of_model_s, launches)
+
+    def _attention(self, name: str, q_BHLD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> Any:
+        """One fused kernel; whether the sums come with the output is in its name."""
+        B, H, L, D = q_BHLD.shape
+        out = q_BHLD.new_empty((B, L, H, v_BHSD.shape[-1])).transpose(1, 2)
+        moved = [q_BHLD, k_BHSD, v_BHSD, out]
+        self.charge(2.0 * B * H * L * k_BHSD.shape[2] * (D + v_BHSD.shape[-1]), bytes_of(moved))
+        return out if name == "scaled_dot_product_attention" else (out, q_BHLD.new_empty(B, H, L, dtype=torch.float32))
+
+
+class PricedKernels(Kernels):
+    """The operations of `kernels`, each charged as one pass over its tensors. Scores are made up."""
+
+    def __init__(self, pricing: Pricing, stable: float, threshold: float, seed: int) -> None:
+        """stable, threshold: so large a part of the tokens shall score below the threshold times their norm, which is
+        what a schedule by threshold goes by. No other schedule looks at more than the scores' order."""
+        super().__init__("torch")
+        self._pricing, self._generator = pricing, torch.Generator().manual_seed(seed)
+        self._largest = threshold / stable if stable else 2 * threshold + 1.0
+
+    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
+            self._pricing.charge(0.0, bytes_of(arguments))
+            if op == "l1_score":
+                shape = arguments[0].shape[:2]
+                return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)
+            if op in ("select", "qk_norm_rope"):
+                return getattr(TorchOps(), op)(*arguments)
+        return None  # the others write into what they are given
+
+
+def bytes_of(value: Any) -> int:
+    """Of all tensors in nested sequences and mappings; chosen rows count as what is read and written of them."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(map(bytes_of, value))
+    if isinstance(value, Rows):
+        source = value.source_RHD
+        rows = math.prod(value.shape) * source.element_size()
+        return rows if value.reference_RHD is None else 2 * rows
+    return bytes_of(list(value.values())) if isinstance(value, dict) else 0
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in nested sequences and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [found for one in value for found in tensors_of(one)] if isinstance(value, (list, tuple)) else []
+
+
+def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether a call has made no new numbers: it returned none, or others' memory."""
+    known = {x.untyped_storage()._cdata for x in inputs}
+    return all(x.untyped_storage()._cdata in known for x in outputs)
+
+
+def _slices(index: Any) -> bool:
+    """Whether an index takes slices, not chosen rows."""
+    return not any(isinstance(part, Tensor) for part in (index if isinstance(index, tuple) else (index,)))
+
+
+def _keep_real(settings: dict[str, Any]) -> None:
+    """Has whole numbers and truth values made on the CPU."""
+    dtype, device = settings.get("dtype"), settings.get("device")
+    if dtype is not None and not dtype.is_floating_point and device is not None:
+        settings["device"] = "cpu"

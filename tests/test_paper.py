@@ -1,0 +1,50 @@
+"""The paper's figures beside the plan's: constants from Figure 11 alone, and cases predicted with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cocodiff.commands.model_shapes import load_shape
+from cocodiff.config import load_machine
+from cocodiff.memory import ModelShape
+from cocodiff.planning.paper import READINGS, Paper, Run, figure_11, fit_figure_11
+
+AURORA = load_machine("aurora")
+
+
+def test_figure_11_is_fitted_with_constants_that_are_possible():
+    fit = fit_figure_11(AURORA)
+    assert fit.fitted == ("latency_us", "sibling", "plane")
+    assert 0 < fit.constants.plane == fit.constants.nic < fit.constants.sibling < 1
+    assert 50 < fit.constants.latency_us < 500
+    of = dict(
+        zip(
+            ("p1", "p1 large", "p2", "oneccl"),
+            zip(figure_11(1.0, "flat_serial"), fit.predicted, strict=True),
+            strict=False,
+        )
+    )
+    for one, seconds in of.values():
+        assert seconds == pytest.approx(one.value, rel=0.25)
+
+
+def test_a_message_size_of_a_pair_is_beyond_the_links():
+    """Why "48 MB" is not what one rank sends another: links on a card would have to be faster than they are."""
+    assert READINGS["per pair"][0] == 12
+    assert fit_figure_11(AURORA, "per pair").constants.sibling > 4
+
+
+def test_cases_are_planned_with_the_calibrated_machine():
+    toy = ModelShape("toy", heads=24, head_dim=128, joint_layers=2, parameters=10**6, text_tokens=24)
+    paper = Paper(fit_figure_11(AURORA).constants.machine(AURORA), lambda name: toy)
+    run = Run("toy", 512, 1)
+    assert paper.possible(run) and paper.fits(run) and not paper.possible(Run("toy", 512, 4))
+    assert paper.batch(Run("toy", 512, 1, None)) == 32
+    assert paper.speed_up(run, "tapa", "flat_serial") > 2 > paper.speed_up(run, "tapa", "flat") > 0.5
+    assert paper.plan(run, "flat_serial").communication_share > paper.plan(run, "flat").communication_share
+
+
+def test_the_papers_sd35_keeps_the_models_width():
+    of_paper, real = load_shape("sd3.5-paper"), load_shape("sd3.5")
+    assert of_paper.heads == 48 and of_paper.parameters == real.parameters
+    assert of_paper.width == pytest.approx(real.width, rel=0.01)

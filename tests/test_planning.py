@@ -1,0 +1,210 @@
+"""The virtual machine against closed forms, the emulated machine, and strategies that it has never seen."""
+
+import pytest
+import torch
+from worlds import topology_of
+
+from cocodiff.attention.layout import PLANS, Block, Phase
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.comm.simulate import Latencies
+from cocodiff.config import Config
+from cocodiff.engine import build_strategy
+from cocodiff.links import Network, alltoall_bound
+from cocodiff.memory import Load, ModelShape
+from cocodiff.planning.calibrate import AllToAll, Constants
+from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
+from cocodiff.planning.pricing import Pricing
+from cocodiff.planning.steps import Recording
+from cocodiff.topology import Device
+
+AURORA = topology_of("aurora", 12)
+TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
+TOY = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parallel_layers=2, parameters=10**6, text_tokens=24)
+
+
+def case(preset="tapa", nodes=1, shape=TOY, steps=20, topology=None, **more):
+    config = Config.preset(preset)
+    load = Load(1008, shape.text_tokens, 1, 2, shape.branches, config.scoring)
+    return Case(shape, topology or topology_of("aurora", 12 * nodes), config, load, steps, **more)
+
+
+def planned(of, latencies=None):
+    return Recording(of).plan(Network(of.topology), latencies or Latencies())
+
+
+# All-to-alls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_mb", [0.5, 6, 48])
+def test_closed_forms_hold_exactly_without_latencies(size_mb):
+    """Flat and split reach the bound; TAPA takes 6c at the sibling's rate and 2c at the plane's; one peer at a time 11
+    steps, each as long as its slowest message."""
+    exchanges = {name: AllToAll(AURORA, name, size_mb) for name in ("flat", "split", "tapa")}
+    c = exchanges["flat"].block_bytes
+    bound = alltoall_bound(AURORA, c)
+    assert exchanges["flat"].seconds(TIMELESS) == pytest.approx(bound, rel=1e-6)
+    assert exchanges["split"].seconds(TIMELESS) == pytest.approx(bound, rel=1e-6)
+    assert exchanges["tapa"].seconds(TIMELESS) == pytest.approx(6 * c / 185e9 + 2 * c / 15e9, rel=1e-6)
+
+
+def test_two_nodes_are_held_by_their_fullest_nic():
+    topology = topology_of("aurora", 24)
+    flat = AllToAll(topology, "flat", 12)
+    assert flat.seconds(TIMELESS) == pytest.approx(2 * 12 * flat.block_bytes / 25e9, rel=1e-6)
+    assert flat.seconds(TIMELESS) >= alltoall_bound(topology, flat.block_bytes)
+
+
+# Milliseconds of docs/benchmarks.md, one emulated node at scale 6000; about 25 ms of each exchange are the host's work.
+EMULATED = {
+    6: {"flat": 447.5, "tapa": 547.7, "split": 439.6},
+    12: {"flat": 879.9, "tapa": 1080.2, "split": 854.3},
+    24: {"flat": 1729.3, "tapa": 2165.6, "split": 1662.3},
+    48: {"flat": 3482.0, "tapa": 4447.5, "split": 3363.7},
+}
+SCALED = Constants(latency_us=25e3, sibling=1 / 6000, plane=1 / 6000).machine(AURORA.machine)
+
+
+@pytest.mark.parametrize("size_mb", EMULATED)
+@pytest.mark.parametrize("name", ["flat", "tapa", "split"])
+def test_times_are_those_of_the_emulated_machine(size_mb, name):
+    assert AllToAll(AURORA, name, size_mb).seconds(SCALED) == pytest.approx(EMULATED[size_mb][name] / 1e3, rel=0.15)
+
+
+# Strategies -----------------------------------------------------------------------------------------------------------
+
+
+def by_the_next_rank(topology, rank):
+    """A toy exchange in two phases: everything goes to the next rank first, which passes it on. Nothing knows it."""
+    size = topology.size
+    after, before = (rank + 1) % size, (rank - 1) % size
+    first = Phase(
+        "plane",
+        sends={after: tuple(Block(rank, heads) for heads in range(size) if heads != rank)},
+        receives={before: tuple(Block(before, heads) for heads in range(size) if heads != before)},
+        hop=1,
+    )
+    second = Phase(
+        "plane",
+        sends={heads: (Block(before, heads),) for heads in range(size) if heads not in (rank, before)},
+        receives={
+            (rows + 1) % size: (Block(rows, rank),)
+            for rows in range(size)
+            if rows != rank and (rows + 1) % size != rank
+        },
+        hop=2,
+    )
+    return (first, second)
+
+
+def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
+    monkeypatch.setitem(PLANS, "next", by_the_next_rank)
+
+    def make(config, mesh, transport, trace, kernels, now):
+        from cocodiff.attention.exchange import Exchange
+
+        exchange = Exchange("next", mesh.topology, transport, trace, kernels=kernels)
+        return Ulysses(mesh.topology, exchange, trace)
+
+    toy = planned(case(make=make))
+    assert toy.step_s > planned(case("tapa")).step_s
+    assert sum(toy.bytes.values()) > sum(planned(case("flat")).bytes.values())
+
+
+class Twice:
+    """A toy strategy: everything is exchanged a second time, and attended to twice."""
+
+    def __init__(self, *arguments):
+        self._inner = build_strategy(*arguments)
+
+    def attend(self, qkv, site):
+        self._inner.attend(qkv, site)
+        return self._inner.attend(qkv, site)
+
+
+def test_a_new_strategy_needs_no_change_of_the_plan():
+    once, twice = planned(case()), planned(case(make=Twice))
+    assert twice.bytes == {link: 2 * count for link, count in once.bytes.items()}
+    assert once.step_s < twice.step_s < 2 * once.step_s
+
+
+def test_one_rank_sends_nothing_and_computes_all_the_time():
+    alone = planned(case(topology=topology_of("local", 1), preset="cocodiff"))
+    assert set(alone.bytes.values()) == {0.0} and alone.communication_share == 0.0
+
+
+@pytest.mark.parametrize("preset", ["flat", "tapa", "split", "v_first", "cocodiff", "cocodiff+"])
+def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
+    """The trace's own count, against the volume that has to leave every rank: all but its own twelfth of q, k, v, o."""
+    of = case(preset)
+    plan = planned(of, Latencies(1e-5, 1e-6, 5e-6))
+    assert plan.step_s > plan.compute_s > 0 and plan.image_s == plan.step_s * of.steps
+    straight = 4 * 11 / 12 * 5 * (1008 + 24) * 48 * 64 * 2
+    sent = sum(plan.bytes.values())
+    if preset == "flat":
+        assert sent == pytest.approx(straight, rel=0.01)
+    elif of.config.selection == "v_major":
+        assert sent < straight * 16 / 11  # what TAPA sends of all tokens, its first phase included
+    else:
+        assert plan.bytes["cross_plane"] == 0 < plan.bytes["plane"]
+
+
+def test_v_first_hides_what_joint_order_waits_for():
+    assert planned(case("v_first")).step_s < planned(case("tapa")).step_s
+
+
+def test_fractions_follow_the_schedule():
+    of = case("cocodiff", steps=50)
+    every = fractions_of(of)
+    assert every[:5] == [None] * 5 and every[15] is None and every[-1] == 1.0
+    assert recorded_fractions(of) == [None, 0.0, 0.5, 1.0]
+    assert recorded_fractions(case("cocodiff+", stable=0.25)) == [None, 0.25]
+    assert recorded_fractions(case("flat")) == [None]
+    assert at_fraction([(None, 9.0), (0.0, 4.0), (0.5, 2.0), (1.0, 1.0)], 0.25) == 3.0
+    assert at_fraction([(None, 9.0), (0.0, 4.0)], None) == 9.0
+
+
+@pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+"])
+def test_so_many_tokens_stay_as_the_schedule_says(preset):
+    """All of q, k and v of a stable token stay; text and the output always travel."""
+    of = case(preset, stable=0.5)
+    segments = {s.fraction: s.bytes for s in record_layer(of, kinds_of(of.shape, of.load)[0])}
+    whole, half = sum(segments[None].values()), sum(segments[0.5].values())
+    assert 0.5 < half / whole < 0.75
+
+
+def test_layers_that_take_alike_are_one_kind():
+    assert [(kind.name, kind.layers) for kind in kinds_of(TOY, case().load)] == [("joint", 5)]
+    gated = ModelShape("gated", 48, 64, 3, 10**6, parallel_layers=2, image_layers=1, gated_mlp=True)
+    found = kinds_of(gated, case().load)
+    assert [(kind.name, kind.layers, kind.beside) for kind in found] == [
+        ("joint", 3, False), ("parallel", 2, True), ("image", 1, False),
+    ]  # fmt: skip
+
+
+# Prices ---------------------------------------------------------------------------------------------------------------
+
+
+class Charges:
+    def __init__(self):
+        self.of = []
+
+    def compute(self, seconds, launches):
+        self.of.append((seconds, launches))
+
+
+def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
+    charges = Charges()
+    a = torch.empty(100, 200, device="meta", dtype=torch.bfloat16)
+    with Pricing(charges, Device(1.0, 1e-9, 1e-12)):  # a byte a second, a FLOP a second
+        b = a[:50].transpose(0, 1).view(200, 50).new_empty(10, 10)
+        a.T[3:].expand(197, 100)
+        assert charges.of == [] and b.shape == (10, 10)
+        a + a  # read twice, written once
+        a.copy_(a)
+        torch.nn.functional.linear(a, a)
+        q = torch.empty(1, 2, 7, 4, device="meta")
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        chosen = torch.ones(3, dtype=torch.int64, device="meta")
+    assert [launches for _, launches in charges.of] == [1] * 5
+    assert [seconds for seconds, _ in charges.of] == [120e3, 80e3, 2 * 100 * 100 * 200, 4 * 2 * 7 * 7 * 4, 24]
+    assert out.shape == q.shape and chosen.tolist() == [1, 1, 1]  # whole numbers are real
