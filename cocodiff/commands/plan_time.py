@@ -132,8 +132,8 @@ def explain(recording: Recording, network: Network, latencies: Latencies) -> lis
 
 
 def messages(case: Case) -> list[str]:
-    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of q,
-    k or v with all tokens."""
+    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
+    q, k or v with all tokens."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
     work = Work(
@@ -154,7 +154,7 @@ def messages(case: Case) -> list[str]:
         if name == "split" and case.config.nic_balance:
             plan = split_plan(topology, slot, nic_detours(topology))
         for number, phase in enumerate(plan, 1):
-            lines.append(f"rank 0 (slot {slot} of its group), {name}, phase {number} of q, k or v, lane {phase.lane}:")
+            lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
             lines += sends(phase, topology, slot, layout, cell)
     return lines
 
