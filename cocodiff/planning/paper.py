@@ -139,7 +139,8 @@ def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[s
 
     def named(run: Run) -> str:
         nodes = f"{run.nodes} node" + ("s" if run.nodes > 1 else "")
-        return f"{run.model} {run.size}, {nodes}, batch {paper.batch(run)}"
+        batch = paper.batch(run) if paper.possible(run) else "?"
+        return f"{run.model} {run.size}, {nodes}, batch {batch}"
 
     def add(figure: str, what: str, said: str, values: dict[str, float | None]) -> None:
         rows.append({"figure": figure, "what": what, "paper": said, **values})
