@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cocodiff.attention.mesh import Mesh
+from cocodiff.attention.placement import Work, choose
 from cocodiff.comm.simulate import Latencies
 from cocodiff.config import Config
 from cocodiff.links import Network
@@ -77,15 +79,24 @@ class Paper:
         self._shape_of = shape_of
         self._plans: dict[tuple[Run, str], StepPlan] = {}
 
-    def possible(self, run: Run) -> bool:
-        """Whether Ulysses alone can use all ranks of the case."""
-        return self._topology(run).size <= self._shape_of(run.model).heads
+    def degree(self, run: Run) -> int:
+        """Ranks of a Ulysses group: the paper's, where the model has the heads; the others are in rings."""
+        size, most = self._topology(run).size, min(self._shape_of(run.model).heads, DEGREES.get(run.nodes, 48))
+        return max(n for n in range(1, most + 1) if size % n == 0)
+
+    def _mesh(self, run: Run) -> Mesh:
+        shape, topology = self._shape_of(run.model), self._topology(run)
+        return choose(topology, Work(shape.heads, shape.head_dim), topology.size // self.degree(run))
 
     def batch(self, run: Run) -> int:
         shape, topology = self._shape_of(run.model), self._topology(run)
         load = Load(shape.image_tokens(run.size), shape.text_tokens, 1, 2, shape.branches, "card")
         memory = int(self.machine.device.memory_gib * 2**30)
-        return min(LARGEST_BATCH, largest_batch(shape, topology, load, memory)) if run.batch is None else run.batch
+        return (
+            min(LARGEST_BATCH, largest_batch(shape, topology, load, memory, self._mesh(run)))
+            if run.batch is None
+            else run.batch
+        )
 
     def fits(self, run: Run) -> bool:
         """Whether CoCoDiff's caches fit as well."""
@@ -93,13 +104,14 @@ class Paper:
         rows = self.batch(run) * shape.rows_per_image
         load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, "card")
         memory = self.machine.device.memory_gib * 2**30
-        return rows > 0 and max(rank.total for rank in size_run(shape, topology, load)) <= memory
+        return rows > 0 and max(rank.total for rank in size_run(shape, topology, load, self._mesh(run))) <= memory
 
     def plan(self, run: Run, variant: str) -> StepPlan:
         """variant: "flat_serial", or a preset."""
         if (run, variant) not in self._plans:
             shape, topology = self._shape_of(run.model), self._topology(run)
-            config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name)
+            ring = topology.size // self.degree(run)
+            config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, ring=ring)
             scoring = config.scoring if config.selection == "v_major" else None
             rows = self.batch(run) * shape.rows_per_image
             load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, scoring)
@@ -131,7 +143,7 @@ DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}
 
 
 def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """The paper's figures beside the plan's, with either baseline; None where Ulysses alone cannot use the ranks.
+    """The paper's figures beside the plan's, with either baseline; None where nothing fits.
 
     tell: called with each row as soon as it is there.
     """
@@ -139,8 +151,7 @@ def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[s
 
     def named(run: Run) -> str:
         nodes = f"{run.nodes} node" + ("s" if run.nodes > 1 else "")
-        batch = paper.batch(run) if paper.possible(run) else "?"
-        return f"{run.model} {run.size}, {nodes}, batch {batch}"
+        return f"{run.model} {run.size}, {nodes}, batch {paper.batch(run)}"
 
     def add(figure: str, what: str, said: str, values: dict[str, float | None]) -> None:
         rows.append({"figure": figure, "what": what, "paper": said, **values})
@@ -151,13 +162,13 @@ def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[s
         add("1", f"share of all-to-all, {named(run)}", said, shares)
     for variant, one, more in (("tapa", "2.3", "2.2"), ("cocodiff", "2.5", "5.1")):
         for where, runs, said in (("one node", ONE_NODE, one), ("several nodes", MORE_NODES, more)):
-            can = [run for run in runs if paper.possible(run) and paper.fits(run)]
+            can = [run for run in runs if paper.fits(run)]
             values: dict[str, float | None] = {
                 name: mean(paper.speed_up(run, variant, name) for run in can) for name in BASELINES
             }
             add("7", f"{variant} over flat, mean of {len(can)} of {len(runs)} cases on {where}", said, values)
     for run, ratio in SINGLE:
-        known = paper.possible(run)
+        known = paper.fits(run)
         values = {name: paper.speed_up(run, "cocodiff", name) if known else None for name in BASELINES}
         add("7b", f"cocodiff over flat, {named(run)}", f"{ratio}", values)
     return rows
