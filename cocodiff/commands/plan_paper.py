@@ -33,9 +33,7 @@ def run_paper(values: dict[str, Any]) -> None:
     fit = readings["per rank", "flat_serial"]
     paper = Paper(fit.constants.machine(machine), cache(load_shape))
     say("\npredicted with these constants; the baseline read as one that serves one peer at a time (flat_serial) and")
-    say(
-        "as one that serves all at once (flat); ranks beyond the paper's degree of Ulysses, or the model's heads, are in rings"
-    )
+    say("as one that serves all at once (flat); ranks beyond the paper's degree of Ulysses, or the heads, are in rings")
     say(f"{'':<66}{'paper':>22}{'flat_serial':>13}{'flat':>8}")
     rows = rows_of(paper, say_row)
     say("degrees of Ulysses in the paper: " + ", ".join(f"{degree} on {n} node(s)" for n, degree in DEGREES.items()))
