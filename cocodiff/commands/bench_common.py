@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,16 +69,16 @@ def interleave(
     variants: Mapping[str, Callable[[], None]], rounds: int, units: int, meet: Callable[[], Any],
     tick: Callable[[], Any], warm: bool = False,
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds per unit of each variant; a variant's call is so many units. Every round runs all variants, backwards and
-    forwards in turn, so that drift of the machine falls on all alike. Warm up with a round of its own.
+    """Seconds per unit of each variant; a variant's call is so many units. Every round runs all variants, each
+    in another order (the same on all ranks), so that drift of the machine and what a variant leaves behind fall on all
+    alike. Warm up with a round of its own.
 
     warm: each measured call follows one of its own, so that it finds in the cache what it left, not what its neighbour
     in the round did.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
-        order = list(variants)[::-1] if number % 2 else list(variants)
-        for name in order:
+        for name in random.Random(number).sample(list(variants), len(variants)):
             if warm:
                 variants[name]()
             meet()

@@ -6,21 +6,24 @@ passes over memory go to SYCL, on the evidence of the table of bytes in docs/ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 NEVER = 2**62
 MIB = 2**20
 # device -> operation -> bytes from which SYCL is taken, with one thread and with more
 CHOICES: dict[str, dict[str, tuple[int, int]]] = {
     "cpu": {
-        "pack": (NEVER, NEVER),
+        "pack": (MIB // 2, MIB // 2),
         "unpack": (NEVER, NEVER),
         "gather_pack": (MIB // 2, MIB // 2),
-        "scatter_rows": (4 * MIB, 32 * MIB),
+        "scatter_rows": (MIB // 2, MIB // 2),
         "l1_score": (MIB // 4, MIB // 4),
         "select": (4000, 4000),
-        "qk_norm_rope": (MIB // 4, MIB // 4),
-        "merge_partials": (MIB // 4, MIB // 4),
+        "qk_norm_rope": (8192, 8192),
+        "merge_partials": (8192, 8192),
     },
     "xpu": dict.fromkeys(
         ("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"),
@@ -29,9 +32,24 @@ CHOICES: dict[str, dict[str, tuple[int, int]]] = {
 }
 
 
-def chooses_sycl(op: str, device: str, threads: int, dtype: torch.dtype, size: int) -> bool:
-    """Whether SYCL is the faster one for `size` bytes. Numbers that are not of 16 or 32 bits have no kernels."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or device not in CHOICES:
+# The same with one look: (device, operation, more than one thread) -> bytes.
+_LEAST = {
+    (device, op, several): least
+    for device, of_ops in CHOICES.items()
+    for op, both in of_ops.items()
+    for several, least in enumerate(both)
+}
+_WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
+    """Whether SYCL is the faster one for these tensors. Numbers that are not of 16 or 32 bits have no kernels."""
+    some = moved[0]
+    least = _LEAST.get((some.device.type, op, torch.get_num_threads() > 1))
+    if least is None or least == NEVER or some.dtype not in _WITH_KERNELS:
         return False
-    one, more = CHOICES[device][op]
-    return size >= (one if threads == 1 else more)
+    for tensor in moved:
+        least -= tensor.nbytes
+        if least <= 0:
+            return True
+    return False

@@ -78,10 +78,8 @@ class Kernels:
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
         device = moved[0].device
-        if self.path == "auto":
-            numbers = sum(x.nbytes for x in moved)
-            if not chooses_sycl(op, device.type, torch.get_num_threads(), moved[0].dtype, numbers):
-                return None
+        if self.path == "auto" and not chooses_sycl(op, moved):
+            return None
         return sycl_ops(device, self.path == "sycl")
 
 

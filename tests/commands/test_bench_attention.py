@@ -131,12 +131,17 @@ def test_unknown_benchmarks_come_with_a_suggestion(capsys: pytest.CaptureFixture
     assert "did you mean attention?" in capsys.readouterr().err
 
 
-def test_variants_take_turns_forwards_and_backwards() -> None:
+def test_variants_take_turns_in_orders_that_all_ranks_share() -> None:
     order: list[str] = []
     variants = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = interleave(variants, rounds=3, units=2, meet=lambda: None, tick=lambda: None)
-    assert "".join(order) == "abccbaabc"
-    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 3)
+    seconds = interleave(variants, rounds=12, units=2, meet=lambda: None, tick=lambda: None)
+    rounds = {"".join(order[start : start + 3]) for start in range(0, 36, 3)}
+    assert len(rounds) > 3 and all(sorted(one) == list("abc") for one in rounds)
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 12)
+    first = order.copy()
+    order.clear()
+    interleave(variants, rounds=12, units=2, meet=lambda: None, tick=lambda: None)
+    assert order == first
 
 
 def test_ratios_are_medians_of_pairs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps
-from cocodiff.kernels.choices import CHOICES, chooses_sycl
+from cocodiff.kernels.choices import CHOICES, NEVER, chooses_sycl
 from cocodiff.trace import Trace
 
 WITHOUT_COMPILER = """
@@ -86,13 +87,18 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
 def test_auto_follows_the_table(monkeypatch):
     monkeypatch.delenv("COCODIFF_KERNELS", raising=False)
     assert Kernels("auto").path == "auto"
+
+    def of(device, size, dtype=torch.bfloat16):
+        return SimpleNamespace(device=torch.device(device), nbytes=size, dtype=dtype)
+
     for device, of_ops in CHOICES.items():
-        for op, (one, more) in of_ops.items():
-            for threads, least in ((1, one), (2, more)):
-                assert chooses_sycl(op, device, threads, torch.bfloat16, least)
-                assert least == 0 or not chooses_sycl(op, device, threads, torch.bfloat16, least - 1)
-    assert not chooses_sycl("pack", "xpu", 1, torch.int64, 2**30)
-    assert not chooses_sycl("pack", "cuda", 1, torch.float32, 2**30)
+        for op, both in of_ops.items():
+            for threads, least in zip((1, 2), both, strict=True):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                assert chooses_sycl(op, [of(device, least // 2), of(device, least - least // 2)]) == (least < NEVER)
+                assert least == 0 or not chooses_sycl(op, [of(device, least // 2), of(device, least // 2 - 1)])
+    assert not chooses_sycl("pack", [of("xpu", 2**30, torch.int64)])
+    assert not chooses_sycl("pack", [of("cuda", 2**30)])
 
 
 def test_the_environment_says_what_auto_is(monkeypatch):
