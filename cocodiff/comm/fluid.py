@@ -80,7 +80,8 @@ class FluidNetwork:
 
     def advance(self, to: float, slack: float = 0.0) -> list[int]:
         """Moves time on, at most to the next end; the names of messages that are through by then, or `slack` later."""
-        moved = self._rate_F * (to - self.now)
+        with np.errstate(invalid="ignore"):  # no limit for no time: such a message is through, whatever it moved
+            moved = self._rate_F * (to - self.now)
         self.now = to
         done_F = self._end_F <= to + slack
         self._left_F = np.maximum(self._left_F - np.where(np.isfinite(moved), moved, 0.0), 0.0)

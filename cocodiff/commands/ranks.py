@@ -230,6 +230,8 @@ def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _
         ends[rank] = End("stuck", f"rank {rank} did not stop") if ended_by_us else _child_end(rank, status, folder)
         if ends[rank].code and deadline is None:
             deadline = time.monotonic() + GRACE_S
+        if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
+            deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
         print(f"cocodiff: interrupted; {left}", file=sys.stderr)
         return 130
