@@ -106,13 +106,14 @@ def attend(
 def check(case: Case, exchange: str, order, chunks: int) -> None:
     """As exact as attention in one piece, and with the same bytes."""
     whole, plain = case.truth(), attend(case, exchange, order)
-    for rank, ((ours, sent, _), (theirs, once, _)) in enumerate(
+    # of all ranks: a single one's few numbers may come out exact by chance
+    error = max((theirs - case.own(rank, whole)).abs().max() for rank, (theirs, _, _) in enumerate(plain))
+    allowed = 2 * error + 2 * torch.finfo(case.dtype).eps * whole.abs().max()
+    for rank, ((ours, sent, _), (_, once, _)) in enumerate(
         zip(attend(case, exchange, order, chunks), plain, strict=True)
     ):
-        truth = case.own(rank, whole)
-        rounding = torch.finfo(case.dtype).eps * truth.abs().max()
         assert ours.dtype == case.dtype
-        assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 2 * rounding
+        assert (ours - case.own(rank, whole)).abs().max() <= allowed
         if exchange != "auto":  # which goes by the size of what travels together, and chunks travel one by one
             assert sent == once
 
