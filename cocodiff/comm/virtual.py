@@ -12,12 +12,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Alone
 from cocodiff.comm.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
 from cocodiff.comm.transport import LanePending, PeerGroup, Pending
 from cocodiff.errors import PeerLost
@@ -190,35 +191,13 @@ class VirtualLane:
         return
 
 
-class NoHealth:
-    """Ranks of one process do not die alone."""
-
-    def check(self) -> None:
-        return
-
-    def blame(self, error: BaseException) -> BaseException:
-        return error
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        return
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        return
-
-    def blocking(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        return
-
-
 class VirtualTransport:
     """One rank of a VirtualWorld. `recorder` holds what it did."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.rank, self.size = rank, world.size
         self.device = torch.device("meta")
-        self.health = NoHealth()
+        self.health = Alone()
         self.recorder = Recorder(rank)
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
