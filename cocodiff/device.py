@@ -123,8 +123,13 @@ def lane_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
+def on_streams(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is an accelerator's, which streams share."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
 def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
     """Tells the allocator that the current stream uses a tensor made on another one, so that its memory is kept."""
-    if tensor.device.type not in ("cpu", "meta"):
+    if on_streams(tensor):
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
     return tensor

@@ -7,7 +7,6 @@ travels through intermediate ranks unchanged, so the result has the same bits wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar, cast
@@ -18,11 +17,11 @@ from cocodiff.attention.choice import Chunking, ExchangeTable, megabytes_per_ran
 from cocodiff.attention.chunks import Stages
 from cocodiff.attention.layout import PLANS, Block, Layout, Phase, Plan, reverse, scored_blocks, split_plan
 from cocodiff.attention.nic_balance import nic_detours
-from cocodiff.attention.relay import Blocks, Freight, Travelling, relay
+from cocodiff.attention.relay import Blocks, Freight, Shapes, Travelling, relay
 from cocodiff.attention.staged import Staged
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
-from cocodiff.device import used_on_current_stream
-from cocodiff.kernels import Kernels, Rows, views
+from cocodiff.device import on_streams, used_on_current_stream
+from cocodiff.kernels import Kernels, Rows
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -60,10 +59,10 @@ class Exchange:
             members = topology.cards[topology.places[self.rank].card] if name == "sibling" else range(topology.size)
             self._lanes[name] = (transport.lane(name), transport.group(members))
         self.staged: Staged | None = None
-        chunking = chunking or Chunking()
-        stages = Stages(topology, self.rank, chunking.chunks)
-        if len(stages.chunks) > 1:
-            self.staged = Staged(self, topology, transport, trace, plans, stages, chunking.from_mb)
+        if chunking is not None and chunking.chunks > 1:
+            stages = Stages(topology, self.rank, chunking.chunks)
+            if len(stages.chunks) > 1:
+                self.staged = Staged(self, topology, transport, trace, plans, stages, chunking.from_mb)
 
     def forward(
         self,
@@ -100,20 +99,23 @@ class Exchange:
 
     def freight_of(self, tensors_BLHD: Sequence[Travelling], layout: Layout) -> Freight:
         """This rank's rows of each tensor as blocks."""
-        heads_of = enumerate(layout.head_slices)
-        blocks = {Block(self.rank, peer): [_of_heads(x, heads) for x in tensors_BLHD] for peer, heads in heads_of}
+        of_tensors = [x.split_with_sizes(layout.heads, 2) for x in tensors_BLHD]
+        blocks: Blocks = {
+            Block(self.rank, peer): list(parts) for peer, parts in enumerate(zip(*of_tensors, strict=True))
+        }
         return Freight(blocks, layout)
 
     def room(self, freight: Freight) -> tuple[list[Tensor], Land]:
         """For each tensor of the freight empty room for all rows of this rank's heads, and what fills it."""
         blocks, layout = freight
-        first, where = blocks[Block(self.rank, self.rank)], layout.row_slices
+        first = blocks[Block(self.rank, self.rank)]
         shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
         received_BSGD = [x.new_empty(shape) for x in first]
+        places_of = [rows_of_ranks(whole, layout) for whole in received_BSGD]
 
         def land(arrived: Blocks) -> None:
             mine = {block.rows: parts for block, parts in arrived.items() if block.heads == self.rank}
-            places = [whole[:, where[rank]] for rank in mine for whole in received_BSGD]
+            places = [place_of[rank] for rank in mine for place_of in places_of]
             self._unpack([part for parts in mine.values() for part in parts], places)
 
         return received_BSGD, land
@@ -121,12 +123,12 @@ class Exchange:
     def room_back(self, out_BSGD: Tensor, layout: Layout) -> tuple[Tensor, Land]:
         """The same for all heads of this rank's rows, of tensors like the given one."""
         B, _, _, D = out_BSGD.shape
-        where = layout.head_slices
         out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
+        places = out_BLHD.split_with_sizes(layout.heads, 2)
 
         def land(arrived: Blocks) -> None:
             mine = {block.heads: parts for block, parts in arrived.items() if block.rows == self.rank}
-            self._unpack([part for (part,) in mine.values()], [out_BLHD[:, :, where[rank]] for rank in mine])
+            self._unpack([part for (part,) in mine.values()], [places[rank] for rank in mine])
 
         return out_BLHD, land
 
@@ -161,10 +163,8 @@ class Exchange:
         waited for next."""
 
         def own_blocks() -> Freight:
-            blocks: Blocks = {
-                Block(peer, self.rank): [out_BSGD[:, rows]] for peer, rows in enumerate(layout.row_slices)
-            }
-            return Freight(blocks, layout)
+            rows_of = rows_of_ranks(out_BSGD, layout)
+            return Freight({Block(peer, self.rank): [rows_of[peer]] for peer in range(len(layout.rows))}, layout)
 
         return self._route(
             "back", own_blocks, lambda freight: self.room_back(out_BSGD, freight.layout), (name, layer), soon=True
@@ -212,30 +212,19 @@ class Exchange:
         if not phase.sends and not phase.receives:
             return Freight(blocks, layout)
         with self._trace.span(f"{about[0]} {phase.lane}", phase.lane, about[1]):
-            group = self._lanes[phase.lane][1]
-            like, copies = next(iter(blocks.values()))[0], len(next(iter(blocks.values())))
-            B, _, _, D = like.shape
-
-            def shapes(message: Sequence[Block]) -> list[tuple[int, ...]]:
-                return [(B, layout.rows[b.rows], layout.heads[b.heads], D) for b in message for _ in range(copies)]
-
-            def buffer(message: Sequence[Block]) -> Tensor:
-                return like.new_empty(sum(math.prod(shape) for shape in shapes(message)))
-
-            receives = {peer: buffer(message) for peer, message in phase.receives.items()}
-            sends = {peer: buffer(message) for peer, message in phase.sends.items()}
+            group, shapes = self._lanes[phase.lane][1], Shapes(Freight(blocks, layout))
+            received, receives = shapes.room(phase.receives.values())
+            _, sends = shapes.room(phase.sends.values())
             messages = [[part for b in message for part in blocks[b]] for message in phase.sends.values()]
-            self.pack(messages, list(sends.values()))
-            for peer, sent in sends.items():
-                self.count(peer, sent.nbytes)
+            self.pack(messages, sends)
+            for peer, message in phase.sends.items():
+                self.count(peer, shapes.bytes(message))
             index = group.ranks.index
             group.send_recv(
-                [(sent, index(peer)) for peer, sent in sends.items()],
-                [(received, index(peer)) for peer, received in receives.items()],
+                [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
+                [(buffer, index(peer)) for peer, buffer in zip(phase.receives, receives, strict=True)],
             ).wait()
-            for peer, message in phase.receives.items():
-                parts = iter(views(receives[peer], shapes(message)))
-                blocks |= {b: [next(parts) for _ in range(copies)] for b in message}
+            blocks |= shapes.blocks([b for message in phase.receives.values() for b in message], received)
         return Freight(blocks, layout)
 
     def count(self, peer: int, sent_bytes: int) -> None:
@@ -249,17 +238,22 @@ class Exchange:
     def pack(self, messages: Sequence[Sequence[Travelling]], buffers: Sequence[Tensor]) -> None:
         """All messages in one launch."""
         pieces = [piece for message in messages for piece in message]
-        for piece in pieces:
-            for tensor in (piece.source_RHD, piece.index_K) if isinstance(piece, Rows) else (piece,):
-                used_on_current_stream(tensor)
-        if any(isinstance(piece, Rows) for piece in pieces):
+        chosen = any(isinstance(piece, Rows) for piece in pieces)
+        if buffers and on_streams(buffers[0]):
+            for piece in pieces:
+                for tensor in (piece.source_RHD, piece.index_K) if isinstance(piece, Rows) else (piece,):
+                    used_on_current_stream(tensor)
+        if chosen:
             self.kernels.gather_pack(messages, buffers)
         elif messages:
             self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
 
 
-def _of_heads(x_BLHD: Travelling, heads: slice) -> Travelling:
-    return x_BLHD.heads(heads) if isinstance(x_BLHD, Rows) else x_BLHD[:, :, heads]
+def rows_of_ranks(x_BSGD: Tensor, layout: Layout) -> dict[int, Tensor]:
+    """Of a tensor with the whole sequence every rank's rows, as views."""
+    ranks = layout.in_sequence
+    parts = x_BSGD.split_with_sizes([layout.rows[rank] for rank in ranks], 1)
+    return dict(zip(ranks, parts, strict=True))
 
 
 def _assembled(assemble: Assemble[R], freight: Freight) -> R:

@@ -6,8 +6,7 @@ those alone. So what is relayed arrives behind what travels straight, and slow l
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from cocodiff.kernels import Rows, views
 
 Travelling = Tensor | Rows  # [B, L, H, D], or rows chosen of it
 Blocks = dict[Block, list[Travelling]]  # a block of each tensor that travels together, [B, rows, heads, D]
-Shape = tuple[int, ...]
 Groups = Mapping[str, Group]  # of every lane that a phase names
 SentTo = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to
 Pack = Callable[[Sequence[Sequence[Travelling]], Sequence[Tensor]], None]
@@ -33,13 +31,48 @@ class Freight(NamedTuple):
     layout: Layout
 
 
+class Shapes:
+    """What messages of a freight look like: how large they are, and where their blocks lie in them."""
+
+    def __init__(self, freight: Freight) -> None:
+        some = next(iter(freight.blocks.values()))
+        self._like, self._copies = some[0], len(some)
+        self._layout = freight.layout
+        self._batch, self._channels = len(self._like), self._like.shape[-1]
+        self._itemsize = self._like.new_empty(0).element_size()
+
+    def numel(self, message: Sequence[Block]) -> int:
+        rows, heads = self._layout.rows, self._layout.heads
+        cells = sum([rows[block.rows] * heads[block.heads] for block in message])
+        return cells * self._batch * self._channels * self._copies
+
+    def bytes(self, message: Sequence[Block]) -> int:
+        return self.numel(message) * self._itemsize
+
+    def buffer(self, message: Sequence[Block]) -> Tensor:
+        """Memory for a message, flat."""
+        return self._like.new_empty(self.numel(message))
+
+    def room(self, messages: Iterable[Sequence[Block]]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for messages that come and go together, flat: all of it, and each one's part."""
+        sizes = [self.numel(message) for message in messages]
+        whole = self._like.new_empty(sum(sizes))
+        return whole, whole.split_with_sizes(sizes)
+
+    def blocks(self, message: Sequence[Block], buffer: Tensor) -> Blocks:
+        """The blocks of a message, as they lie in a flat buffer."""
+        B, D, rows, heads = self._batch, self._channels, self._layout.rows, self._layout.heads
+        copies = range(self._copies)
+        parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], D) for b in message for _ in copies]))
+        return {block: [next(parts) for _ in copies] for block in message}
+
+
 @dataclass
 class Letter:
     """A message on its way here. `open` puts its blocks where the others are, once."""
 
     message: tuple[Block, ...]
-    shapes: list[Shape]
-    copies: int
+    shapes: Shapes
     buffer: Tensor
     pending: Pending | None = None
     opened: bool = False
@@ -49,9 +82,7 @@ class Letter:
             return
         assert self.pending is not None, "a block is sent on in a later phase than it arrives"
         self.pending.wait()
-        parts = iter(views(self.buffer, self.shapes))
-        for block in self.message:
-            blocks[block] = [next(parts) for _ in range(self.copies)]
+        blocks |= self.shapes.blocks(self.message, self.buffer)
         self.opened = True
 
 
@@ -78,9 +109,7 @@ class Journey:
     """What one exchange has under way: blocks that are here, and messages that come."""
 
     def __init__(self, freight: Freight, pack: Pack, count: Callable[[int, int], None]) -> None:
-        self._blocks, self._layout = dict(freight.blocks), freight.layout
-        some = next(iter(freight.blocks.values()))
-        self._like, self._copies = some[0], len(some)
+        self._blocks, self._shapes = dict(freight.blocks), Shapes(freight)
         self._pack, self._count = pack, count
         self._letters: list[dict[int, Letter]] = []
         self._bringing: dict[Block, Letter] = {}
@@ -90,7 +119,8 @@ class Journey:
         each can be waited for."""
         for phase in plan:
             letters = {
-                peer: Letter(m, self._shapes(m), self._copies, self._buffer(m)) for peer, m in phase.receives.items()
+                peer: Letter(message, self._shapes, self._shapes.buffer(message))
+                for peer, message in phase.receives.items()
             }
             self._letters.append(letters)
             self._bringing |= {block: letter for letter in letters.values() for block in letter.message}
@@ -128,14 +158,6 @@ class Journey:
         for forgotten in (self._letters, self._bringing, self._blocks):
             forgotten.clear()
 
-    def _shapes(self, message: Sequence[Block]) -> list[Shape]:
-        B, _, _, D = self._like.shape
-        rows, heads = self._layout.rows, self._layout.heads
-        return [(B, rows[b.rows], heads[b.heads], D) for b in message for _ in range(self._copies)]
-
-    def _buffer(self, message: Sequence[Block]) -> Tensor:
-        return self._like.new_empty(sum(math.prod(shape) for shape in self._shapes(message)))
-
     def _packed(self, peer: int, message: Sequence[Block]) -> Tensor:
         for block in message:
             if block not in self._blocks:
@@ -143,10 +165,10 @@ class Journey:
         parts = [part for block in message for part in self._blocks[block]]
         sent = as_one(parts)
         if sent is None:
-            sent = self._buffer(message)
+            sent = self._shapes.buffer(message)
             self._pack([parts], [sent])
         used_on_current_stream(sent)
-        self._count(peer, sent.nbytes)
+        self._count(peer, self._shapes.bytes(message))
         return sent
 
 

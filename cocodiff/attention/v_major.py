@@ -392,9 +392,9 @@ class CardCall(SelectiveCall):
         scorers = self.exchange.scorers()
         cards = strategy.cards(layout)
         sizes = [batch * len(cards[scorers.index(rank)]) if rank in scorers else 0 for rank in range(len(layout.rows))]
-        parts = [own.new_empty(size) for size in sizes]
+        parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
         self.gather(own.flatten(), parts)
         active_BS = own.new_empty(batch, sum(layout.image), dtype=torch.bool)
-        for rank, positions in zip(scorers, cards, strict=True):
-            active_BS[:, positions.to(own.device)] = parts[rank].view(batch, -1).bool()
+        of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
+        active_BS[:, torch.cat(cards).to(own.device)] = of_cards_BN.bool()
         return Selection.build(active_BS, layout, self.qkv.text_first)

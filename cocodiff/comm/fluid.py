@@ -22,23 +22,31 @@ def fair_rates(paths_FK: Indices, weights_F: Floats, capacity_L: Floats) -> Floa
     paths_FK: the links of each flow, filled up with the index L for none. weights_F: how many equal messages a flow
     stands for. A flow over no link at all gets inf.
     """
-    flows, longest = paths_FK.shape
     links = len(capacity_L)
-    rate_F = np.full(flows, np.inf)
-    left_L = np.append(capacity_L, np.inf)
-    open_F = np.flatnonzero((paths_FK < links).any(1))
-    while len(open_F):
-        paths, weights = paths_FK[open_F], weights_F[open_F]
-        load_L = np.bincount(paths.ravel(), np.repeat(weights, longest), links + 1)
-        share_L = np.divide(left_L, load_L, out=np.full(links + 1, np.inf), where=load_L > 0)
-        share_L[links] = np.inf
+    paths_KF = np.ascontiguousarray(paths_FK.T)
+    rate_F = np.full(len(paths_FK), np.inf)
+    left_L, none_L = np.append(capacity_L, np.inf), np.full(links + 1, np.inf)
+    open_F = np.asarray((paths_KF < links).any(0))
+    load_L = _load(paths_KF, weights_F * open_F, links)
+    while open_F.any():
+        share_L = np.divide(left_L, load_L, out=none_L.copy(), where=load_L > 0.5)  # loads count messages
         share = share_L.min()
-        frozen = (share_L <= share * (1 + FULL))[paths].any(1)
-        rate_F[open_F[frozen]] = share
-        used_L = np.bincount(paths[frozen].ravel(), np.repeat(weights[frozen], longest), links + 1)
+        full_L = share_L <= share * (1 + FULL)
+        frozen_F = np.flatnonzero(full_L[paths_KF].any(0) & open_F)
+        rate_F[frozen_F] = share
+        open_F[frozen_F] = False
+        used_L = _load(paths_KF[:, frozen_F], weights_F[frozen_F], links)
+        load_L -= used_L
         left_L = np.maximum(left_L - share * used_L, 0.0)
-        open_F = open_F[~frozen]
     return rate_F
+
+
+def _load(paths_KF: Indices, weights_F: Floats, links: int) -> Floats:
+    """Messages on every link, and 0 for the index that stands for none."""
+    of_paths = np.concatenate([weights_F] * len(paths_KF))
+    load_L: Floats = np.bincount(paths_KF.ravel(), of_paths, links + 1).astype(np.float64, copy=False)
+    load_L[links] = 0.0
+    return load_L
 
 
 def padded(paths: Sequence[Sequence[int]], links: int) -> Indices:
@@ -60,6 +68,7 @@ class FluidNetwork:
         self._left_F, self._weight_F = np.zeros(0), np.zeros(0)
         self._rate_F, self._end_F = np.zeros(0), np.zeros(0)
         self._members: list[tuple[int, ...]] = []
+        self._changed = False  # whether rates are those of other messages than are under way
 
     def start(self, messages: Sequence[tuple[int, Sequence[int], float]]) -> None:
         """Puts (name, links, bytes) on the links, now. Messages of one size on one way are one flow."""
@@ -72,14 +81,16 @@ class FluidNetwork:
         self._left_F = np.append(self._left_F, [size for _, size in alike])
         self._weight_F = np.append(self._weight_F, [float(len(names)) for names in alike.values()])
         self._members += [tuple(names) for names in alike.values()]
-        self._refill()
+        self._changed = True
 
     def next_end(self) -> float:
         """When the next message is through; inf where none is under way."""
+        self._refill()
         return float(self._end_F.min()) if len(self._end_F) else np.inf
 
     def advance(self, to: float, slack: float = 0.0) -> list[int]:
         """Moves time on, at most to the next end; the names of messages that are through by then, or `slack` later."""
+        self._refill()
         with np.errstate(invalid="ignore"):  # no limit for no time: such a message is through, whatever it moved
             moved = self._rate_F * (to - self.now)
         self.now = to
@@ -91,10 +102,14 @@ class FluidNetwork:
         keep = ~done_F
         self._paths_FK, self._left_F, self._weight_F = self._paths_FK[keep], self._left_F[keep], self._weight_F[keep]
         self._members = [self._members[index] for index in np.flatnonzero(keep)]
-        self._refill()
+        self._changed = True
         return names
 
     def _refill(self) -> None:
+        """Rates and ends of what is under way now; messages that start or end at one moment take one filling."""
+        if not self._changed:
+            return
+        self._changed = False
         self._rate_F = fair_rates(self._paths_FK, self._weight_F, self._capacity_L)
         self._end_F = self.now + self._left_F / self._rate_F
 

@@ -10,7 +10,7 @@ control flow depends on, as V-Major's scores, is real.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,14 +35,14 @@ class VirtualWorld:
         self.size = size
         self.messages: list[Message] = []
         self._by_key: dict[Key, Message] = {}
-        self._turn = threading.RLock()
-        self._arrived = {rank: threading.Condition(self._turn) for rank in range(size)}
+        self._wake = [threading.Semaphore(0) for _ in range(size)]
+        self._able = deque(range(size))  # who may run, in the order in which they became able to
         self._delivered: dict[Key, Any] = {}
         self._awaited: dict[int, Key] = {}
-        self._running = size
         self._failure: str | None = None
+        self._contexts: dict[Key, int] = {}
 
-    def message(self, context: Any, sender: int, receiver: int, number: int, size: int) -> Message:
+    def message(self, context: int, sender: int, receiver: int, number: int, size: int) -> Message:
         """The message between two ranks that each of them named as its `number`-th in this context."""
         key = (context, sender, receiver, number)
         known = self._by_key.get(key)
@@ -53,44 +53,51 @@ class VirtualWorld:
             raise ValueError(f"ranks {sender} and {receiver} disagree on a message: {known.size} and {size} bytes")
         return known
 
+    def context(self, members: tuple[int, ...], number: int) -> int:
+        """A short name of the `number`-th group of these members, the same for all of them."""
+        return self._contexts.setdefault((members, number), len(self._contexts))
+
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """One rank runs at a time, until it waits for another's data."""
-        with self._turn:
-            try:
-                yield
-            except BaseException as error:
-                self._fail(f"rank {rank}: {type(error).__name__}: {error}")
-                raise
-            finally:
-                self._running -= 1
-                self._check_stuck()
+        """One rank runs at a time, until it waits for another's data; always in the same order, so that a plan has the
+        same figures each time."""
+        self._wake[rank].acquire()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(f"rank {rank}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self.run_next()
 
     def deliver(self, to: int, key: Key, value: Any) -> None:
         self._delivered[key] = value
         if self._awaited.get(to) == key:
-            self._arrived[to].notify()
+            del self._awaited[to]
+            self._able.append(to)
 
     def take(self, rank: int, key: Key, source: int) -> Any:
         """What was delivered under this key; lets other ranks run until it is there."""
-        while key not in self._delivered:
+        if key not in self._delivered and self._failure is None:
             self._awaited[rank] = key
-            self._check_stuck()
-            if self._failure is not None:
-                raise PeerLost(source, self._failure)
-            self._arrived[rank].wait()
-            del self._awaited[rank]
+            self.run_next()
+            self._wake[rank].acquire()
+        if key not in self._delivered:
+            raise PeerLost(source, self._failure or "")
         return self._delivered.pop(key)
 
-    def _check_stuck(self) -> None:
-        waiting = [rank for rank, key in self._awaited.items() if key not in self._delivered]
-        if self._running and len(waiting) == self._running and self._failure is None:
-            self._fail(f"ranks {waiting} all wait for data that nobody sends")
+    def run_next(self) -> None:
+        """Lets another rank run: the caller does not go on, or not before it is woken."""
+        if not self._able and self._awaited:
+            self._fail(f"ranks {sorted(self._awaited)} all wait for data that nobody sends")
+        if self._able:
+            self._wake[self._able.popleft()].release()
 
     def _fail(self, reason: str) -> None:
+        """Whoever waits, or will, is told."""
         self._failure = self._failure or reason
-        for condition in self._arrived.values():
-            condition.notify()
+        self._able.extend(self._awaited)
+        self._awaited.clear()
 
 
 class Arrivals:
@@ -114,7 +121,7 @@ class Arrivals:
 
 
 class VirtualGroup(PeerGroup):
-    def __init__(self, world: VirtualWorld, recorder: Recorder, context: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(self, world: VirtualWorld, recorder: Recorder, context: int, ranks: tuple[int, ...]) -> None:
         self._world, self._recorder, self._context = world, recorder, context
         self.ranks, self.index = ranks, ranks.index(recorder.rank)
         self._sent: dict[int, int] = defaultdict(int)
@@ -206,7 +213,7 @@ class VirtualTransport:
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)
         self._contexts[key] += 1
-        return VirtualGroup(self._world, self.recorder, (key, self._contexts[key]), key)
+        return VirtualGroup(self._world, self.recorder, self._world.context(key, self._contexts[key]), key)
 
     def lane(self, name: str) -> Any:
         return VirtualLane(name, self.recorder)
@@ -262,6 +269,7 @@ def record(size: int, work: Callable[[VirtualTransport], T]) -> tuple[list[T], l
     threads = [threading.Thread(target=rank_main, args=(rank,), name=f"virtual-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
+    world.run_next()
     for thread in threads:
         thread.join()
     if errors:

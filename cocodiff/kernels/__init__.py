@@ -16,9 +16,5 @@ __all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "sycl_ops", "views"]
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Views of a packed buffer, in the order and the shapes in which `pack` put them there."""
-    found, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        found.append(buffer[start:end].view(shape))
-        start = end
-    return found
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,18 @@ class Rows:
         """The same rows of some heads."""
         reference_RHD = None if self.reference_RHD is None else self.reference_RHD[:, heads]
         return Rows(self.source_RHD[:, heads], self.index_K, reference_RHD, self.reference_index_K)
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> list[Rows]:
+        """The same rows of consecutive heads, so many each; dim is 2, that of the heads."""
+        assert dim == 2, "rows are split by heads"
+        sources = self.source_RHD.split_with_sizes(sizes, 1)
+        if self.reference_RHD is None:
+            return [Rows(source, self.index_K) for source in sources]
+        references = self.reference_RHD.split_with_sizes(sizes, 1)
+        return [
+            Rows(source, self.index_K, reference, self.reference_index_K)
+            for source, reference in zip(sources, references, strict=True)
+        ]
 
     def new_empty(self, *shape: Any) -> Tensor:
         return self.source_RHD.new_empty(*shape)
