@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from array import array
+import struct
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
 from pathlib import Path
 
 from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
@@ -15,7 +16,12 @@ from cocodiff_sycl.kept import Kept
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
-_HOW = c_int64 * 6
+
+
+@cache
+def numbers_of(count: int) -> struct.Struct:
+    """So many numbers of 8 bytes, as C takes them."""
+    return struct.Struct(f"{count}q")
 
 
 class Library:
@@ -109,7 +115,7 @@ class Library:
         values: the members of the kernel's struct, 8 bytes each. queue: as of `__init__`, the one to use now.
         """
         handle = self._kernels.get(kernel) or self._kernel(kernel)
-        packed = array("q", values).tobytes()
+        packed = numbers_of(len(values)).pack(*values)
         if self._c.cocodiff_launch(
             self._device, queue, handle, groups * group_size, group_size, packed, len(packed), None, 0, self._flags
         ):
@@ -123,10 +129,8 @@ class Library:
         there are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        how = _HOW(look, self.lanes, chunk_bytes, units, packed, self._flags)
-        code = self._c.cocodiff_move(
-            self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, ctypes.byref(how)
-        )
+        how = numbers_of(6).pack(look, self.lanes, chunk_bytes, units, packed, self._flags)
+        code = self._c.cocodiff_move(self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, how)
         if code == 2:
             raise ValueError(self._error())
         if code:
@@ -178,7 +182,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_void_p,) * 3 + (c_size_t,) * 2 + (c_char_p, c_size_t) * 2 + (c_int,)),
-        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_void_p)),
+        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_char_p)),
     ):
         function = getattr(c, f"cocodiff_{name}")
         function.restype, function.argtypes = result, arguments
