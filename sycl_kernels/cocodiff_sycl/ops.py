@@ -110,7 +110,7 @@ class SyclOps:
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         plan = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
         change_BL = torch.empty(plan.shape, dtype=torch.float32, device=self.device)
-        norm_BL = torch.empty_like(change_BL)
+        norm_BL = torch.empty(plan.shape, dtype=torch.float32, device=self.device)
         if plan.groups:
             of = v_BLHD.data_ptr(), reference_BLHD.data_ptr(), change_BL.data_ptr(), norm_BL.data_ptr()
             self._launch(plan, of)
@@ -122,7 +122,7 @@ class SyclOps:
         plan = self._plans.of("select", (score_BN,), k)
         chosen_BK = torch.empty(plan.shape, dtype=torch.int64, device=self.device)
         if plan.groups:
-            scratch = chosen_BK.new_empty((plan.groups, 258))
+            scratch = torch.empty((plan.groups, 258), dtype=torch.int64, device=self.device)
             self._launch(plan, (score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr()))
         return chosen_BK
 

@@ -45,7 +45,7 @@ def test_errors_come_again_and_after_a_call_that_was_right(sycl: SyclOps):
             sycl.l1_score(v, torch.ones(1, 1, 3, 4).expand(1, 2, 3, 4), renew=True)
         with pytest.raises(ValueError, match="24 numbers and more for a buffer of 23"):
             sycl.pack([[v]], [buffer[1:]])
-        with pytest.raises(ValueError, match="not torch.float32"):
+        with pytest.raises(ValueError, match=r"not torch\.float32"):
             sycl.pack([[v.half()]], [buffer])
         with pytest.raises(ValueError, match="index from 2 to 2 for 2 rows"):
             sycl.gather_pack([[Rows(v[0], torch.tensor([2]))]], [buffer])
