@@ -1,7 +1,7 @@
 """Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
 
-The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, and SYCL's
-own cache of compiled kernels, whose keys add device and driver. One process builds under a lock; others wait and load.
+The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, what a CPU's
+kernels were compiled to (`kept.py`), and SYCL's own cache. One process builds under a lock; others wait and load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 
 __all__ = ["Unavailable", "cache_folder", "host_library", "kernel_options", "kernel_source", "lock"]
 HERE = Path(__file__).parent
-HOST = ("host.cpp", "moves.hpp")
+HOST = ("host.cpp", "moves.hpp", "saved.hpp")
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300
@@ -74,7 +74,7 @@ def _compile(runtime: Runtime, target: Path) -> None:
     where = runtime.library.parent
     command = [
         find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / HOST[0]), "-o", str(fresh),
-        str(runtime.library), f"-Wl,-rpath,{where}",
+        str(runtime.library), "-ldl", f"-Wl,-rpath,{where}",
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)

@@ -84,3 +84,12 @@ def find_compiler() -> str:
         if name and shutil.which(name):
             return name
     raise Unavailable("no C++ compiler found: install g++ (Debian: apt install g++) or set CXX")
+
+
+def cpu_features() -> str:
+    """The instructions that this machine's first processor has; nothing where the system does not tell."""
+    listed = Path("/proc/cpuinfo")
+    if not listed.exists():
+        return ""
+    with listed.open() as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")

@@ -17,10 +17,12 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "moves.hpp"
+#include "saved.hpp"
 
 namespace syclexp = sycl::ext::oneapi::experimental;
 using Bundle = sycl::kernel_bundle<sycl::bundle_state::executable>;
@@ -95,8 +97,11 @@ struct Device {
   TableRing tables;
 };
 
+// Compiled kernels, of source or of what an earlier process saved.
 struct Module {
-  Bundle bundle;
+  std::optional<Bundle> bundle;
+  saved::Programs programs;
+  sycl::context context;
 };
 
 } // namespace
@@ -147,13 +152,34 @@ void *cocodiff_build(void *device, const char *source, const char *options) {
     auto &queue = static_cast<Device *>(device)->queue;
     auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
                                                           std::string(source));
-    return new Module{syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}})};
+    auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}});
+    return new Module{built, {}, queue.get_context()};
+  });
+}
+
+// What cocodiff_load takes, of a module that cocodiff_build made for an OpenCL device: null for `to` asks for the size.
+int cocodiff_save(void *module, char *to, size_t *size) {
+  return guarded(1, [&] {
+    const std::string all = saved::bytes(*static_cast<Module *>(module)->bundle);
+    if (to) std::memcpy(to, all.data(), std::min(*size, all.size()));
+    *size = all.size();
+    return 0;
+  });
+}
+
+// The caller answers for the bytes: drivers do not survive any.
+void *cocodiff_load(void *device, const char *from, size_t size) {
+  return guarded<void *>(nullptr, [&]() -> void * {
+    auto &queue = static_cast<Device *>(device)->queue;
+    return new Module{std::nullopt, saved::programs(queue, from, size), queue.get_context()};
   });
 }
 
 void *cocodiff_kernel(void *module, const char *name) {
   return guarded<void *>(nullptr, [&]() -> void * {
-    return new sycl::kernel(static_cast<Module *>(module)->bundle.ext_oneapi_get_kernel(std::string(name)));
+    auto *of = static_cast<Module *>(module);
+    return new sycl::kernel(of->bundle ? of->bundle->ext_oneapi_get_kernel(std::string(name))
+                                       : saved::kernel(of->programs, name, of->context));
   });
 }
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import os
-from array import array
+import struct
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
 from pathlib import Path
 
 from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
 from cocodiff_sycl.find import Runtime, Unavailable
+from cocodiff_sycl.kept import Kept
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
-_HOW = c_int64 * 6
+
+
+@cache
+def numbers_of(count: int) -> struct.Struct:
+    """So many numbers of 8 bytes, as C takes them."""
+    return struct.Struct(f"{count}q")
 
 
 class Library:
@@ -38,6 +45,7 @@ class Library:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
         self.device_name, driver, self.backend, kind, units, _ = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
+        self._keeps = self.is_cpu and self.backend == "opencl"
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
         self._kernels: dict[str, c_void_p] = {}
@@ -53,18 +61,44 @@ class Library:
         return text.value.decode(errors="replace").split("; ")
 
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
-        """Takes the kernels from the cache, or compiles them while other processes wait."""
-        marker = self.folder / ("built-" + "".join(c if c.isalnum() else "_" for c in about))
-        if marker.exists():
-            return self._compile(runtime)
-        with lock(self.folder):
-            if not marker.exists():
-                # libsycl keeps a source's compiled form at the first build and the device's code at the second, so that
-                # later processes find both.
-                self._compile(runtime)
-                self._compile(runtime)
-                marker.touch()
-        return self._compile(runtime)
+        """Takes the kernels from the cache, or compiles them while other processes wait.
+
+        A CPU's kernels are kept as what they were compiled to. Elsewhere, or where a driver does not take that back,
+        libsycl's own cache has them, which the marker tells.
+        """
+        name = "".join(c if c.isalnum() else "_" for c in about)
+        marker, kept = self.folder / f"built-{name}", Kept(self.folder / f"saved-{name}", about)
+        module = self._load(kept)
+        if module is None and not marker.exists():
+            with lock(self.folder):
+                module = self._load(kept)  # of a process that was first
+                if module is None and not marker.exists():
+                    compiled = self._compile(runtime)
+                    module = self._save(compiled, kept)
+                    if module is None:
+                        # libsycl keeps a source's compiled form at the first build and the device's code at the
+                        # second, so that later processes find both.
+                        self._compile(runtime)
+                        marker.touch()
+        return module or self._compile(runtime)
+
+    def _save(self, compiled: c_void_p, kept: Kept) -> c_void_p | None:
+        """Keeps compiled kernels, and gives them as a later process will have them; None where that does not work."""
+        if not self._keeps:
+            return None
+        size = c_size_t(0)
+        if self._c.cocodiff_save(compiled, None, ctypes.byref(size)):
+            return None
+        data = ctypes.create_string_buffer(size.value)
+        if self._c.cocodiff_save(compiled, data, ctypes.byref(size)):
+            return None
+        kept.write(data.raw)
+        return self._load(kept)
+
+    def _load(self, kept: Kept) -> c_void_p | None:
+        data = kept.read() if self._keeps else None
+        module = c_void_p(self._c.cocodiff_load(self._device, data, len(data))) if data else None
+        return module or None
 
     def _compile(self, runtime: Runtime) -> c_void_p:
         source, options = kernel_source(self.lanes).encode(), "\n".join(kernel_options(runtime)).encode()
@@ -81,7 +115,7 @@ class Library:
         values: the members of the kernel's struct, 8 bytes each. queue: as of `__init__`, the one to use now.
         """
         handle = self._kernels.get(kernel) or self._kernel(kernel)
-        packed = array("q", values).tobytes()
+        packed = numbers_of(len(values)).pack(*values)
         if self._c.cocodiff_launch(
             self._device, queue, handle, groups * group_size, group_size, packed, len(packed), None, 0, self._flags
         ):
@@ -95,10 +129,8 @@ class Library:
         there are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        how = _HOW(look, self.lanes, chunk_bytes, units, packed, self._flags)
-        code = self._c.cocodiff_move(
-            self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, ctypes.byref(how)
-        )
+        how = numbers_of(6).pack(look, self.lanes, chunk_bytes, units, packed, self._flags)
+        code = self._c.cocodiff_move(self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, how)
         if code == 2:
             raise ValueError(self._error())
         if code:
@@ -146,9 +178,11 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("open", c_void_p, (c_void_p,)),
         ("describe", c_int, (c_void_p, c_char_p, c_size_t)),
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
+        ("save", c_int, (c_void_p, c_char_p, c_void_p)),
+        ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_void_p,) * 3 + (c_size_t,) * 2 + (c_char_p, c_size_t) * 2 + (c_int,)),
-        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_void_p)),
+        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_char_p)),
     ):
         function = getattr(c, f"cocodiff_{name}")
         function.restype, function.argtypes = result, arguments

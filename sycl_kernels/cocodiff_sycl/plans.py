@@ -1,0 +1,135 @@
+"""Which launch an arithmetic operation is for tensors of given layouts: checked and worked out once, then looked up.
+
+What a check can find, and all numbers of a launch but addresses, follow from shapes, strides, dtypes and devices. So a
+`Plan` is kept by these, and a later call reads attributes and packs addresses: a third of what checking costs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows
+from cocodiff_sycl.library import Library
+from cocodiff_sycl.memo import known
+
+LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
+GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
+SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
+GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch: the kernel, work-groups (0 where there is nothing to do), work-items of one, the struct's members after
+    the addresses, and the shape of what it returns."""
+
+    kernel: str
+    groups: int
+    items: int
+    values: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Plans:
+    """The plans of one device. Making one raises what is wrong with the tensors."""
+
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self._library, self._device = library, device
+        self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
+        self._kept: dict[object, Plan] = {}
+        self._make: dict[str, Callable[..., Plan]] = {
+            "l1_score": self._l1_score, "select": self._select, "qk_norm_rope": self._qk_norm_rope,
+            "merge_partials": self._merge_partials,
+        }  # fmt: skip
+
+    def of(self, op: str, tensors: Sequence[Tensor | None], *words: object) -> Plan:
+        """The plan of an operation. words: what it takes beside tensors, hashable."""
+        plan: Plan = known(self._kept, self._make[op], tensors, words)
+        return plan
+
+    def _l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
+        op = "l1_score"
+        check_dims(op, "v", v_BLHD, 4)
+        B, L, H, D = shape = v_BLHD.shape
+        check_rows(op, self._device, v_BLHD.dtype, shape, v=v_BLHD, reference=reference_BLHD)
+        if renew:
+            check_no_overlap(op, "reference", reference_BLHD)
+        of_v, of_reference = v_BLHD.stride(), reference_BLHD.stride()
+        runs, numbers = (1, H * D) if of_v[2] == of_reference[2] == D or H == 1 else (H, D)
+        rows = B * L if H * D else 0
+        each = self._rows_each(rows, H * D * v_BLHD.element_size())
+        values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
+        return self._plan(f"l1_score_{DTYPES[v_BLHD.dtype]}", rows, each, values, (B, L))
+
+    def _select(self, score_BN: Tensor, k: int) -> Plan:
+        op = "select"
+        check_dims(op, "score", score_BN, 2)
+        if score_BN.dtype != torch.float32 or score_BN.device != self._device:
+            raise ValueError(
+                f"{op}: score is {score_BN.dtype} on {score_BN.device}: give torch.float32 on {self._device}"
+            )
+        check_last_stride(op, "score", score_BN)
+        B, N = score_BN.shape
+        if not 0 <= k <= N:
+            raise ValueError(f"{op}: k is {k} of {N} scores: give 0 to {N}")
+        items = 1 if self._library.lanes == 1 else SELECT_ITEMS
+        return Plan("select_largest", B if k else 0, items, (score_BN.stride(0), N, k), (B, k))
+
+    def _qk_norm_rope(self, x_BLHD: Tensor, weight_D: Tensor | None, *others: Tensor | float | str | None) -> Plan:
+        """others: rotary tables, then epsilon and the layout."""
+        op = "qk_norm_rope"
+        *tables, epsilon, layout = others
+        check_dims(op, "x", x_BLHD, 4)
+        B, L, H, D = shape = x_BLHD.shape
+        check_rows(op, self._device, x_BLHD.dtype, shape, x=x_BLHD)
+        if D % 2:
+            raise ValueError(f"{op}: heads of {D} numbers have no pairs to rotate: give an even number")
+        if weight_D is not None:
+            check_rows(op, self._device, x_BLHD.dtype, (D,), weight=weight_D)
+        if len(tables) != {"complex": 1, "none": 0}.get(str(layout), 2):
+            raise ValueError(f"{op}: {len(tables)} rotary tables for layout {layout}")
+        for table_LD in tables:
+            assert isinstance(table_LD, Tensor)
+            check_rows(op, self._device, torch.float32, (L, D), rotary=table_LD)
+            if not table_LD.is_contiguous():
+                raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table_LD.stride()}")
+        rows = B * L * H if D else 0
+        each = self._rows_each(rows, D * x_BLHD.element_size())
+        bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
+        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)]
+        return self._plan(f"norm_rope_{DTYPES[x_BLHD.dtype]}", rows, each, values, tuple(shape))
+
+    def _merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
+        op = "merge_partials"
+        check_dims(op, "out", out_BLHD, 4)
+        B, L, H, D = shape = out_BLHD.shape
+        widened = out_BLHD.dtype == torch.float32  # a running result of narrower parts
+        check_rows(op, self._device, out_BLHD.dtype, shape, out=out_BLHD)
+        check_rows(op, self._device, part_BLHD.dtype if widened else out_BLHD.dtype, shape, part=part_BLHD)
+        check_rows(op, self._device, torch.float32, shape[:3], lse=lse_BLH, part_lse=part_lse_BLH)
+        check_no_overlap(op, "out", out_BLHD)
+        for name, lse in (("lse", lse_BLH), ("part_lse", part_lse_BLH)):
+            if not lse.is_contiguous():
+                raise ValueError(f"{op}: {name} must be contiguous, not of strides {lse.stride()}")
+        rows = B * L * H
+        each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
+        values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
+        return self._plan(f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}", rows, each, values, ())
+
+    def _rows_each(self, rows: int, row_bytes: int) -> int:
+        """Consecutive rows of one group of LANES work-items."""
+        library = self._library
+        if not rows or not library.is_cpu or library.lanes > 1:
+            return 1
+        least, most = (size // row_bytes for size in GROUP_BYTES)
+        return max(1, least, min(most, rows // (4 * library.compute_units)))
+
+    def _plan(self, kernel: str, rows: int, each: int, values: tuple[int, ...], shape: tuple[int, ...]) -> Plan:
+        """Work-groups as many as there is work for; kernels know where it ends."""
+        groups = -(-rows // each)
+        return Plan(kernel, -(-groups // self.packed), self.packed * self._library.lanes, values, shape)
