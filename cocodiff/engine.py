@@ -24,8 +24,10 @@ from cocodiff.attention.mesh import Mesh
 from cocodiff.attention.placement import Work, choose
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.selection import Schedule
+from cocodiff.attention.softmax_merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, joint
+from cocodiff.attention.torus import LocalPart
+from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
@@ -70,22 +72,24 @@ def open_transport(config: Config, launch: Launch | None = None, settings: dict[
 
 
 def build_strategy(
-    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment]
-) -> Ulysses:
+    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment],
+    local: Local | None = None, partial: LocalPart = partial_attention,
+) -> Ulysses:  # fmt: skip
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
-    group, with a ring where there are several groups. now: where denoising stands."""
+    group, with a ring where there are several groups. now: where denoising stands. local, partial: what is done with
+    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
     order, exchange, ring = ORDERS[config.order], None, None
     group, slot = mesh.seat(transport.rank)
     topology, members = mesh.parts[group], Part(transport, mesh.groups[group])
     chunked = chunking(config, mesh.topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
         sequences = [sequence_of(part, slot, chunked.chunks) for part in mesh.parts]
-        ring = Ring(mesh, transport, trace, kernels, sequences=sequences)
+        ring = Ring(mesh, transport, trace, kernels, partial, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
     if config.selection == "full":
-        return Ulysses(topology, exchange, trace, order, ring=ring)
+        return Ulysses(topology, exchange, trace, order, local, partial, ring)
     return VMajor(
         topology, exchange, trace, order, transport=members, schedule=schedule_of(config), scoring=config.scoring,
         reference=config.reference, now=now, ring=ring,

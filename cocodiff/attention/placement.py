@@ -30,7 +30,10 @@ Load = tuple[str | int, ...]  # a link of the machine, one direction
 @dataclass(frozen=True)
 class Work:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
-    pixels with a prompt of 512 tokens."""
+    pixels with a prompt of 512 tokens.
+
+    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
+    """
 
     heads: int
     head_dim: int = 128
@@ -38,6 +41,7 @@ class Work:
     text_tokens: int = 512
     batch: int = 1
     itemsize: int = 2
+    attention_s: float | None = None
 
     @property
     def cell(self) -> int:
@@ -110,26 +114,30 @@ def price(mesh: Mesh, work: Work) -> Priced:
                 cells = 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
                 ulysses.send(sender, receiver, cells * work.cell)
     for rank in range(mesh.topology.size):
-        around.send(rank, mesh.next_rank(rank), ring_bytes(mesh, layouts, rank, work.cell))
+        for peer, count in ring_bytes(mesh, layouts, rank, work.cell).items():
+            around.send(rank, peer, count)
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
     sent = {kind: count + around.bytes[kind] for kind, count in ulysses.bytes.items()}
-    rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+    if work.attention_s is None:
+        rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+        compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
+    else:
+        compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
     return Priced(
         mesh, sent, busiest_node([ulysses, around]), layouts[0].heads,
         ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), around.seconds() + (mesh.ring - 1) * MESSAGE_S,
-        4 * work.batch * work.head_dim * fullest * total / rate,
+        compute_s,
     )  # fmt: skip
 
 
-def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> int:
-    """What a rank sends around: the keys and values of every group but the next one's own, for its heads."""
-    if mesh.ring == 1:
-        return 0
-    slot = mesh.seat(rank)[1]
-    following = mesh.seat(mesh.next_rank(rank))[0]
-    rows = sum(sum(layout.rows) for group, layout in enumerate(layouts) if group != following)
-    return 2 * rows * layouts[0].heads[slot] * cell
+def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> dict[int, int]:
+    """What a rank sends round, by the rank that it goes to: keys and values of a group at a time, for its heads."""
+    slot, sent = mesh.seat(rank)[1], Counter[int]()
+    for visit in mesh.visits(rank):
+        for onward in visit.onward:
+            sent[mesh.groups[onward.to][slot]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * cell
+    return sent
 
 
 class Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from fractions import Fraction
 
@@ -47,13 +48,8 @@ def test_every_rank_has_one_seat(topology, data):
     mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
     assert sorted(rank for group in mesh.groups for rank in group) == list(range(topology.size))
     assert (mesh.ring, mesh.ulysses) == (ring, topology.size // ring)
-    for slot, order in enumerate(mesh.rings):
-        assert sorted(order) == list(range(ring))
-        at, seen = mesh.groups[0][slot], []
-        for _ in order:
-            seen.append(at)
-            at = mesh.next_rank(at)
-        assert sorted(seen) == sorted(group[slot] for group in mesh.groups)
+    for grid in mesh.rounds:
+        assert sorted(grid.members) == list(range(ring)) and math.prod(grid.shape) == ring
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
         for new, rank in enumerate(group):
             for other, old in enumerate(group):
@@ -82,14 +78,52 @@ def test_aurora_rings_are_cards_and_ulysses_stays_in_planes():
     for group in mesh.groups:
         assert len({topology.places[rank].plane for rank in group}) == 1
         assert len({topology.places[rank].card for rank in group}) == len(group)
-    assert all(topology.link_class(rank, mesh.next_rank(rank)) == "sibling" for rank in range(96))
+    assert {classes_of(mesh, rank) for rank in range(96)} == {("sibling",)}
 
 
 @pytest.mark.parametrize(("machine", "size", "ring"), [("aurora", 24, 12), ("aurora", 12, 4), ("local", 24, 8)])
 def test_a_ring_through_a_node_stays_on_cards_and_planes(machine, size, ring):
     topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring)
-    assert {topology.link_class(rank, mesh.next_rank(rank)) for rank in range(size)} <= {"sibling", "plane"}
+    assert {link for rank in range(size) for link in classes_of(mesh, rank)} <= {"sibling", "plane"}
+
+
+def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
+    """The links that a rank's blocks go on over, one for each."""
+    ranks = [group[mesh.seat(rank)[1]] for group in mesh.groups]
+    onward = [onward for visit in mesh.visits(rank) for onward in visit.onward]
+    return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
+
+
+@given(topologies(), st.data())
+@MODEST
+def test_every_block_comes_to_every_rank_once_and_from_one_that_has_it(topology, data):
+    ring = data.draw(st.sampled_from([n for n in range(2, topology.size + 1) if topology.size % n == 0] or [1]))
+    mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
+    for slot, grid in enumerate(mesh.rounds):
+        visits = {group: mesh.visits(ranks[slot]) for group, ranks in enumerate(mesh.groups)}
+        came: Counter[tuple[int, int]] = Counter()
+        for group, of_member in visits.items():
+            assert of_member[0].member == group
+            assert sorted(visit.member for visit in of_member) == list(range(ring))
+            for number, visit in enumerate(of_member):
+                for onward in visit.onward:
+                    (sent,) = [o for o in visits[onward.before][number].onward if o.level == onward.level]
+                    assert sent.to == group and onward.level in grid.levels
+                    assert number < onward.visit and visits[onward.before][number].member == (
+                        of_member[onward.visit].member
+                    )
+                    came[group, onward.visit] += 1
+        assert set(came.values()) <= {1} and len(came) == ring * (ring - 1)
+
+
+def test_a_node_hears_a_block_once_from_each_other_one():
+    """24 ranks of two nodes in one ring: 12 blocks cross each way, not 23, each over the sender's own NIC."""
+    topology = topology_of("aurora", 24)
+    mesh = Mesh.build(topology, 24)
+    assert mesh.rounds[0].shape == (2, 6, 2)
+    for rank in range(24):
+        assert Counter(classes_of(mesh, rank)) == {"node": 1, "plane": 10, "sibling": 12}
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
@@ -114,13 +148,11 @@ def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
         for i, a in enumerate(group):
             for j, b in enumerate(group):
                 sent[a, b] += 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
-    for source, layout in enumerate(layouts):
-        for slot, order in enumerate(mesh.rings):
-            at = order.index(source)
-            for step in range(mesh.ring - 1):
-                a, b = order[(at + step) % mesh.ring], order[(at + step + 1) % mesh.ring]
-                block = 2 * sum(layout.rows) * layout.heads[slot]
-                sent[mesh.groups[a][slot], mesh.groups[b][slot]] += block
+    for slot, ranks in enumerate(zip(*mesh.groups, strict=True)):
+        for rank in ranks:
+            for visit in mesh.visits(rank):
+                for onward in visit.onward:
+                    sent[rank, ranks[onward.to]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot]
     return sent
 
 
