@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from cocodiff.commands.emulate import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import EXCHANGES, ORDERS, Config, load_chunk_table, load_machine
+from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
@@ -124,12 +124,10 @@ def check(values: Values, ranks: int | None) -> None:
         raise UserError(f"--text_tokens {values['text_tokens']}: give 0 or more")
     if any(not 0 <= seconds < float("inf") for seconds in values["attention_s"]):
         raise UserError(f"--attention_s {values['attention_s']}: give 0 or more seconds")
-    wanted = configs(values)
+    configs(values)
     if ranks is not None:
         topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-        if any(config.chunks == "auto" for config in wanted):
-            load_chunk_table(topology.machine.name, topology.nodes)
-        named_cases(values, topology, work_of(values))
+        named_cases(values, topology, 0.0)
 
 
 def work_of(values: Values, attention_s: float | None = None) -> Work:
@@ -143,18 +141,20 @@ def work_of(values: Values, attention_s: float | None = None) -> Work:
     )  # fmt: skip
 
 
-def named_cases(values: Values, topology: Topology, work: Work) -> dict[str, Case]:
+def named_cases(values: Values, topology: Topology, attention_s: float) -> dict[str, Case]:
     """The variants: of every Ring degree the best mesh of each placement, in chunks or not, the default one first."""
     from cocodiff.attention.placement import by_degree
+    from cocodiff.engine import chunking, predicted_chunking
 
     found: dict[str, Case] = {}
-    degrees = [by_degree(topology, work, ring) for ring in values["ring"]] if values["ring"] else [
-        by_degree(topology, work)]  # fmt: skip
-    for of_degree in (one for listed in degrees for one in listed):
-        for priced in of_degree:
-            for config in configs(values):
-                case = Case(priced.mesh, config.chunks, priced is of_degree[0])
-                found.setdefault(case.name, case)
+    for config in configs(values):
+        chunking(config, topology)  # whether it was measured at all
+        work = replace(work_of(values, attention_s), chunking=predicted_chunking(config))
+        for ring in values["ring"] or ["auto"]:
+            for of_degree in by_degree(topology, work, ring):
+                for priced in of_degree:
+                    case = Case(priced.mesh, config.chunks, priced is of_degree[0])
+                    found.setdefault(case.name, case)
     return found
 
 
@@ -176,7 +176,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
     work = work_of(values)
-    of_wait = {wait: named_cases(values, topology, work_of(values, wait)) for wait in values["attention_s"]}
+    of_wait = {wait: named_cases(values, topology, wait) for wait in values["attention_s"]}
     pairs = (work.image_tokens + work.text_tokens) ** 2 * work.heads / transport.size
     config_of = {config.chunks: config for config in configs(values)}
     built: dict[tuple[Any, int | str], Variant] = {}  # waits share a variant where they have the same mesh

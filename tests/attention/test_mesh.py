@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
+from cocodiff.attention.choice import Chunking
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import Mesh
 from cocodiff.attention.placement import Priced, Work, by_degree, choose, meshes, price, table
@@ -211,6 +213,21 @@ def test_what_auto_takes():
     assert choose(aurora, Work(24), prefer_ulysses=True).ring == 4
     assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536)).ring > 1  # the idle heads cost most there
     assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536), prefer_ulysses=True).ring == 1
+
+
+def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
+    """12 MB of q, k and v per rank on two nodes, attention as long as they travel."""
+    topology = topology_of("aurora", 24)
+    whole = Work(12, 128, 15624, 0, itemsize=4, attention_s=1e-3)
+    staged, too_small = (replace(whole, chunking=lambda _, mb=mb: Chunking(2, mb)) for mb in (4, 100))
+    for mesh in (Mesh.build(topology, 2, placement) for placement in ("topology", "usp")):
+        alone, ours = price(mesh, whole), price(mesh, staged)
+        assert ours.bytes == alone.bytes and price(mesh, too_small).seconds == alone.seconds
+        assert alone.compute_s < ours.seconds < alone.seconds
+        nothing = replace(staged, attention_s=0.0)
+        assert price(mesh, nothing).seconds == pytest.approx(price(mesh, replace(whole, attention_s=0.0)).seconds, 0.1)
+    hidden = [price(Mesh.build(topology, 2, name), staged).seconds for name in ("topology", "usp")]
+    assert hidden[0] < hidden[1]  # Ulysses across nodes has more to hide, and hides most of it
 
 
 def test_what_uneven_heads_cost():

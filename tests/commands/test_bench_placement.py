@@ -12,7 +12,7 @@ from launching import run
 
 from cocodiff.attention.placement import Work, by_degree
 from cocodiff.cli import main
-from cocodiff.commands.bench_placement import BENCHMARK, check_alike, named_cases, work_of
+from cocodiff.commands.bench_placement import BENCHMARK, check_alike, named_cases
 from cocodiff.config import load_machine
 from cocodiff.topology import Topology
 
@@ -67,7 +67,7 @@ def test_the_default_goes_by_the_wait_where_placements_send_as_much() -> None:
     topology = Topology.build(load_machine("aurora"), 24)
     taken = []
     for wait in (0.0, 1.0):
-        cases = named_cases(values, topology, work_of(values, wait))
+        cases = named_cases(values, topology, wait)
         assert set(cases) == {"ulysses 12 ring 2 topology", "ulysses 12 ring 2 usp"}
         taken += [case.mesh.placement for case in cases.values() if case.default]
     assert taken == ["topology", "usp"]
