@@ -259,3 +259,10 @@ def test_rings_that_cannot_be(size, heads, ring, message):
 def test_a_layer_with_too_few_heads():
     with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*at most 5 ranks to a group"):
         Mesh.build(topology_of("local", 12), 2).layouts(24, 0, 5)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 6, 8])
+def test_two_machines_send_one_tensor_each_way_in_every_degree(tiles):
+    """The least that two can: half of k and v each way, or half of q, k, v and o for half of the heads."""
+    for of_degree in by_degree(machines(2, tiles), even_work(2 * tiles, 2 * tiles)):
+        assert min(blhd(one) for one in of_degree) == blhd(of_degree[0]) == 1
