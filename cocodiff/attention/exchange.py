@@ -192,8 +192,14 @@ class Exchange:
         return submit(self._lanes[plan[-1].lane][0], lambda: _assembled(assemble, final(before_last)))
 
     def _take_all(self, way: str, about: tuple[str, str], freight: Freight, assemble: Assemble[R]) -> R:
-        """Runs on the plane lane: all phases together, of the exchange that the table has for this size."""
-        plan = self._routes[self.name_of(freight)][way]
+        """Runs on the plane lane: all phases together, of the exchange that the table has for this size. TAPA's come
+        one by one: none can overtake another, and a phase packs all its messages in one launch."""
+        name = self.name_of(freight)
+        plan = self._routes[name][way]
+        if name == "tapa":
+            for phase in plan:
+                freight = self._take_phase(phase, about, partial(_itself, freight))
+            return _assembled(assemble, freight)
         groups = {name: group for name, (_, group) in self._lanes.items()}
         with self._trace.span(f"{about[0]} plane", "plane", about[1]):
             whole, land = assemble(freight)
@@ -260,6 +266,10 @@ def _assembled(assemble: Assemble[R], freight: Freight) -> R:
     whole, land = assemble(freight)
     land(freight.blocks)
     return whole
+
+
+def _itself(freight: Freight) -> Freight:
+    return freight
 
 
 def _routes(plan: Plan) -> dict[str, Plan]:
