@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -24,8 +25,10 @@ from cocodiff.attention.mesh import Mesh
 from cocodiff.attention.placement import Work, choose
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.selection import Schedule
+from cocodiff.attention.softmax_merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, joint
+from cocodiff.attention.torus import LocalPart
+from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor, merge_drift
 from cocodiff.comm.connect import connect
@@ -40,7 +43,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
-from cocodiff.topology import Topology
+from cocodiff.topology import Machine, Topology
 from cocodiff.trace import Trace
 
 ORDERS = {"joint": joint, "v_first": v_first}
@@ -70,22 +73,24 @@ def open_transport(config: Config, launch: Launch | None = None, settings: dict[
 
 
 def build_strategy(
-    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment]
-) -> Ulysses:
+    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment],
+    local: Local | None = None, part: LocalPart = partial_attention,
+) -> Ulysses:  # fmt: skip
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
-    group, with a ring where there are several groups. now: where denoising stands."""
+    group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
+    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
     order, exchange, ring = ORDERS[config.order], None, None
     group, slot = mesh.seat(transport.rank)
     topology, members = mesh.parts[group], Part(transport, mesh.groups[group])
-    chunked = chunking(config, mesh.topology)
+    chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
-        sequences = [sequence_of(part, slot, chunked.chunks) for part in mesh.parts]
-        ring = Ring(mesh, transport, trace, kernels, sequences=sequences)
+        sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
+        ring = Ring(mesh, transport, trace, kernels, part, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
     if config.selection == "full":
-        return Ulysses(topology, exchange, trace, order, ring=ring)
+        return Ulysses(topology, exchange, trace, order, local, part, ring)
     return VMajor(
         topology, exchange, trace, order, transport=members, schedule=schedule_of(config), scoring=config.scoring,
         reference=config.reference, now=now, ring=ring,
@@ -296,6 +301,7 @@ def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
+    work = replace(work, chunking=predicted_chunking(config))
     return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
 
 
@@ -308,10 +314,28 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
 
 
 def chunking(config: Config, topology: Topology) -> Chunking:
-    """In how many chunks tensors travel. Raises UserError for `chunks: auto` on a machine that was not measured."""
+    """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
+    many nodes of a machine as were not measured."""
+    return chunking_on(config, topology.machine, topology.nodes)
+
+
+def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
-        return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
+        return Chunking(*load_chunk_table(machine.name, nodes))
     return Chunking(int(config.chunks))
+
+
+def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
+    """`chunking` for predictions, which look at meshes that nobody takes: without chunks where none were measured."""
+
+    @cache
+    def on_nodes(machine: Machine, nodes: int) -> Chunking:
+        try:
+            return chunking_on(config, machine, nodes)
+        except UserError:
+            return Chunking()
+
+    return lambda part: on_nodes(part.machine, part.nodes)
 
 
 def _check_not_compiled(model: nn.Module) -> None:

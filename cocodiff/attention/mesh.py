@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cocodiff.attention.layout import Layout, deal, share_image, share_text, slices
+from cocodiff.attention.rounds import Grid, Visit
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 
@@ -77,23 +78,26 @@ class Mesh:
         return (self.topology,) if self.ring == 1 else tuple(self.topology.part(group) for group in self.groups)
 
     @cached_property
-    def rings(self) -> tuple[tuple[int, ...], ...]:
-        """For every slot the groups in the order in which blocks go round: node by node and card by card, through the
-        tiles of a card to and fro, so that a message stays on a card or in a plane wherever it can."""
-        return tuple(self._round(slot) for slot in range(self.ulysses))
+    def rounds(self) -> tuple[Grid, ...]:
+        """For every slot how blocks go round; members are groups."""
+        return tuple(
+            Grid.of([self.topology.places[group[slot]] for group in self.groups]) for slot in range(self.ulysses)
+        )
 
-    def _round(self, slot: int) -> tuple[int, ...]:
-        places = [self.topology.places[group[slot]] for group in self.groups]
-        cards = sorted({(p.node, p.card) for p in places})
-        turn = {card: (-1) ** number for number, card in enumerate(cards)}
-        keys = [(p.node, p.card, turn[p.node, p.card] * p.plane) for p in places]
-        return tuple(sorted(range(self.ring), key=lambda group: keys[group]))
+    @cached_property
+    def levels(self) -> list[int]:
+        """Of all rings, those at which blocks go round."""
+        return sorted(set().union(*(grid.levels for grid in self.rounds)))
 
-    def next_rank(self, rank: int) -> int:
-        """Who a rank passes blocks to."""
+    @property
+    def blocks(self) -> int:
+        """How many blocks of other groups a rank keeps room for, at most."""
+        return max(sum(grid.blocks) for grid in self.rounds)
+
+    def visits(self, rank: int) -> tuple[Visit, ...]:
+        """The blocks that a rank attends to, group by group, and where each goes on to."""
         group, slot = self.seat(rank)
-        order = self.rings[slot]
-        return self.groups[order[(order.index(group) + 1) % self.ring]][slot]
+        return self.rounds[slot].visits(group)
 
     def heads(self, heads: int) -> tuple[int, ...]:
         """Heads of every slot: at most one more than any other's."""

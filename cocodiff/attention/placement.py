@@ -9,10 +9,13 @@ to rank meshes, not to tell seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from cocodiff.attention.choice import Chunking, megabytes_per_rank
+from cocodiff.attention.chunks import chunk_ranks
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import AXES, PLACEMENTS, Mesh
 from cocodiff.errors import UserError
@@ -27,10 +30,18 @@ NODE = "node"
 Load = tuple[str | int, ...]  # a link of the machine, one direction
 
 
+def never(_part: Topology) -> Chunking:
+    return Chunking()
+
+
 @dataclass(frozen=True)
 class Work:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
-    pixels with a prompt of 512 tokens."""
+    pixels with a prompt of 512 tokens.
+
+    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
+    chunking: in how many chunks tensors travel among a group's ranks (Torus).
+    """
 
     heads: int
     head_dim: int = 128
@@ -38,11 +49,34 @@ class Work:
     text_tokens: int = 512
     batch: int = 1
     itemsize: int = 2
+    attention_s: float | None = None
+    chunking: Callable[[Topology], Chunking] = never
 
     @property
     def cell(self) -> int:
         """Bytes of one token for one head."""
         return self.batch * self.head_dim * self.itemsize
+
+
+class InStages(NamedTuple):
+    """Ulysses' messages of a call that goes in stages: seconds of those of the own chunk and of all others, which use
+    other links, and which part of the group's keys is the own chunk. More than two chunks count as two."""
+
+    own_s: float
+    others_s: float
+    own: float
+
+    def seconds(self, a_block: float, a_message: float, steps: int) -> float:
+        """Of the call, in the order of `torus.py`. q, k, v and o take a quarter of the messages each."""
+        others = 1 - self.own
+        at = 0.75 * self.own_s + self.own**2 * a_block
+        at = max(at, 0.25 * self.others_s) + self.own * others * a_block
+        began = at = max(at, 0.75 * self.others_s)  # all keys of the group are here and begin to go round
+        last = others * a_block
+        for _ in range(steps - 1):
+            at, last = at + last, a_block
+            began = at = max(at, began + a_message)
+        return at + others * last + max(0.25 * self.others_s, self.own * last) + 0.25 * self.own_s
 
 
 @dataclass(frozen=True)
@@ -61,6 +95,7 @@ class Priced:
     ulysses_s: float
     ring_s: float
     compute_s: float
+    stages: InStages | None = None
 
     @property
     def node_bytes(self) -> int:
@@ -73,10 +108,13 @@ class Priced:
 
     @cached_property
     def seconds(self) -> float:
-        """Ulysses' messages, then the ring: each block travels while the one before it is attended to."""
+        """Ulysses' messages, in stages behind attention to what is here; then the ring: each block travels while the
+        one before it is attended to."""
         steps = self.mesh.ring
         a_block = self.compute_s / steps
         a_message = self.ring_s / (steps - 1) if steps > 1 else 0.0
+        if self.stages is not None:
+            return self.stages.seconds(a_block, a_message, steps)
         return self.ulysses_s + (steps - 1) * max(a_block, a_message) + a_block
 
 
@@ -104,32 +142,51 @@ def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: 
 def price(mesh: Mesh, work: Work) -> Priced:
     layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
     ulysses, around = Traffic(mesh.topology), Traffic(mesh.topology)
-    for group, layout in zip(mesh.groups, layouts, strict=True):
+    own, others = Traffic(mesh.topology), Traffic(mesh.topology)  # Ulysses' as well, where it goes in stages
+    for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
+        chunks = work.chunking(part).chunks
         for i, sender in enumerate(group):
+            near = chunk_ranks(part, i, chunks)[0] if chunks > 1 else ()
             for j, receiver in enumerate(group):
                 cells = 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
                 ulysses.send(sender, receiver, cells * work.cell)
+                if near:
+                    (own if j in near else others).send(sender, receiver, cells * work.cell)
     for rank in range(mesh.topology.size):
-        around.send(rank, mesh.next_rank(rank), ring_bytes(mesh, layouts, rank, work.cell))
+        for peer, count in ring_bytes(mesh, layouts, rank, work.cell).items():
+            around.send(rank, peer, count)
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
     sent = {kind: count + around.bytes[kind] for kind, count in ulysses.bytes.items()}
-    rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+    if work.attention_s is None:
+        rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+        compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
+    else:
+        compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
     return Priced(
         mesh, sent, busiest_node([ulysses, around]), layouts[0].heads,
         ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), around.seconds() + (mesh.ring - 1) * MESSAGE_S,
-        4 * work.batch * work.head_dim * fullest * total / rate,
+        compute_s, stages_of(mesh, layouts[0], work, own, others),
     )  # fmt: skip
 
 
-def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> int:
-    """What a rank sends around: the keys and values of every group but the next one's own, for its heads."""
-    if mesh.ring == 1:
-        return 0
-    slot = mesh.seat(rank)[1]
-    following = mesh.seat(mesh.next_rank(rank))[0]
-    rows = sum(sum(layout.rows) for group, layout in enumerate(layouts) if group != following)
-    return 2 * rows * layouts[0].heads[slot] * cell
+def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traffic) -> InStages | None:
+    """None where a call does not go in stages. layout: of the first group."""
+    chunking = work.chunking(mesh.parts[0])
+    chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
+    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.cell) < chunking.from_mb:
+        return None
+    share = sum(layout.rows[rank] for rank in chunks[0]) / sum(layout.rows)
+    return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)
+
+
+def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> dict[int, int]:
+    """What a rank sends round, by the rank that it goes to: keys and values of a group at a time, for its heads."""
+    slot, sent = mesh.seat(rank)[1], Counter[int]()
+    for visit in mesh.visits(rank):
+        for onward in visit.onward:
+            sent[mesh.groups[onward.to][slot]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * cell
+    return sent
 
 
 class Traffic:

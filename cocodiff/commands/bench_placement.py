@@ -1,17 +1,18 @@
 """`cocodiff bench placement`: attention calls on meshes of Ulysses and Ring, every degree in both placements in turn.
 
 Messages are real, attention is a wait in proportion to its pairs of queries and keys, so that what messages can hide
-behind does not depend on the cores that all ranks share. A measurement is the slowest rank's.
+behind does not depend on the cores that all ranks share. A measurement is the slowest rank's. What is the default
+placement is asked for every wait: where placements send as many bytes, it goes by what attention hides.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.comm.launch import detect
 from cocodiff.commands.bench_common import (
@@ -25,6 +26,7 @@ from cocodiff.commands.bench_common import (
     say_rows,
     with_common_options,
 )
+from cocodiff.commands.emulate import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
@@ -46,6 +48,7 @@ OPTIONS = with_common_options(
            many=True),
     Option("exchange", "Ulysses' exchange", "flat", choices=EXCHANGES),
     Option("order", "order of an attention call", "joint", choices=ORDERS),
+    Option("chunks", "chunks to measure each mesh in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
     Option("text_tokens", "text tokens of all ranks", 512, type=int),
     Option("heads", "attention heads", 24, type=int),
@@ -71,36 +74,43 @@ class WaitingAttention:
 
         if self.seconds is None:
             return partial_attention(q_BLGD, k_BSGD, v_BSGD, mask_B11S)
-        time.sleep(self.seconds * q_BLGD.shape[1] * k_BSGD.shape[1] * q_BLGD.shape[2] / self.mean_pairs)
-        return Partial(q_BLGD.clone(), q_BLGD.new_zeros(q_BLGD.shape[:3]))
+        started = time.perf_counter()
+        part = Partial(q_BLGD.clone(), q_BLGD.new_zeros(q_BLGD.shape[:3]))
+        wanted = self.seconds * q_BLGD.shape[1] * k_BSGD.shape[1] * q_BLGD.shape[2] / self.mean_pairs
+        time.sleep(max(0.0, wanted - (time.perf_counter() - started)))
+        return part
+
+
+class Case(NamedTuple):
+    """A variant: a mesh, and in how many chunks tensors travel. default: the one that the engine would take of this
+    degree's placements."""
+
+    mesh: Mesh
+    chunks: int | str
+    default: bool
+
+    @property
+    def name(self) -> str:
+        mesh = self.mesh
+        placement = f" {mesh.placement}" if 1 not in (mesh.ulysses, mesh.ring) else ""
+        chunks = f" {self.chunks} chunks" if self.chunks != 1 else ""
+        return f"ulysses {mesh.ulysses} ring {mesh.ring}{placement}{chunks}"
 
 
 class Variant:
-    """A mesh, with a trace of its own."""
+    """A mesh in chunks or not, with a trace of its own."""
 
     def __init__(self, config: Config, mesh: Mesh, transport: Any, mean_pairs: float) -> None:
-        from cocodiff.attention.exchange import Exchange
-        from cocodiff.attention.ring import Ring
-        from cocodiff.attention.ulysses import Ulysses
-        from cocodiff.comm.part import Part
-        from cocodiff.engine import ORDERS as ORDER_OF
-        from cocodiff.engine import exchange_table
+        from cocodiff.attention.v_major import Moment
+        from cocodiff.engine import build_strategy
         from cocodiff.kernels import Kernels
 
         self.trace, self.attention = Trace(transport.rank), WaitingAttention(mean_pairs)
         kernels = Kernels(config.kernels, self.trace.note_kernel)
-        group, _ = mesh.seat(transport.rank)
-        exchange = ring = None
-        if mesh.ulysses > 1:
-            table = exchange_table(config, mesh.topology)
-            members = Part(transport, mesh.groups[group])
-            exchange = Exchange(
-                config.exchange, mesh.parts[group], members, self.trace, table, config.nic_balance, kernels
-            )
-        if mesh.ring > 1:
-            ring = Ring(mesh, transport, self.trace, kernels, self.attention.part)
-        order, whole = ORDER_OF[config.order], self.attention.whole
-        self.strategy = Ulysses(mesh.parts[group], exchange, self.trace, order, whole, ring=ring)
+        self.strategy = build_strategy(
+            config, mesh, transport, self.trace, kernels, lambda: Moment(0, 0, 1), self.attention.whole,
+            self.attention.part,
+        )  # fmt: skip
 
     def call(self, qkv: LazyQKV) -> Tensor:
         from cocodiff.attention.strategy import Site
@@ -114,32 +124,44 @@ def check(values: Values, ranks: int | None) -> None:
         raise UserError(f"--text_tokens {values['text_tokens']}: give 0 or more")
     if any(not 0 <= seconds < float("inf") for seconds in values["attention_s"]):
         raise UserError(f"--attention_s {values['attention_s']}: give 0 or more seconds")
+    configs(values)
     if ranks is not None:
         topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-        named_meshes(values, topology, work_of(values))
+        named_cases(values, topology, 0.0)
 
 
-def work_of(values: Values) -> Work:
+def work_of(values: Values, attention_s: float | None = None) -> Work:
+    """attention_s: of a wait, in seconds of the emulated machine where there is one."""
     from cocodiff.attention.placement import Work
 
-    return Work(values["heads"], values["head_dim"], values["image_tokens"], values["text_tokens"], itemsize=4)
+    scale = float(emulated().get("scale", 1.0))
+    return Work(
+        values["heads"], values["head_dim"], values["image_tokens"], values["text_tokens"], itemsize=4,
+        attention_s=None if attention_s is None else attention_s / scale,
+    )  # fmt: skip
 
 
-def named_meshes(values: Values, topology: Topology, work: Work) -> dict[str, Mesh]:
-    """The variants: of every Ring degree the best mesh of each placement, the default one first."""
+def named_cases(values: Values, topology: Topology, attention_s: float) -> dict[str, Case]:
+    """The variants: of every Ring degree the best mesh of each placement, in chunks or not, the default one first."""
     from cocodiff.attention.placement import by_degree
+    from cocodiff.engine import chunking, predicted_chunking
 
-    found: dict[str, Mesh] = {}
-    degrees = [by_degree(topology, work, ring) for ring in values["ring"]] if values["ring"] else [
-        by_degree(topology, work)]  # fmt: skip
-    for of_degree in (one for listed in degrees for one in listed):
-        for priced in of_degree:
-            mesh = priced.mesh
-            name = f"ulysses {mesh.ulysses} ring {mesh.ring}"
-            if 1 not in (mesh.ulysses, mesh.ring):
-                name += f" {mesh.placement}"
-            found.setdefault(name, mesh)
+    found: dict[str, Case] = {}
+    for config in configs(values):
+        chunking(config, topology)  # whether it was measured at all
+        work = replace(work_of(values, attention_s), chunking=predicted_chunking(config))
+        for ring in values["ring"] or ["auto"]:
+            for of_degree in by_degree(topology, work, ring):
+                for priced in of_degree:
+                    case = Case(priced.mesh, config.chunks, priced is of_degree[0])
+                    found.setdefault(case.name, case)
     return found
+
+
+def configs(values: Values) -> list[Config]:
+    """The engine's settings in every number of chunks."""
+    shared = machine_settings(values) | {"exchange": values["exchange"], "order": values["order"]}
+    return [Config(chunks=chunks, **shared) for chunks in values["chunks"]]
 
 
 def import_before_fork(_values: Values) -> None:
@@ -152,25 +174,30 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     from cocodiff.attention.layout import Layout
     from cocodiff.attention.strategy import LazyQKV
 
-    topology, work = (
-        Topology.build(load_machine(values["machine"]), transport.size, detect().local_size),
-        work_of(values),
-    )
-    named = named_meshes(values, topology, work)
-    config = Config(exchange=values["exchange"], order=values["order"], **machine_settings(values))
-    tokens = work.image_tokens + work.text_tokens
-    pairs = tokens**2 * work.heads / transport.size
-    variants = {name: Variant(config, mesh, transport, pairs) for name, mesh in named.items()}
+    topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
+    work = work_of(values)
+    of_wait = {wait: named_cases(values, topology, wait) for wait in values["attention_s"]}
+    pairs = (work.image_tokens + work.text_tokens) ** 2 * work.heads / transport.size
+    config_of = {config.chunks: config for config in configs(values)}
+    built: dict[tuple[Any, int | str], Variant] = {}  # waits share a variant where they have the same mesh
+    for case in (case for cases in of_wait.values() for case in cases.values()):
+        key = (case.mesh.groups, case.chunks)
+        if key not in built:
+            built[key] = Variant(config_of[case.chunks], case.mesh, transport, pairs)
     rank, random = transport.rank, torch.Generator().manual_seed(transport.rank)
     own = Layout.build(topology, work.image_tokens, work.text_tokens, max(work.heads, transport.size)).rows[rank]
     q, k, v = (torch.randn(1, own, work.heads, work.head_dim, generator=random) for _ in range(3))
     qkv = LazyQKV(lambda: q, lambda: k, lambda: v, work.image_tokens, work.text_tokens, work.heads)
+    measured: list[list[dict[str, Any]]] = []
     with torch.no_grad():
-        check_alike({name: variant.call(qkv) for name, variant in variants.items()}, rank)
-        cases = {seconds: timed(variants, qkv, seconds, values, transport) for seconds in values["attention_s"]}
-    sent = {name: transport.gather_object(variant.trace.bytes()) for name, variant in variants.items()}
+        check_alike({str(key): variant.call(qkv) for key, variant in built.items()}, rank)
+        for wait, cases in of_wait.items():
+            variants = {name: built[case.mesh.groups, case.chunks] for name, case in cases.items()}
+            seconds = timed(variants, qkv, wait, values, transport)
+            sent = {name: transport.gather_object(variant.trace.bytes()) for name, variant in variants.items()}
+            measured += [] if rank else [rows_of(cases, wait, seconds, sent, values)]
     if rank == 0:
-        report(cases, named, sent, output, values)
+        report(measured, output, values)
     transport.broadcast_object(None)
 
 
@@ -203,26 +230,34 @@ def timed(
         return interleave(calls, values["repeats"], 1, partial(meet, transport), bar.update)
 
 
-def report(
-    cases: Mapping[float, Mapping[str, list[float]]], named: Mapping[str, Mesh],
-    sent: Mapping[str, list[dict[str, int]]], output: OutputFolder, values: Values,
-) -> None:  # fmt: skip
-    """Writes bench.json and says what it holds; ratios are to the default placement of the same degree."""
-    default: dict[int, str] = {}
-    for name, mesh in named.items():
-        default.setdefault(mesh.ring, name)
-    references = {name: {"default": default[mesh.ring]} for name, mesh in named.items()}
+def rows_of(
+    cases: Mapping[str, Case], wait: float, seconds: Mapping[str, list[float]],
+    sent: Mapping[str, list[dict[str, int]]], values: Values,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of bench.json for one wait. Ratios are to the default placement of the same degree in as many chunks, and to
+    the same mesh without chunks."""
+    default = {(case.mesh.ring, case.chunks): name for name, case in cases.items() if case.default}
+    references = {
+        name: {"default": default[case.mesh.ring, case.chunks], "whole": case._replace(chunks=1).name}
+        for name, case in cases.items()
+    }
     of_call = {
         name: {link: sum(one[link] for one in ranks) // values["repeats"] for link in LINK_CLASSES}
         for name, ranks in sent.items()
     }
     tokens = f"{values['image_tokens']} + {values['text_tokens']} tokens, {values['heads']} heads"
-    measured = [rows(f"{tokens}, attention {seconds:g} s", one, of_call, references) for seconds, one in cases.items()]
+    found = rows(f"{tokens}, attention {wait:g} s", seconds, of_call, references)
+    return [row | {"default": cases[row["variant"]].default} for row in found]
+
+
+def report(measured: list[list[dict[str, Any]]], output: OutputFolder, values: Values) -> None:
+    """Writes bench.json and says what it holds."""
     folder = output.open()
-    save(folder, [row for case in measured for row in case], values)
+    save(folder, [row for of_wait in measured for row in of_wait], values)
     output.publish()
-    for case in measured:
-        say_rows(case, "a call")
+    for of_wait in measured:
+        say_rows(of_wait, "a call")
+        say(f"  default placements: {', '.join(row['variant'] for row in of_wait if row['default'])}")
     say(f"results: {output.final / 'bench.json'}")
 
 

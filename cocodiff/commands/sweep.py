@@ -24,9 +24,9 @@ from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.session import import_before_fork, settle
 from cocodiff.commands.sweep_lines import REPORTS, check_folder, read_results
-from cocodiff.commands.sweep_points import SECTIONS, Grid, read_grid
+from cocodiff.commands.sweep_points import SECTIONS, SETTINGS, Grid, Point, read_grid
 from cocodiff.commands.terminal import say
-from cocodiff.config import load_machine
+from cocodiff.config import load_chunk_table, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 
@@ -39,7 +39,7 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("preset", "exact", "exchange", "order")  # the points' business
+LEFT_AWAY = ("exact", *SETTINGS)  # the points' business
 OPTIONS = (
     *OWN,
     *(option for option in OF_INPAINT if option.name not in {*LEFT_AWAY, *(own.name for own in OWN)}),
@@ -100,13 +100,28 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Sweep:
             f"V-Major selects nothing on one rank, so {len(lossy)} point(s) ({lossy[0]}, ...) would be exact: start 2 "
             f"ranks or more with --ranks, mpiexec or torchrun"
         )
-    Topology.build(load_machine(values["machine"]), ranks)
+    topology = Topology.build(load_machine(values["machine"]), ranks)
+    for point in grid.points:
+        check_point(point, topology)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     check_model(request, ranks)
     tasks = find_tasks({**values, "mask": grid.masks})
     settings = describe(values, ranks, grid, tasks)
     check_folder(values["out"], settings, values["overwrite"])
     return Sweep(values, request, grid, tasks, settings, started)
+
+
+def check_point(point: Point, topology: Topology) -> None:
+    """Raises UserError for a ring that does not divide the ranks, and `chunks: auto` on a machine without a table."""
+    from cocodiff.attention.mesh import Mesh
+
+    try:
+        if point.config.ring != "auto":
+            Mesh.build(topology, int(point.config.ring))
+        if point.config.chunks == "auto":
+            load_chunk_table(topology.machine.name, topology.nodes)
+    except UserError as error:
+        raise UserError(f"point {point.name}: {error}") from error
 
 
 def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -> dict[str, Any]:

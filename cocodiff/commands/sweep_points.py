@@ -5,6 +5,7 @@
     points:
       - {name: theirs, preset: cocodiff}              # further ones, one by one
       - {schedule: reverse}
+      - {name: rings, preset: flat, ring: 2, placement: usp, chunks: 2}
 
 Every combination of the settings in `grid` is a point, and so is every entry of `points`. `steps` and `mask` are no
 settings of a point: every point runs at each number of steps and under each mask.
@@ -23,7 +24,7 @@ from cocodiff.errors import UserError
 
 SECTIONS = ("base", "grid", "points")
 OF_V_MAJOR = ("scoring", "reference", "schedule", "ratio", "ratios", "threshold", "warmup", "sync_interval")
-SETTINGS = ("preset", "exchange", "order", "selection", *OF_V_MAJOR)
+SETTINGS = ("preset", "exchange", "order", "ring", "placement", "chunks", "selection", *OF_V_MAJOR)
 OF_RUNS = ("steps", "mask")
 DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
 
@@ -65,7 +66,7 @@ def read_grid(values: Mapping[str, Any]) -> Grid:
     if axes or not entries:
         entries = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())] + entries
     settings = {key: value for key, value in base.items() if key in SETTINGS}
-    engine = engine_settings({**values, "exchange": None, "order": None})
+    engine = engine_settings(dict(values))
     points = _unique([_point(entry, settings, engine) for entry in entries])
     of_runs = {}
     for key in OF_RUNS:

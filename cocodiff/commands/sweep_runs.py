@@ -91,8 +91,7 @@ class Runner:
     def __post_init__(self) -> None:
         values = self.sweep.values
         self.model = load_requested(self.sweep.request, values["dtype"], self.transport)
-        settings = engine_settings({**values, "exchange": None, "order": None})
-        self.exact = Config.preset(EXACT, **settings)
+        self.exact = Config.preset(EXACT, **engine_settings(values))
         self.engines: dict[Config, Engine] = {}
 
     def engine(self, config: Config) -> Engine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
+from cocodiff.attention.choice import Chunking
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import Mesh
 from cocodiff.attention.placement import Priced, Work, by_degree, choose, meshes, price, table
@@ -47,13 +50,8 @@ def test_every_rank_has_one_seat(topology, data):
     mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
     assert sorted(rank for group in mesh.groups for rank in group) == list(range(topology.size))
     assert (mesh.ring, mesh.ulysses) == (ring, topology.size // ring)
-    for slot, order in enumerate(mesh.rings):
-        assert sorted(order) == list(range(ring))
-        at, seen = mesh.groups[0][slot], []
-        for _ in order:
-            seen.append(at)
-            at = mesh.next_rank(at)
-        assert sorted(seen) == sorted(group[slot] for group in mesh.groups)
+    for grid in mesh.rounds:
+        assert sorted(grid.members) == list(range(ring)) and math.prod(grid.shape) == ring
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
         for new, rank in enumerate(group):
             for other, old in enumerate(group):
@@ -82,14 +80,52 @@ def test_aurora_rings_are_cards_and_ulysses_stays_in_planes():
     for group in mesh.groups:
         assert len({topology.places[rank].plane for rank in group}) == 1
         assert len({topology.places[rank].card for rank in group}) == len(group)
-    assert all(topology.link_class(rank, mesh.next_rank(rank)) == "sibling" for rank in range(96))
+    assert {classes_of(mesh, rank) for rank in range(96)} == {("sibling",)}
 
 
 @pytest.mark.parametrize(("machine", "size", "ring"), [("aurora", 24, 12), ("aurora", 12, 4), ("local", 24, 8)])
 def test_a_ring_through_a_node_stays_on_cards_and_planes(machine, size, ring):
     topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring)
-    assert {topology.link_class(rank, mesh.next_rank(rank)) for rank in range(size)} <= {"sibling", "plane"}
+    assert {link for rank in range(size) for link in classes_of(mesh, rank)} <= {"sibling", "plane"}
+
+
+def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
+    """The links that a rank's blocks go on over, one for each."""
+    ranks = [group[mesh.seat(rank)[1]] for group in mesh.groups]
+    onward = [onward for visit in mesh.visits(rank) for onward in visit.onward]
+    return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
+
+
+@given(topologies(), st.data())
+@MODEST
+def test_every_block_comes_to_every_rank_once_and_from_one_that_has_it(topology, data):
+    ring = data.draw(st.sampled_from([n for n in range(2, topology.size + 1) if topology.size % n == 0] or [1]))
+    mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
+    for slot, grid in enumerate(mesh.rounds):
+        visits = {group: mesh.visits(ranks[slot]) for group, ranks in enumerate(mesh.groups)}
+        came: Counter[tuple[int, int]] = Counter()
+        for group, of_member in visits.items():
+            assert of_member[0].member == group
+            assert sorted(visit.member for visit in of_member) == list(range(ring))
+            for number, visit in enumerate(of_member):
+                for onward in visit.onward:
+                    (sent,) = [o for o in visits[onward.before][number].onward if o.level == onward.level]
+                    assert sent.to == group and onward.level in grid.levels
+                    assert number < onward.visit and visits[onward.before][number].member == (
+                        of_member[onward.visit].member
+                    )
+                    came[group, onward.visit] += 1
+        assert set(came.values()) <= {1} and len(came) == ring * (ring - 1)
+
+
+def test_a_node_hears_a_block_once_from_each_other_one():
+    """24 ranks of two nodes in one ring: 12 blocks cross each way, not 23, each over the sender's own NIC."""
+    topology = topology_of("aurora", 24)
+    mesh = Mesh.build(topology, 24)
+    assert mesh.rounds[0].shape == (2, 6, 2)
+    for rank in range(24):
+        assert Counter(classes_of(mesh, rank)) == {"node": 1, "plane": 10, "sibling": 12}
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
@@ -114,13 +150,11 @@ def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
         for i, a in enumerate(group):
             for j, b in enumerate(group):
                 sent[a, b] += 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
-    for source, layout in enumerate(layouts):
-        for slot, order in enumerate(mesh.rings):
-            at = order.index(source)
-            for step in range(mesh.ring - 1):
-                a, b = order[(at + step) % mesh.ring], order[(at + step + 1) % mesh.ring]
-                block = 2 * sum(layout.rows) * layout.heads[slot]
-                sent[mesh.groups[a][slot], mesh.groups[b][slot]] += block
+    for slot, ranks in enumerate(zip(*mesh.groups, strict=True)):
+        for rank in ranks:
+            for visit in mesh.visits(rank):
+                for onward in visit.onward:
+                    sent[rank, ranks[onward.to]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot]
     return sent
 
 
@@ -181,6 +215,21 @@ def test_what_auto_takes():
     assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536), prefer_ulysses=True).ring == 1
 
 
+def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
+    """12 MB of q, k and v per rank on two nodes, attention as long as they travel."""
+    topology = topology_of("aurora", 24)
+    whole = Work(12, 128, 15624, 0, itemsize=4, attention_s=1e-3)
+    staged, too_small = (replace(whole, chunking=lambda _, mb=mb: Chunking(2, mb)) for mb in (4, 100))
+    for mesh in (Mesh.build(topology, 2, placement) for placement in ("topology", "usp")):
+        alone, ours = price(mesh, whole), price(mesh, staged)
+        assert ours.bytes == alone.bytes and price(mesh, too_small).seconds == alone.seconds
+        assert alone.compute_s < ours.seconds < alone.seconds
+        nothing = replace(staged, attention_s=0.0)
+        assert price(mesh, nothing).seconds == pytest.approx(price(mesh, replace(whole, attention_s=0.0)).seconds, 0.1)
+    hidden = [price(Mesh.build(topology, 2, name), staged).seconds for name in ("topology", "usp")]
+    assert hidden[0] < hidden[1]  # Ulysses across nodes has more to hide, and hides most of it
+
+
 def test_what_uneven_heads_cost():
     one = price(choose(topology_of("aurora", 24), Work(38), ring=1), Work(38))
     assert sorted(set(one.heads)) == [1, 2] and one.idle == pytest.approx(2 * 24 / 38)
@@ -210,3 +259,10 @@ def test_rings_that_cannot_be(size, heads, ring, message):
 def test_a_layer_with_too_few_heads():
     with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*at most 5 ranks to a group"):
         Mesh.build(topology_of("local", 12), 2).layouts(24, 0, 5)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 6, 8])
+def test_two_machines_send_one_tensor_each_way_in_every_degree(tiles):
+    """The least that two can: half of k and v each way, or half of q, k, v and o for half of the heads."""
+    for of_degree in by_degree(machines(2, tiles), even_work(2 * tiles, 2 * tiles)):
+        assert min(blhd(one) for one in of_degree) == blhd(of_degree[0]) == 1

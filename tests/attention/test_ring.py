@@ -116,12 +116,12 @@ def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exc
     ("machine", "size", "ring", "placement"),
     [
         ("aurora", 24, 2, "topology"), ("aurora", 24, 2, "usp"), ("aurora", 12, 12, "topology"), ("local", 6, 3, "usp"),
-        ("local", 10, 2, "topology"),
+        ("local", 10, 2, "topology"), ("aurora", 24, 8, "usp"), ("aurora", 24, 4, "topology"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchange):
-    """Ulysses' formulas for every group, and u 2 h_i (S - S_g(next)) from rank i to the next of its ring."""
+    """Ulysses' formulas for every group, and u 2 h_i S_g for each block of a group that rank i sends on."""
     topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring, placement)
     image, text, heads = size + 9, 5, 13
@@ -142,10 +142,37 @@ def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchan
             if mesh.ulysses > 1:
                 ways = [formulas.sent(exchange, "forward", slot, 3 * u), formulas.sent(exchange, "back", slot, u)]
                 expected = {link: sum(way[link] for way in ways) for link in LINK_CLASSES}
-            following = mesh.next_rank(rank)
-            rows = image + text - sum(layouts[mesh.seat(following)[0]].rows)
-            expected[topology.link_class(rank, following)] += u * 2 * layout.heads[slot] * rows
+            for peer, blocks in sent_round(mesh, rank).items():
+                rows = sum(sum(layouts[block].rows) for block in blocks)
+                expected[topology.link_class(rank, peer)] += u * 2 * layout.heads[slot] * rows
             assert counted[rank] == expected
+
+
+def sent_round(mesh: Mesh, rank: int) -> dict[int, list[int]]:
+    """Whose blocks a rank of a full grid sends to whom, by the formula: to the next tile all but that tile's own, of
+    every card and node; to the same tile of the next card one of each card but that one's, of every node; and so on."""
+    group, slot = mesh.seat(rank)
+    of_place = {mesh.topology.places[one[slot]]: number for number, one in enumerate(mesh.groups)}
+    nodes, cards, tiles = mesh.rounds[slot].shape
+    ordered = sorted(of_place, key=lambda place: (place.node, place.card, place.plane))
+    grid = [[[of_place[ordered[(n * cards + c) * tiles + t]] for t in range(tiles)] for c in range(cards)]
+            for n in range(nodes)]  # fmt: skip
+    at = ordered.index(mesh.topology.places[rank])
+    n, c, t = at // (cards * tiles), at // tiles % cards, at % tiles
+    sent: dict[int, list[int]] = {}
+    if tiles > 1:
+        following = (t + 1) % tiles
+        found = [grid[i][j][k] for i in range(nodes) for j in range(cards) for k in range(tiles) if k != following]
+        sent[mesh.groups[grid[n][c][following]][slot]] = found
+    if cards > 1:
+        following = (c + 1) % cards
+        found = [grid[i][j][t] for i in range(nodes) for j in range(cards) if j != following]
+        sent[mesh.groups[grid[n][following][t]][slot]] = found
+    if nodes > 1:
+        following = (n + 1) % nodes
+        sent[mesh.groups[grid[following][c][t]][slot]] = [grid[i][c][t] for i in range(nodes) if i != following]
+    assert group not in (mesh.seat(peer)[0] for peer in sent)
+    return sent
 
 
 class ForeignBlocks:
@@ -179,9 +206,12 @@ class ForeignBlocks:
         self.most_bytes = max(self.most_bytes, alive)
 
 
-@pytest.mark.parametrize("ring", [2, 3, 6])
-def test_at_most_two_foreign_blocks_are_here(ring):
-    topology = topology_of("local", 6)
+@pytest.mark.parametrize(
+    ("machine", "size", "ring", "blocks"),
+    [("local", 6, 2, 1), ("local", 6, 3, 2), ("local", 6, 6, 3), ("aurora", 24, 24, 4), ("local", 5, 5, 2)],
+)
+def test_at_most_two_foreign_blocks_of_each_level_are_here(machine, size, ring, blocks):
+    topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring)
     image, text, heads = 31, 7, 6
     whole = tensors(image, text, heads, torch.float32)
@@ -198,10 +228,10 @@ def test_at_most_two_foreign_blocks_are_here(ring):
         around.attend(*parts, qkv)
         return watched
 
-    for watched in run_ranks(6, work):
+    for watched in run_ranks(size, work):
         assert watched.messages == 2 * (ring - 1)
-        a_block = 2 * B * largest * (heads * ring // 6) * D * 4
-        assert a_block * (1 if ring == 2 else 2) >= watched.most_bytes > 0
+        a_block = 2 * B * largest * (heads * ring // size) * D * 4
+        assert a_block * blocks >= watched.most_bytes > 0
 
 
 def test_a_block_travels_while_the_one_before_is_attended_to():
@@ -219,7 +249,8 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
             return partial_attention(q, k, v, mask)
 
         around = Ring(mesh, transport, Trace(), attend=attend)
-        plain = around._group.send_recv
+        ((_, group, _),) = around._lanes.values()
+        plain = group.send_recv
 
         def send_recv(sends: Any, recvs: Any) -> Any:
             pending = plain(sends, recvs)
@@ -227,7 +258,7 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
             came[transport.rank].set()
             return pending
 
-        around._group.send_recv = send_recv
+        group.send_recv = send_recv
         rows = rows_of(mesh.topology, transport.rank, 9, 0)
         parts = [x[:, rows].contiguous() for x in whole]
         around.attend(*parts, LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], 9, 0, 2))

@@ -12,7 +12,7 @@ from launching import run
 
 from cocodiff.attention.placement import Work, by_degree
 from cocodiff.cli import main
-from cocodiff.commands.bench_placement import check_alike
+from cocodiff.commands.bench_placement import BENCHMARK, check_alike, named_cases
 from cocodiff.config import load_machine
 from cocodiff.topology import Topology
 
@@ -23,7 +23,7 @@ WORDS = ["bench", "placement", "--image-tokens", "40", "--text-tokens", "4", "--
 
 def test_every_mesh_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench"
-    words = ["--ranks", "4", "--attention-s", "0", "0.01", "--out", str(out)]
+    words = ["--ranks", "4", "--attention-s", "0", "0.01", "--chunks", "1", "2", "--out", str(out)]
     done = run([sys.executable, "-m", "cocodiff", *WORDS, *words])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((out / "bench.json").read_text())["rows"]
@@ -34,8 +34,10 @@ def test_every_mesh_is_measured(tmp_path: Path) -> None:
     by_name = {row["variant"]: row for row in of_case}
     for one in defaults:
         name = f"ulysses {one.mesh.ulysses} ring {one.mesh.ring}"
-        row = by_name[name if one.mesh.ulysses == 1 else f"{name} {one.mesh.placement}"]
-        assert row["ratio_vs_default"] == 1 and row["bytes"] == one.bytes
+        name = name if one.mesh.ulysses == 1 else f"{name} {one.mesh.placement}"
+        for row in (by_name[name], by_name[f"{name} 2 chunks"]):
+            assert row["ratio_vs_default"] == 1 and row["bytes"] == one.bytes and row["default"]
+        assert by_name[name]["ratio_vs_whole"] == 1 and by_name[f"{name} 2 chunks"]["ratio_vs_whole"] > 0
     assert all(row["n"] == 2 and row["variant"] in done.stdout for row in rows)
 
 
@@ -46,6 +48,8 @@ def test_every_mesh_is_measured(tmp_path: Path) -> None:
         (("--ranks", "6", "--attention-s", "-1"), "--attention_s [-1.0]: give 0 or more seconds"),
         (("--ranks", "6", "--text-tokens", "-1"), "--text_tokens -1: give 0 or more"),
         (("--ranks", "6", "--placement", "usp"), "unknown option --placement"),
+        (("--ranks", "6", "--chunks", "0"), "chunks is 0: give a whole number of at least 1 (1: off) or auto"),
+        (("--ranks", "6", "--chunks", "1", "auto"), "chunks auto: machine local on 1 node(s) was not measured"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -54,6 +58,19 @@ def test_mistakes_are_one_line(
     assert main([*WORDS, "--out", str(tmp_path / "out"), *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_the_default_goes_by_the_wait_where_placements_send_as_much() -> None:
+    """12 x 2 on two nodes of aurora: with nothing to hide behind, Ulysses goes across nodes; else the ring does."""
+    options = {option.name: option.default for option in BENCHMARK.options}
+    values = {**options, "heads": 12, "ring": [2], "machine": "aurora"}
+    topology = Topology.build(load_machine("aurora"), 24)
+    taken = []
+    for wait in (0.0, 1.0):
+        cases = named_cases(values, topology, wait)
+        assert set(cases) == {"ulysses 12 ring 2 topology", "ulysses 12 ring 2 usp"}
+        taken += [case.mesh.placement for case in cases.values() if case.default]
+    assert taken == ["topology", "usp"]
 
 
 def test_meshes_that_disagree_are_an_error() -> None:

@@ -27,9 +27,10 @@ pytestmark = pytest.mark.processes
 SWEEP = {
     "base": {"exchange": "flat", "selection": "v_major", "sync_interval": 0},
     "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
-    "points": [{"preset": "flat"}, {"name": "theirs", "preset": "cocodiff"}],
-}
-POINTS = ["schedule fixed, reference sent", "flat", "theirs"]
+    "points": [{"preset": "flat"}, {"name": "theirs", "preset": "cocodiff"},
+               {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}],
+}  # fmt: skip
+POINTS = ["schedule fixed, reference sent", "flat", "theirs", "round"]
 KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
 
 
@@ -69,7 +70,7 @@ def to_its_end(process: subprocess.Popen[str]) -> str:
 def whole(folder: Path) -> Path:
     """The results of a sweep that nobody disturbed."""
     printed = to_its_end(begin(folder, folder / "whole"))
-    assert "12/12" in printed and "d PSNR dB (2)" in printed and "pareto.png" in printed
+    assert "16/16" in printed and "d PSNR dB (2)" in printed and "pareto.png" in printed
     return folder / "whole"
 
 
@@ -99,6 +100,9 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
         if key.point == "flat":
             assert line["psnr_vs_exact_db"] is None and sent == exact and line["drift"] == []
             assert line["psnr_db"] == line["exact"]["psnr_db"]
+        elif key.point == "round":
+            assert line["psnr_vs_exact_db"] > 80 and line["drift"] == []
+            assert line["settings"] == {"preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}
         else:
             assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact
             assert [row["step"] for row in line["drift"]] == [0, 1, 2]
@@ -122,7 +126,7 @@ def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
     with lines.open("ab") as file:
         file.write(b'{"point": "flat", "steps": 3, "ma')  # as a kill in the middle of a write leaves it
     printed = to_its_end(begin(folder, out))
-    assert f"{len(before)} of 12 runs are done already" in printed
+    assert f"{len(before)} of 16 runs are done already" in printed
     assert read_results(out).lines[: len(before)] == before
     assert by_key(out) == by_key(whole)
 
@@ -142,7 +146,7 @@ def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.Cap
     other = mistake(capsys, *words(folder, whole, "--seed", "1"))
     assert "other settings (seed: 0 there, 1 now)" in other and "--overwrite" in other
     assert "other settings (steps: 3 there, 4 now)" in mistake(capsys, *words(folder, whole, "--steps", "4"))
-    assert "ranks: 2 there, 3 now" in mistake(capsys, *words(folder, whole, ranks=3))
+    assert "ranks: 2 there, 4 now" in mistake(capsys, *words(folder, whole, ranks=4))
     assert "no record of a sweep" in mistake(capsys, *words(folder, folder, "--overwrite"))
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
@@ -210,9 +214,39 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
     assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
 
 
+def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
+    found = grid(
+        base={"exchange": "split"}, grid={"chunks": [1, 2, "auto"], "ring": [1, 2]},
+        points=[{"preset": "tapa", "placement": "usp", "ring": "auto"}],
+    )  # fmt: skip
+    assert [(point.config.chunks, point.config.ring) for point in found.points[:-1]] == [
+        (chunks, ring) for chunks in (1, 2, "auto") for ring in (1, 2)
+    ]
+    assert found.points[-1].config == Config.preset("tapa", placement="usp")
+    assert not any(point.lossy for point in found.points)
+
+
+def test_points_that_cannot_run_are_refused_at_the_start(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["sweep", "--input", str(folder / "scan.tif"), "--ranks", "2", "--out", str(tmp_path / "out")]
+    for setting, said in (
+        ("ring: 4", "ring 4 does not divide 2 ranks"),
+        ("chunks: auto", "machine local on 1 node(s)"),
+    ):
+        (tmp_path / "a.yaml").write_text(f"points: [{{name: mine, preset: flat, {setting}}}]")
+        refused = mistake(capsys, *given, "--config", str(tmp_path / "a.yaml"))
+        assert "point mine: " in refused and said in refused
+    assert "unknown option --chunks" in mistake(capsys, *given, "--chunks", "2")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"grid": {"ring": [0]}}, "point ring 0: ring is 0: give the ranks of a ring, 1 for none, or auto"),
+        ({"grid": {"chunks": [2, "two"]}}, "point chunks two: chunks is 'two': give a whole number of at least 1"),
+        ({"points": [{"placement": "up"}]}, "point placement up: unknown placement 'up', did you mean usp?"),
         ({"grid": {"ratios": [[0.1]], "rato": [1]}}, "grid: unknown key rato, did you mean ratio?"),
         ({"base": {"referense": "sent"}}, "base: unknown key referense, did you mean reference?"),
         ({"points": [{"preset": "flat"}, {"step": 3}]}, "points, number 2: unknown key step"),
