@@ -25,8 +25,7 @@ MIB = 2**20
 STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
-RING = 5  # the merged output in float32; a part and its share of that; and of each block of another group:
-A_BLOCK = 2  # k and v
+RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
 # Of a CPU rank's own beside all that, once a step has run; measured by `cocodiff bench memory` (docs/benchmarks.md).
 # About half are pages of the imports that ranks share after a fork until Python counts references in them; the rest are
 # buffers of connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
@@ -222,7 +221,7 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
     angles and the model's exit are left out as small.
     """
     mesh = mesh or Mesh.build(topology)
-    attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING + A_BLOCK * mesh.blocks if mesh.ring > 1 else 0)
+    attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
     hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
     stages = [attention, 1 + max(2, gates) * hidden]
     if shape.parallel_layers:

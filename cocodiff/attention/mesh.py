@@ -84,16 +84,6 @@ class Mesh:
             Grid.of([self.topology.places[group[slot]] for group in self.groups]) for slot in range(self.ulysses)
         )
 
-    @cached_property
-    def levels(self) -> list[int]:
-        """Of all rings, those at which blocks go round."""
-        return sorted(set().union(*(grid.levels for grid in self.rounds)))
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks of other groups a rank keeps room for, at most."""
-        return max(sum(grid.blocks) for grid in self.rounds)
-
     def visits(self, rank: int) -> tuple[Visit, ...]:
         """The blocks that a rank attends to, group by group, and where each goes on to."""
         group, slot = self.seat(rank)

@@ -2,7 +2,7 @@
 many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2, appendix D).
 
 A prediction is coarse: every link carries its bytes at the machine file's rate and the fullest link sets the pace;
-attention runs at half of the tile's bf16 rate; a ring's messages hide behind attention to the block before. It is meant
+attention runs at half of the tile's bf16 rate; a move of a ring hides behind attention to the block before. It is meant
 to rank meshes, not to tell seconds.
 """
 
@@ -66,16 +66,16 @@ class InStages(NamedTuple):
     others_s: float
     own: float
 
-    def seconds(self, a_block: float, a_message: float, steps: int) -> float:
+    def seconds(self, a_block: float, moves_s: Sequence[float]) -> float:
         """Of the call, in the order of `torus.py`. q, k, v and o take a quarter of the messages each."""
         others = 1 - self.own
         at = 0.75 * self.own_s + self.own**2 * a_block
         at = max(at, 0.25 * self.others_s) + self.own * others * a_block
         began = at = max(at, 0.75 * self.others_s)  # all keys of the group are here and begin to go round
         last = others * a_block
-        for _ in range(steps - 1):
+        for move_s in moves_s:
             at, last = at + last, a_block
-            began = at = max(at, began + a_message)
+            began = at = max(at, began + move_s)
         return at + others * last + max(0.25 * self.others_s, self.own * last) + 0.25 * self.own_s
 
 
@@ -93,7 +93,7 @@ class Priced:
     busiest_node: int
     heads: tuple[int, ...]
     ulysses_s: float
-    ring_s: float
+    moves_s: tuple[float, ...]
     compute_s: float
     stages: InStages | None = None
 
@@ -110,12 +110,10 @@ class Priced:
     def seconds(self) -> float:
         """Ulysses' messages, in stages behind attention to what is here; then the ring: each block travels while the
         one before it is attended to."""
-        steps = self.mesh.ring
-        a_block = self.compute_s / steps
-        a_message = self.ring_s / (steps - 1) if steps > 1 else 0.0
+        a_block = self.compute_s / self.mesh.ring
         if self.stages is not None:
-            return self.stages.seconds(a_block, a_message, steps)
-        return self.ulysses_s + (steps - 1) * max(a_block, a_message) + a_block
+            return self.stages.seconds(a_block, self.moves_s)
+        return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
 
 
 def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
@@ -141,7 +139,7 @@ def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: 
 
 def price(mesh: Mesh, work: Work) -> Priced:
     layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
-    ulysses, around = Traffic(mesh.topology), Traffic(mesh.topology)
+    ulysses, around = Traffic(mesh.topology), [Traffic(mesh.topology) for _ in range(mesh.ring - 1)]
     own, others = Traffic(mesh.topology), Traffic(mesh.topology)  # Ulysses' as well, where it goes in stages
     for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
         chunks = work.chunking(part).chunks
@@ -153,19 +151,20 @@ def price(mesh: Mesh, work: Work) -> Priced:
                 if near:
                     (own if j in near else others).send(sender, receiver, cells * work.cell)
     for rank in range(mesh.topology.size):
-        for peer, count in ring_bytes(mesh, layouts, rank, work.cell).items():
-            around.send(rank, peer, count)
+        for move, (peer, count) in zip(around, ring_bytes(mesh, layouts, rank, work.cell), strict=True):
+            move.send(rank, peer, count)
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    sent = {kind: count + around.bytes[kind] for kind, count in ulysses.bytes.items()}
+    traffic = [ulysses, *around]
+    sent = {kind: sum(one.bytes[kind] for one in traffic) for kind in LINK_CLASSES}
     if work.attention_s is None:
         rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
         compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
     else:
         compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
     return Priced(
-        mesh, sent, busiest_node([ulysses, around]), layouts[0].heads,
-        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), around.seconds() + (mesh.ring - 1) * MESSAGE_S,
+        mesh, sent, busiest_node(traffic), layouts[0].heads,
+        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), tuple(move.seconds() + MESSAGE_S for move in around),
         compute_s, stages_of(mesh, layouts[0], work, own, others),
     )  # fmt: skip
 
@@ -180,13 +179,14 @@ def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traf
     return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)
 
 
-def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> dict[int, int]:
-    """What a rank sends round, by the rank that it goes to: keys and values of a group at a time, for its heads."""
-    slot, sent = mesh.seat(rank)[1], Counter[int]()
-    for visit in mesh.visits(rank):
-        for onward in visit.onward:
-            sent[mesh.groups[onward.to][slot]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * cell
-    return sent
+def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> list[tuple[int, int]]:
+    """The rank that a rank sends to and how much, move by move: keys and values of a group, for its heads."""
+    slot = mesh.seat(rank)[1]
+    return [
+        (mesh.groups[visit.onward.to][slot], 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * cell)
+        for visit in mesh.visits(rank)
+        if visit.onward is not None
+    ]
 
 
 class Traffic:

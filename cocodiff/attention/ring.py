@@ -1,10 +1,9 @@
 """Ring attention: keys and values of every Ulysses group go round, each rank attends to what has arrived and passes it
 on meanwhile (StreamFusion, section 2.2; Ring Attention).
 
-A block is the keys and values of all tokens of one group for the heads that are here. Blocks go round rings of nodes,
-cards and tiles (`rounds.py`), each on a lane of its own: while a rank attends to one, it sends that one on and receives
-the next, at most two of others for each of these levels at any time. What the parts give is merged in float32 in the
-order of the visits, so nothing depends on which message is early.
+A block is the keys and values of all tokens of one group for the heads that are here. While a rank attends to one, it
+sends that one on (`rounds.py` tells where to) and receives the next: at most two blocks of others are here at any time.
+What the parts give is merged in float32 in the order of the visits, so nothing depends on which message is early.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
 from typing import NamedTuple
 
 from torch import Tensor
 
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.rounds import LEVELS, Onward
+from cocodiff.attention.rounds import Onward
 from cocodiff.attention.softmax_merge import Keys, Partial, partial_attention
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.attention.ulysses import mask_in_rank_order
@@ -58,10 +56,7 @@ class Ring:
         self._rank_of = [group[slot] for group in mesh.groups]
         members = sorted(self._rank_of)
         self._index_of = [members.index(rank) for rank in self._rank_of]
-        self._lanes = {
-            level: (f"{LANE} {LEVELS[level]}", transport.group(members), transport.lane(f"{LANE} {LEVELS[level]}"))
-            for level in mesh.levels  # all ranks make the same ones, also where their own ring has fewer
-        }
+        self._group, self._lane = transport.group(members), transport.lane(LANE)
 
     def layout(self, image_tokens: int, text_tokens: int, heads: int) -> Layout:
         """That of this rank's Ulysses group."""
@@ -85,34 +80,31 @@ class Ring:
         return merged.out_BLHD.to(q_BSGD.dtype)
 
     def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Iterator[Keys]:
-        """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to other
-        ranks, and those that they bring on their way here, until another is asked for; a block of another group is
-        gone when the second after it at its level is asked for."""
+        """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to another
+        rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
+        it is asked for."""
         layouts = self._of_groups(qkv.image_tokens, qkv.text_tokens, qkv.heads)
-        here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._buffers(k_BSGD, layouts)
-        coming: dict[int, LanePending[KeysValues]] = {}
+        here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
-            if number:
-                with self._trace.span("wait for kv", layer=layer):
-                    here = coming.pop(number).wait()
-            for onward in visit.onward:
-                rows, buffer = sum(layouts[self._visits[onward.visit].member].rows), next(buffers[onward.level])
-                coming[onward.visit] = self._pass_on(here, onward, buffer, rows, layer)
+            coming: LanePending[KeysValues] | None = None
+            if visit.onward is not None:
+                rows = sum(layouts[self._visits[number + 1].member].rows)
+                coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
             yield Keys(*here, mask_in_rank_order(qkv, layouts[visit.member]))
+            if coming is not None:
+                with self._trace.span("wait for kv", layer=layer):
+                    here = coming.wait()
 
-    def _buffers(self, like_BSGD: Tensor, layouts: list[Layout]) -> list[Iterator[Tensor]]:
-        """For every level flat memory for two blocks of the largest other group, in turns; for one where no more than
-        one comes. A block is attended to, and gone on, before the second one after it is asked for."""
+    def _two_buffers(self, like_BSGD: Tensor, layouts: list[Layout]) -> list[Tensor]:
+        """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
         B, _, G, D = like_BSGD.shape
-        most = max(sum(layout.rows) for group, layout in enumerate(layouts) if group != self._own)
-        blocks = self.mesh.rounds[self.mesh.seat(self.rank)[1]].blocks
-        return [cycle([like_BSGD.new_empty(2 * B * most * G * D) for _ in range(count)]) for count in blocks]
+        others = [sum(layouts[visit.member].rows) for visit in self._visits[1:]]
+        return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
     def _pass_on(
         self, here: KeysValues, onward: Onward, buffer: Tensor, rows: int, layer: str
     ) -> LanePending[KeysValues]:
         """Starts sending a block on and receiving one of `rows` rows."""
-        name, group, lane = self._lanes[onward.level]
         B, _, G, D = here.k_BSGD.shape
         shape = (B, rows, G, D)
         incoming = KeysValues(*views(buffer[: 2 * math.prod(shape)], [shape, shape]))
@@ -120,14 +112,14 @@ class Ring:
         to, before = self._index_of[onward.to], self._index_of[onward.before]
 
         def exchange() -> KeysValues:
-            with self._trace.span("kv ring", name, layer):
+            with self._trace.span("kv ring", LANE, layer):
                 for tensor in (*here, buffer):
                     used_on_current_stream(tensor)
                 self._trace.count(link, sum(tensor.nbytes for tensor in here))
-                group.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
+                self._group.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
                 return incoming
 
-        return lane.submit(exchange)
+        return self._lane.submit(exchange)
 
     def _merge(self, merged: Partial | None, part: Partial) -> Partial:
         """The first part, in float32, is what the others are added to."""

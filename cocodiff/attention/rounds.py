@@ -1,42 +1,33 @@
-"""How the blocks of a ring go round: a ring of nodes, in each of them a ring of cards, on each card a ring of tiles.
+"""How the blocks of a ring go round: from tile to tile of a card, then on to the next card, then on to the next node.
 
 One ring through all ranks would send every block over the one link that leaves a card or a node, and nothing over the
-links of its neighbours. As rings in rings every rank sends over its own: a block goes on to the same place of the next
-node and of the next card, and each of its copies round the card where it came. A node then hears a block as often as
-another node has one, not from every rank but the last; slow messages have all blocks of a node to hide behind.
-Pure data.
+links of its neighbours. Here all ranks pass on what they have at hand, all by a tile, or by a card, or by a node: every
+rank sends over a link of its own, and a node hears a block once from each other node, not from every rank but the last.
+A rank never needs a block again that it passed on: the one at hand and the one that comes are all that it holds. Pure
+data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import NamedTuple
 
 from cocodiff.topology import Place
 
-LEVELS = ("nodes", "cards", "tiles")
 
+class Onward(NamedTuple):
+    """The block at hand goes to one member while the next one comes from another."""
 
-@dataclass(frozen=True)
-class Onward:
-    """The block that is here goes to the next member at a level, another one comes from the member before it.
-
-    visit: at which of this member's visits it is attended to.
-    """
-
-    level: int
     to: int
     before: int
-    visit: int
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """What a member attends to, one after the other: a block by the member that it is of, and where it goes on to."""
 
     member: int
-    onward: tuple[Onward, ...]
+    onward: Onward | None
 
 
 @dataclass(frozen=True)
@@ -60,41 +51,23 @@ class Grid:
         shape = (len(nodes), of_node, 1) if of_node else (1, len(places), 1)
         return cls(shape, _to_and_fro(places))
 
-    @property
-    def levels(self) -> set[int]:
-        """On which of them blocks go round."""
-        return {level for level, size in enumerate(self.shape) if size > 1}
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """For every level how many blocks of others a member keeps room for: one that it attends to and passes on, and
-        one that comes."""
-        return tuple(min(2, size - 1) for size in self.shape)
-
     def visits(self, member: int) -> tuple[Visit, ...]:
-        """All of a member's, its own block first: all blocks of a card, then of the node's other cards, then of other
-        nodes."""
-        at = self._place(self.members.index(member))
-        steps = list(product(*map(range, self.shape)))
-        return tuple(
-            Visit(self._at(at, step, -1), tuple(self._onward(at, step, level) for level in self._goes_on(step)))
-            for step in steps
-        )
+        """All of a member's, its own block first."""
+        at, moved, found = self._place(self.members.index(member)), [0, 0, 0], []
+        for level in self._moves():
+            one = tuple(int(n == level) for n in range(3))
+            found.append(Visit(self._at(at, moved, -1), Onward(self._at(at, one, 1), self._at(at, one, -1))))
+            moved[level] += 1
+        return (*found, Visit(self._at(at, moved, -1), None))
 
-    def _goes_on(self, step: tuple[int, ...]) -> list[int]:
-        """The levels at which a block goes on: those inside the one at which it came, unless it has been all round."""
-        return [
-            level
-            for level, size in enumerate(self.shape)
-            if step[level] + 1 < size and not any(step[level + 1 :])
-        ]  # fmt: skip
+    def _moves(self) -> Iterator[int]:
+        """Along which of the levels all blocks go on, visit by visit: round the card, and after each round a card on;
+        after all cards a node on. Where a round ends the next one begins: it is a full one from there as well."""
+        _, cards, tiles = self.shape
+        for number in range(1, len(self.members)):
+            yield 2 if number % tiles else 1 if number // tiles % cards else 0
 
-    def _onward(self, at: tuple[int, ...], step: tuple[int, ...], level: int) -> Onward:
-        one = tuple(int(n == level) for n in range(3))
-        following = tuple(a + b for a, b in zip(step, one, strict=True))
-        return Onward(level, self._at(at, one, 1), self._at(at, one, -1), self._number(following))
-
-    def _at(self, at: tuple[int, ...], step: tuple[int, ...], sign: int) -> int:
+    def _at(self, at: tuple[int, ...], step: Sequence[int], sign: int) -> int:
         """The member so many steps on, or before."""
         moved = tuple((a + sign * b) % size for a, b, size in zip(at, step, self.shape, strict=True))
         return self.members[self._number(moved)]

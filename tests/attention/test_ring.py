@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -149,29 +150,21 @@ def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchan
 
 
 def sent_round(mesh: Mesh, rank: int) -> dict[int, list[int]]:
-    """Whose blocks a rank of a full grid sends to whom, by the formula: to the next tile all but that tile's own, of
-    every card and node; to the same tile of the next card one of each card but that one's, of every node; and so on."""
-    group, slot = mesh.seat(rank)
-    of_place = {mesh.topology.places[one[slot]]: number for number, one in enumerate(mesh.groups)}
-    nodes, cards, tiles = mesh.rounds[slot].shape
-    ordered = sorted(of_place, key=lambda place: (place.node, place.card, place.plane))
-    grid = [[[of_place[ordered[(n * cards + c) * tiles + t]] for t in range(tiles)] for c in range(cards)]
-            for n in range(nodes)]  # fmt: skip
-    at = ordered.index(mesh.topology.places[rank])
-    n, c, t = at // (cards * tiles), at // tiles % cards, at % tiles
-    sent: dict[int, list[int]] = {}
-    if tiles > 1:
-        following = (t + 1) % tiles
-        found = [grid[i][j][k] for i in range(nodes) for j in range(cards) for k in range(tiles) if k != following]
-        sent[mesh.groups[grid[n][c][following]][slot]] = found
-    if cards > 1:
-        following = (c + 1) % cards
-        found = [grid[i][j][t] for i in range(nodes) for j in range(cards) if j != following]
-        sent[mesh.groups[grid[n][following][t]][slot]] = found
-    if nodes > 1:
-        following = (n + 1) % nodes
-        sent[mesh.groups[grid[following][c][t]][slot]] = [grid[i][c][t] for i in range(nodes) if i != following]
-    assert group not in (mesh.seat(peer)[0] for peer in sent)
+    """Whose blocks a rank of a full grid sends to whom, played through: everybody's hand goes to the same place of the
+    next tile, after all tiles of the next card, after all cards of the next node."""
+    slot = mesh.seat(rank)[1]
+    shape = _, cards, tiles = mesh.rounds[slot].shape
+    at = mesh.topology.places
+    ranks = sorted((ranks[slot] for ranks in mesh.groups), key=lambda one: (at[one].node, at[one].card, at[one].plane))
+    rank_at = dict(zip(product(*map(range, shape)), ranks, strict=True))
+    hand, sent = {place: mesh.seat(one)[0] for place, one in rank_at.items()}, {}
+    for move in range(1, len(ranks)):
+        level = 2 if move % tiles else 1 if move % (tiles * cards) else 0
+        after = {place: (*place[:level], (place[level] + 1) % shape[level], *place[level + 1 :]) for place in hand}
+        for place, block in hand.items():
+            if rank_at[place] == rank:
+                sent.setdefault(rank_at[after[place]], []).append(block)
+        hand = {after[place]: block for place, block in hand.items()}
     return sent
 
 
@@ -207,10 +200,10 @@ class ForeignBlocks:
 
 
 @pytest.mark.parametrize(
-    ("machine", "size", "ring", "blocks"),
-    [("local", 6, 2, 1), ("local", 6, 3, 2), ("local", 6, 6, 3), ("aurora", 24, 24, 4), ("local", 5, 5, 2)],
+    ("machine", "size", "ring"),
+    [("local", 6, 2), ("local", 6, 3), ("local", 6, 6), ("aurora", 24, 24), ("local", 5, 5)],
 )
-def test_at_most_two_foreign_blocks_of_each_level_are_here(machine, size, ring, blocks):
+def test_at_most_two_foreign_blocks_are_here(machine, size, ring):
     topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring)
     image, text, heads = 31, 7, 6
@@ -231,7 +224,7 @@ def test_at_most_two_foreign_blocks_of_each_level_are_here(machine, size, ring, 
     for watched in run_ranks(size, work):
         assert watched.messages == 2 * (ring - 1)
         a_block = 2 * B * largest * (heads * ring // size) * D * 4
-        assert a_block * blocks >= watched.most_bytes > 0
+        assert a_block * (1 if ring == 2 else 2) >= watched.most_bytes > 0
 
 
 def test_a_block_travels_while_the_one_before_is_attended_to():
@@ -249,8 +242,7 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
             return partial_attention(q, k, v, mask)
 
         around = Ring(mesh, transport, Trace(), attend=attend)
-        ((_, group, _),) = around._lanes.values()
-        plain = group.send_recv
+        plain = around._group.send_recv
 
         def send_recv(sends: Any, recvs: Any) -> Any:
             pending = plain(sends, recvs)
@@ -258,7 +250,7 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
             came[transport.rank].set()
             return pending
 
-        group.send_recv = send_recv
+        around._group.send_recv = send_recv
         rows = rows_of(mesh.topology, transport.rank, 9, 0)
         parts = [x[:, rows].contiguous() for x in whole]
         around.attend(*parts, LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], 9, 0, 2))
