@@ -44,6 +44,9 @@ class ModelShape:
     pixels_per_token  of a side: the VAE's factor times the patch
     rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
     branches          calls in one step: 2 where guidance calls the model twice
+    entrance          tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
+                      positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
+                      first block, 0 where the call's inputs are
     parameters        numbers that the weights hold
     """
 
@@ -60,9 +63,10 @@ class ModelShape:
     pixels_per_token: int = 16
     rows_per_image: int = 1
     branches: int = 1
+    entrance: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens")
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "entrance")
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
             if field.type == "int" and (type(value) is not int or value < least):
@@ -88,10 +92,10 @@ class ModelShape:
 
 # Of each class of diffusers what its config does not say.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "SD3Transformer2DModel": {"text_tokens": 333, "rows_per_image": 2},
+    "SD3Transformer2DModel": {"text_tokens": 333, "rows_per_image": 2, "entrance": 3},
     "FluxTransformer2DModel": {},
     "Flux2Transformer2DModel": {"gated_mlp": True},
-    "QwenImageTransformer2DModel": {"branches": 2},
+    "QwenImageTransformer2DModel": {"branches": 2, "entrance": 1},
 }
 
 
@@ -212,13 +216,14 @@ def by_rank(
 
 
 def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
-    """Every rank's activations at the peak of one layer: an estimate.
+    """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
 
-    Of the size of the rank's share there are the streams that a layer keeps, and the largest of: attention (q, k, v,
-    send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it; that
-    layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before and
-    after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. Embeddings, rotary
-    angles and the model's exit are left out as small.
+    Where tokens enter there are `entrance` tensors of the whole image, one of which lives on in the first layer. In a
+    layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of: attention (q,
+    k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it;
+    that layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before
+    and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The text's
+    embeddings, rotary angles and the model's exit are left out as small.
     """
     mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
@@ -234,7 +239,10 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
         return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
 
     shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
-    return [int(copies * share * load.batch * load.itemsize) for share in shares]
+    whole = load.image_tokens * shape.width
+    kept = whole if shape.entrance and mesh.topology.size > 1 else 0
+    numbers = [max(shape.entrance * whole, kept + copies * share) for share in shares]
+    return [int(count * load.batch * load.itemsize) for count in numbers]
 
 
 def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:

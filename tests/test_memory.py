@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, sd3_transformer
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
 from cocodiff import engine as engine_module
@@ -126,6 +127,51 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
             return engine.strategy.cache_bytes(), expected
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
+
+
+class WholeImages(TorchDispatchMode):
+    """Counts new tensors that are as large as all image tokens of a call."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._numbers, self.seen = numbers, {}
+
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() == self._numbers * out.itemsize:
+            storage = out.untyped_storage()
+            self.seen[storage.data_ptr()] = storage  # kept, so that no other gets its address
+        return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_the_whole_image_where_tokens_enter(family):
+    """Before the engine cuts them: what `entrance` says of a family, counted on one of two ranks."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(1, 6, 7, 5)
+
+    def work(transport: Any) -> tuple[int, int]:
+        own = copy.deepcopy(model)
+        shape = shape_of_config(family_of(type(own)), own.config, 1)
+        with torch.no_grad(), parallelize(own, transport=transport), WholeImages(42 * shape.width) as counter:
+            own(**inputs)
+        return len(counter.seen), shape.entrance
+
+    for seen, expected in run_ranks(2, work):
+        assert seen == expected
+
+
+def test_a_large_image_needs_most_where_it_enters():
+    """1024 x 1024 on 12 ranks: three whole tensors are more than a layer's of a twelfth each; one lives on in it."""
+    shape, load = ModelShape("sd3", 24, 64, 12, 1000, entrance=3), Load(4096, 333, 1)
+    without = replace(shape, entrance=0)
+    whole = 4096 * shape.width * 2
+    for topology in (AURORA, topology_of("aurora", 24)):
+        entering, inside = (max(need.activations for need in size_run(x, topology, load)) for x in (shape, without))
+        assert entering == 3 * whole > inside + whole
+    few = topology_of("local", 4)
+    entering, inside = (max(need.activations for need in size_run(x, few, load)) for x in (shape, without))
+    assert entering == inside + whole > 3 * whole
 
 
 def test_a_ring_needs_more_for_activations_and_as_much_for_caches():

@@ -8,16 +8,19 @@ to rank meshes, not to tell seconds.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from cocodiff.attention.choice import Chunking, megabytes_per_rank
 from cocodiff.attention.chunks import chunk_ranks
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import AXES, PLACEMENTS, Mesh
+from cocodiff.attention.rounds import LEVELS
+from cocodiff.attention.traffic import Traffic, Wires, busiest_node
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 from cocodiff.trace import LINK_CLASSES
@@ -27,7 +30,6 @@ UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order o
 MESSAGE_S = 20e-6  # what a step of messages takes at least
 GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
 NODE = "node"
-Load = tuple[str | int, ...]  # a link of the machine, one direction
 
 
 def never(_part: Topology) -> Chunking:
@@ -139,33 +141,34 @@ def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: 
 
 def price(mesh: Mesh, work: Work) -> Priced:
     layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
-    ulysses, around = Traffic(mesh.topology), [Traffic(mesh.topology) for _ in range(mesh.ring - 1)]
-    own, others = Traffic(mesh.topology), Traffic(mesh.topology)  # Ulysses' as well, where it goes in stages
+    wires = Wires(mesh.topology)
+    ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
     for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
+        rows_U, heads_U, ranks_U = np.array(layout.rows), np.array(layout.heads), np.array(group)
+        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.cell
+        senders_UU, receivers_UU = np.meshgrid(ranks_U, ranks_U, indexing="ij")
+        ulysses.send(senders_UU.ravel(), receivers_UU.ravel(), bytes_UU.ravel())
         chunks = work.chunking(part).chunks
-        for i, sender in enumerate(group):
-            near = chunk_ranks(part, i, chunks)[0] if chunks > 1 else ()
-            for j, receiver in enumerate(group):
-                cells = 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
-                ulysses.send(sender, receiver, cells * work.cell)
-                if near:
-                    (own if j in near else others).send(sender, receiver, cells * work.cell)
-    for rank in range(mesh.topology.size):
-        for move, (peer, count) in zip(around, ring_bytes(mesh, layouts, rank, work.cell), strict=True):
-            move.send(rank, peer, count)
+        if chunks > 1:
+            near_UU = np.zeros_like(bytes_UU, dtype=bool)
+            for i in range(part.size):
+                near_UU[i, list(chunk_ranks(part, i, chunks)[0])] = True
+            for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
+                traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
+    around = Around(mesh, layouts, work.cell, wires)
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    traffic = [ulysses, *around]
-    sent = {kind: sum(one.bytes[kind] for one in traffic) for kind in LINK_CLASSES}
+    messages = [ulysses, around.all]
+    sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
     if work.attention_s is None:
         rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
         compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
     else:
         compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
     return Priced(
-        mesh, sent, busiest_node(traffic), layouts[0].heads,
-        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), tuple(move.seconds() + MESSAGE_S for move in around),
-        compute_s, stages_of(mesh, layouts[0], work, own, others),
+        mesh, sent, busiest_node(messages), layouts[0].heads,
+        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1), around.moves_s, compute_s,
+        stages_of(mesh, layouts[0], work, own, others),
     )  # fmt: skip
 
 
@@ -179,53 +182,25 @@ def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traf
     return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)
 
 
-def ring_bytes(mesh: Mesh, layouts: Sequence[Layout], rank: int, cell: int) -> list[tuple[int, int]]:
-    """The rank that a rank sends to and how much, move by move: keys and values of a group, for its heads."""
-    slot = mesh.seat(rank)[1]
-    return [
-        (mesh.groups[visit.onward.to][slot], 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * cell)
-        for visit in mesh.visits(rank)
-        if visit.onward is not None
-    ]
+class Around:
+    """The ring's messages: `all` of a call, and the seconds of every move. Moves along one level (tile, card or node)
+    take the same links; each is given the time of the level's largest blocks."""
 
-
-class Traffic:
-    """Bytes between ranks, by link class and on every link of the machine, one direction each."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self.bytes = dict.fromkeys(LINK_CLASSES, 0)
-        self.out_of: Counter[int] = Counter()  # by node
-        self._links: Counter[Load] = Counter()
-
-    def send(self, sender: int, receiver: int, count: int) -> None:
-        topology, kind = self._topology, self._topology.link_class(sender, receiver)
-        if kind is None or not count:
-            return
-        self.bytes[kind] += count
-        a, b = topology.places[sender], topology.places[receiver]
-        if kind == NODE:
-            self.out_of[a.node] += count
-            self._links["nic out", a.node, topology.nics[sender]] += count
-            self._links["nic in", b.node, topology.nics[receiver]] += count
-            return
-        through = topology.server(a.card, b.plane) if kind == "cross_plane" else sender
-        if through != sender:  # off its plane a message takes a sibling's link first
-            self._links["sibling", sender, through] += count
-        self._links["sibling" if kind == "sibling" else "plane", through, receiver] += count
-
-    def seconds(self) -> float:
-        """Of the fullest link."""
-        links = self._topology.machine.links
-        rates = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s}
-        return max((n / rates.get(str(link[0]), links.nic_gb_s) / 1e9 for link, n in self._links.items()), default=0.0)
-
-
-def busiest_node(traffic: Sequence[Traffic]) -> int:
-    out: Counter[int] = Counter()
-    for one in traffic:
-        out.update(one.out_of)
-    return max(out.values(), default=0)
+    def __init__(self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires) -> None:
+        self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
+        rows_G = np.array([sum(layout.rows) for layout in layouts])
+        ranks_GU = np.array(mesh.groups)
+        every = range(mesh.ring)
+        for slot, grid in enumerate(mesh.rounds):
+            sizes_MG = 2 * layouts[0].heads[slot] * cell * rows_G[grid.held(every)[:-1]]
+            for level in LEVELS:
+                chosen_MG = sizes_MG[grid.levels_M == level]
+                if len(chosen_MG):
+                    pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
+                    self.all.send(*pair, chosen_MG.sum(0))
+                    of_level[level].send(*pair, chosen_MG.max(0))
+        seconds = [traffic.seconds() + MESSAGE_S for traffic in of_level]
+        self.moves_s = tuple(seconds[level] for level in mesh.rounds[0].levels_M)
 
 
 def best_of_degree(priced: Sequence[Priced]) -> Priced:

@@ -9,11 +9,19 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cocodiff.topology import Place
+
+Whole = NDArray[np.int64]
+LEVELS = (0, 1, 2)  # node, card, tile
 
 
 class Onward(NamedTuple):
@@ -51,39 +59,42 @@ class Grid:
         shape = (len(nodes), of_node, 1) if of_node else (1, len(places), 1)
         return cls(shape, _to_and_fro(places))
 
+    @cached_property
+    def levels_M(self) -> Whole:
+        """Along which level all blocks go on, move by move: round the card, and after each round a card on; after all
+        cards a node on. Where a round ends the next one begins: it is a full one from there as well."""
+        _, cards, tiles = self.shape
+        number_M = np.arange(1, len(self.members))
+        return np.where(number_M % tiles != 0, 2, np.where(number_M // tiles % cards != 0, 1, 0))
+
+    def held(self, members: Sequence[int]) -> Whole:
+        """Whose block each of some members has at hand, visit by visit (visits x members): after each move the one of
+        its neighbour."""
+        steps_ML = np.zeros((len(self.members), len(LEVELS)), dtype=np.int64)
+        steps_ML[1:] = -np.cumsum(np.eye(len(LEVELS), dtype=np.int64)[self.levels_M], 0)
+        return self._from(members, steps_ML)
+
+    def neighbours(self, members: Sequence[int], level: int, step: int) -> Whole:
+        """The members that are so many steps on from these along a level."""
+        return self._from(members, step * np.eye(len(LEVELS), dtype=np.int64)[level : level + 1])[0]
+
     def visits(self, member: int) -> tuple[Visit, ...]:
         """All of a member's, its own block first."""
-        at, moved, found = self._place(self.members.index(member)), [0, 0, 0], []
-        for level in self._moves():
-            one = tuple(int(n == level) for n in range(3))
-            found.append(Visit(self._at(at, moved, -1), Onward(self._at(at, one, 1), self._at(at, one, -1))))
-            moved[level] += 1
-        return (*found, Visit(self._at(at, moved, -1), None))
+        to, before = ([int(self.neighbours([member], level, step)[0]) for level in LEVELS] for step in (1, -1))
+        moves = [*(Onward(to[level], before[level]) for level in self.levels_M), None]
+        return tuple(Visit(int(n), move) for n, move in zip(self.held([member])[:, 0], moves, strict=True))
 
-    def _moves(self) -> Iterator[int]:
-        """Along which of the levels all blocks go on, visit by visit: round the card, and after each round a card on;
-        after all cards a node on. Where a round ends the next one begins: it is a full one from there as well."""
-        _, cards, tiles = self.shape
-        for number in range(1, len(self.members)):
-            yield 2 if number % tiles else 1 if number // tiles % cards else 0
-
-    def _at(self, at: tuple[int, ...], step: Sequence[int], sign: int) -> int:
-        """The member so many steps on, or before."""
-        moved = tuple((a + sign * b) % size for a, b, size in zip(at, step, self.shape, strict=True))
-        return self.members[self._number(moved)]
-
-    def _number(self, place: tuple[int, ...]) -> int:
-        node, card, tile = place
-        return (node * self.shape[1] + card) * self.shape[2] + tile
-
-    def _place(self, number: int) -> tuple[int, int, int]:
-        rest, tile = divmod(number, self.shape[2])
-        return (*divmod(rest, self.shape[1]), tile)
+    def _from(self, members: Sequence[int], steps_ML: Whole) -> Whole:
+        """Who is so many steps along every level from each of some members."""
+        members_G = np.array(self.members)
+        places_NL = np.stack(np.unravel_index(np.argsort(members_G)[list(members)], self.shape), 1)
+        there_MNL = (places_NL + steps_ML[:, None]) % np.array(self.shape)
+        return members_G[np.ravel_multi_index(tuple(np.moveaxis(there_MNL, -1, 0)), self.shape)]
 
 
-def _sizes(keys: Sequence[object]) -> list[int]:
+def _sizes(keys: Sequence[Hashable]) -> list[int]:
     """How often each key is there."""
-    return [keys.count(key) for key in dict.fromkeys(keys)]
+    return list(Counter(keys).values())
 
 
 def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
 from cocodiff.config import (
     DEVICES,
@@ -97,12 +97,12 @@ def parse(
     parser = ArgumentParser(prog=f"cocodiff {command}", description=about, exit_on_error=False)
     parser.add_argument("--config", help="YAML file with any of the options below")
     for option in options:
-        extra: dict[str, Any] = {"choices": list(option.choices)} if option.choices else {}
+        # words that are listed have no type besides: the help would show a function's address for it
+        extra: dict[str, Any] = {"choices": list(option.choices)} if option.choices else {"type": option.type}
         if option.many:
             extra["nargs"] = "+"
-        shown = "" if option.default in (None, False) or option.many else f" (default: {option.default})"
-        kind = bool if option.type is bool else option.type
-        parser.add_argument(f"--{option.name}", type=kind, default=None, help=option.help + shown, **extra)
+        shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
+        parser.add_argument(f"--{option.name}", default=SUPPRESS, help=option.help + shown, **extra)
     given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
     values = {option.name: option.default for option in options} | dict.fromkeys(sections)
     if "config" in given:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cocodiff.attention.placement import Work, choose
+from cocodiff.attention.placement import Work
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts, parse
@@ -75,11 +75,13 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any]) -> None:
+    from cocodiff.engine import mesh_of
+
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = Config.preset(values["preset"], machine=values["machine"])
     load = load_of(values, shape, config)
     work = Work(shape.heads, shape.head_dim)
-    mesh = choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
+    mesh = mesh_of(config, topology, work)
     sizes = size(shape, topology, load, mesh)
     output = OutputFolder(values["out"], values["overwrite"])
     plan = as_json(values, shape, topology, load, sizes)

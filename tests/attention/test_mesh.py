@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from worlds import topologies, topology_of
 from cocodiff.attention.choice import Chunking
 from cocodiff.attention.layout import Layout
 from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import Priced, Work, by_degree, choose, meshes, price, table
+from cocodiff.attention.placement import MESSAGE_S, Priced, Work, by_degree, choose, meshes, price, table
+from cocodiff.attention.traffic import Traffic, Wires
 from cocodiff.errors import UserError
 from cocodiff.topology import Machine, Topology
 
@@ -190,6 +192,53 @@ def test_priced_bytes_are_those_of_all_messages(topology, heads, data):
     assert price(mesh, even_work(topology.size, heads)).bytes == {
         link: by_class[link] for link in ("sibling", "plane", "cross_plane", "node")
     }
+
+
+@pytest.mark.parametrize(("size", "ring"), [(24, 8), (24, 24), (48, 4)])
+@pytest.mark.parametrize("placement", ["topology", "usp"])
+def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, placement):
+    """Move by move with all messages of it, where prices take every level's largest blocks; here blocks are alike."""
+    topology, work = topology_of("aurora", size), Work(24, image_tokens=64 * size, text_tokens=0)
+    mesh = Mesh.build(topology, ring, placement)
+    layouts, wires = mesh.layouts(work.image_tokens, 0, 24), Wires(topology)
+    of_ranks = [mesh.visits(rank) for rank in range(size)]
+    found = price(mesh, work).moves_s
+    assert len(found) == ring - 1
+    for number, seconds in enumerate(found):
+        sent = []
+        for rank, visits in enumerate(of_ranks):
+            slot, visit = mesh.seat(rank)[1], visits[number]
+            count = 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * work.cell
+            sent.append((rank, mesh.groups[visit.onward.to][slot], count))
+        traffic = Traffic(wires)
+        traffic.send(*np.array(sent).T)
+        assert seconds == pytest.approx(traffic.seconds() + MESSAGE_S)
+
+
+def test_a_message_on_the_links_it_takes():
+    """Of one gigabyte: alone on its link, over a sibling's link first, beside another on one NIC."""
+    topology = topology_of("aurora", 24)
+    links = topology.machine.links
+
+    def seconds(*pairs: tuple[int, int]) -> float:
+        traffic = Traffic(Wires(topology))
+        traffic.send(*np.array([(a, b, 10**9) for a, b in pairs]).T)
+        return traffic.seconds()
+
+    plane = next(n for n in (2, 3) if topology.link_class(0, n) == "plane")
+    cross = 5 - plane  # its sibling
+    assert topology.link_class(0, cross) == "cross_plane"
+    assert seconds((0, 1)) == pytest.approx(1 / links.sibling_gb_s)
+    assert seconds((0, plane)) == seconds((0, cross)) == pytest.approx(1 / links.plane_gb_s)
+    assert seconds((0, cross), (1, cross)) == pytest.approx(2 / links.plane_gb_s)  # both on tile 1's link to it
+    assert seconds((0, 12)) == pytest.approx(1 / links.nic_gb_s) and seconds((3, 3)) == 0
+    assert seconds((0, 12), (0, 13)) == pytest.approx(2 / links.nic_gb_s)
+
+
+def test_a_mesh_for_128_nodes():
+    """1,536 ranks have millions of messages: their prices are sums over arrays."""
+    mesh = choose(topology_of("aurora", 1536), Work(24))
+    assert (mesh.ulysses, mesh.ring) == (24, 64)
 
 
 def test_what_auto_takes():
