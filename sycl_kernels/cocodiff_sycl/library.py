@@ -108,14 +108,16 @@ class Library:
         return module
 
     def launch(
-        self, kernel: str, groups: int, group_size: int, values: Sequence[int], queue: int | None = None
-    ) -> None:
+        self, kernel: str, groups: int, group_size: int, addresses: Sequence[int], rest: bytes = b"",
+        queue: int | None = None,
+    ) -> None:  # fmt: skip
         """Starts a kernel, and waits for it on a CPU.
 
-        values: the members of the kernel's struct, 8 bytes each. queue: as of `__init__`, the one to use now.
+        addresses: the first members of the kernel's struct, 8 bytes each; rest: the others. queue: as of `__init__`,
+        the one to use now.
         """
         handle = self._kernels.get(kernel) or self._kernel(kernel)
-        packed = numbers_of(len(values)).pack(*values)
+        packed = numbers_of(len(addresses)).pack(*addresses) + rest
         if self._c.cocodiff_launch(
             self._device, queue, handle, groups * group_size, group_size, packed, len(packed), None, 0, self._flags
         ):

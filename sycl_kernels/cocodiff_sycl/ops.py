@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -57,6 +58,7 @@ class SyclOps:
         self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
         self._plans = Plans(library, device)
         self._layouts: dict[Any, Any] = {}  # of pieces that were moved
+        self._kept = threading.local()
 
     # Movement -------------------------------------------------------------------------------------------------------
 
@@ -109,8 +111,7 @@ class SyclOps:
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         plan = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
-        change_BL = torch.empty(plan.shape, dtype=torch.float32, device=self.device)
-        norm_BL = torch.empty(plan.shape, dtype=torch.float32, device=self.device)
+        change_BL, norm_BL = plan.new(), plan.new()
         if plan.groups:
             of = v_BLHD.data_ptr(), reference_BLHD.data_ptr(), change_BL.data_ptr(), norm_BL.data_ptr()
             self._launch(plan, of)
@@ -120,11 +121,20 @@ class SyclOps:
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
         plan = self._plans.of("select", (score_BN,), k)
-        chosen_BK = torch.empty(plan.shape, dtype=torch.int64, device=self.device)
+        chosen_BK = plan.new()
         if plan.groups:
-            scratch = torch.empty((plan.groups, 258), dtype=torch.int64, device=self.device)
+            scratch = self._scratch(258 * plan.groups)
             self._launch(plan, (score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr()))
         return chosen_BK
+
+    def _scratch(self, numbers: int) -> Tensor:
+        """So many int64 for one launch. A CPU's launch is done when it returns, so a thread keeps its own."""
+        kept: Tensor | None = getattr(self._kept, "scratch", None)
+        if kept is None or len(kept) < numbers:
+            kept = torch.empty(numbers, dtype=torch.int64, device=self.device)
+            if self.library.is_cpu:
+                self._kept.scratch = kept
+        return kept
 
     def qk_norm_rope(
         self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
@@ -133,7 +143,7 @@ class SyclOps:
             raise ValueError(f"qk_norm_rope: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
         tables = (torch.view_as_real(rotary[0]).flatten(-2),) if layout == "complex" else rotary
         plan = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, *tables), epsilon, layout)
-        out_BLHD = torch.empty(plan.shape, dtype=x_BLHD.dtype, device=self.device)
+        out_BLHD = plan.new()
         if plan.groups:
             weight = 0 if weight_D is None else weight_D.data_ptr()
             cosine, sine = (*[table_LD.data_ptr() for table_LD in tables], 0, 0)[:2]
@@ -147,4 +157,4 @@ class SyclOps:
             self._launch(plan, of)
 
     def _launch(self, plan: Plan, addresses: tuple[int, ...]) -> None:
-        self.library.launch(plan.kernel, plan.groups, plan.items, addresses + plan.values, self._queue())
+        self.library.launch(plan.kernel, plan.groups, plan.items, addresses, plan.values, self._queue())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows
-from cocodiff_sycl.library import Library
+from cocodiff_sycl.library import Library, numbers_of
 from cocodiff_sycl.memo import known
 
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
@@ -26,13 +26,17 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A launch: the kernel, work-groups (0 where there is nothing to do), work-items of one, the struct's members after
-    the addresses, and the shape of what it returns."""
+    the addresses, and what it returns: a tensor of that shape and dtype, of one number in memory."""
 
     kernel: str
     groups: int
     items: int
-    values: tuple[int, ...]
-    shape: tuple[int, ...]
+    values: bytes
+    result: Tensor
+
+    def new(self) -> Tensor:
+        """Memory for what it returns. To make a tensor like another takes half as long as to say what it is like."""
+        return torch.empty_like(self.result, memory_format=torch.contiguous_format)
 
 
 class Plans:
@@ -64,7 +68,7 @@ class Plans:
         rows = B * L if H * D else 0
         each = self._rows_each(rows, H * D * v_BLHD.element_size())
         values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
-        return self._plan(f"l1_score_{DTYPES[v_BLHD.dtype]}", rows, each, values, (B, L))
+        return self._plan(f"l1_score_{DTYPES[v_BLHD.dtype]}", rows, each, values, self._like(torch.float32, B, L))
 
     def _select(self, score_BN: Tensor, k: int) -> Plan:
         op = "select"
@@ -78,7 +82,8 @@ class Plans:
         if not 0 <= k <= N:
             raise ValueError(f"{op}: k is {k} of {N} scores: give 0 to {N}")
         items = 1 if self._library.lanes == 1 else SELECT_ITEMS
-        return Plan("select_largest", B if k else 0, items, (score_BN.stride(0), N, k), (B, k))
+        result = self._like(torch.int64, B, k)
+        return Plan("select_largest", B if k else 0, items, numbers_of(3).pack(score_BN.stride(0), N, k), result)
 
     def _qk_norm_rope(self, x_BLHD: Tensor, weight_D: Tensor | None, *others: Tensor | float | str | None) -> Plan:
         """others: rotary tables, then epsilon and the layout."""
@@ -102,7 +107,7 @@ class Plans:
         each = self._rows_each(rows, D * x_BLHD.element_size())
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)]
-        return self._plan(f"norm_rope_{DTYPES[x_BLHD.dtype]}", rows, each, values, tuple(shape))
+        return self._plan(f"norm_rope_{DTYPES[x_BLHD.dtype]}", rows, each, values, self._like(x_BLHD.dtype, *shape))
 
     def _merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
         op = "merge_partials"
@@ -119,7 +124,8 @@ class Plans:
         rows = B * L * H
         each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
-        return self._plan(f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}", rows, each, values, ())
+        kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
+        return self._plan(kernel, rows, each, values, self._like(out_BLHD.dtype))
 
     def _rows_each(self, rows: int, row_bytes: int) -> int:
         """Consecutive rows of one group of LANES work-items."""
@@ -129,7 +135,11 @@ class Plans:
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * library.compute_units)))
 
-    def _plan(self, kernel: str, rows: int, each: int, values: tuple[int, ...], shape: tuple[int, ...]) -> Plan:
+    def _plan(self, kernel: str, rows: int, each: int, values: tuple[int, ...], result: Tensor) -> Plan:
         """Work-groups as many as there is work for; kernels know where it ends."""
         groups = -(-rows // each)
-        return Plan(kernel, -(-groups // self.packed), self.packed * self._library.lanes, values, shape)
+        items, packed = self.packed * self._library.lanes, numbers_of(len(values)).pack(*values)
+        return Plan(kernel, -(-groups // self.packed), items, packed, result)
+
+    def _like(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((), dtype=dtype, device=self._device).expand(shape)
