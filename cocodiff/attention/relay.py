@@ -129,19 +129,20 @@ class Journey:
                 letter.pending = group.send_recv([], [(letter.buffer, group.ranks.index(peer))])
 
     def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[SentTo]:
-        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one call for the
-        whole phase, for backends that match the two lists of a call. first: the number of this plan's first phase
-        among those that were given to `receive`."""
+        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one launch and one
+        call for the whole phase, for backends that match the two lists of a call. first: the number of this plan's
+        first phase among those that were given to `receive`."""
         sending: list[SentTo] = []
         for phase, letters in zip(plan, self._letters[first:], strict=False):
             group = groups[phase.lane]
             if _ahead(groups):
                 for peer, message in phase.sends.items():
-                    sent = group.send_recv([(self._packed(peer, message), group.ranks.index(peer))], [])
-                    sending.append(((peer,), sent))
+                    (sent,) = self._packed({peer: message})
+                    sending.append(((peer,), group.send_recv([(sent, group.ranks.index(peer))], [])))
                 continue
+            packed = self._packed(phase.sends)
             pending = group.send_recv(
-                [(self._packed(peer, message), group.ranks.index(peer)) for peer, message in phase.sends.items()],
+                [(sent, group.ranks.index(peer)) for peer, sent in zip(phase.sends, packed, strict=True)],
                 [(letter.buffer, group.ranks.index(peer)) for peer, letter in letters.items()],
             )
             sending.append((list(phase.sends), pending))
@@ -158,18 +159,25 @@ class Journey:
         for forgotten in (self._letters, self._bringing, self._blocks):
             forgotten.clear()
 
-    def _packed(self, peer: int, message: Sequence[Block]) -> Tensor:
-        for block in message:
-            if block not in self._blocks:
-                self._bringing[block].open(self._blocks)
-        parts = [part for block in message for part in self._blocks[block]]
-        sent = as_one(parts)
-        if sent is None:
-            sent = self._shapes.buffer(message)
-            self._pack([parts], [sent])
-        used_on_current_stream(sent)
-        self._count(peer, self._shapes.bytes(message))
-        return sent
+    def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
+        """Each message as one flat tensor. Those that do not lie in memory so already are packed in one launch."""
+        found, pieces, buffers = [], [], []
+        for peer, message in messages.items():
+            for block in message:
+                if block not in self._blocks:
+                    self._bringing[block].open(self._blocks)
+            parts = [part for block in message for part in self._blocks[block]]
+            sent = as_one(parts)
+            if sent is None:
+                sent = self._shapes.buffer(message)
+                pieces.append(parts)
+                buffers.append(sent)
+            used_on_current_stream(sent)
+            self._count(peer, self._shapes.bytes(message))
+            found.append(sent)
+        if buffers:
+            self._pack(pieces, buffers)
+        return found
 
 
 def _ahead(groups: Groups) -> bool:

@@ -8,10 +8,12 @@ compared with torch's before anything is timed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,9 @@ OPS = (
 OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
 BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
+MEASURED_S = (
+    0.01  # a measurement of the faster path takes at least: of a millisecond the machine's other work is a tenth
+)
 OPTIONS = with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
     Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 1, 8, 64], type=int, many=True),
@@ -131,7 +136,8 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
     }
     if case.diffusers is not None:
         calls["diffusers"] = case.diffusers
-    units = LAUNCH_CALLS if size_mb == 0 else max(1, BATCH_MB // size_mb)
+    fastest = min(seconds_of(calls["sycl"]), seconds_of(calls["torch"]))
+    units = max(math.ceil(MEASURED_S / fastest), BATCH_MB // size_mb if size_mb else LAUNCH_CALLS)
 
     def repeated(call: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -150,6 +156,16 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
 
 def nothing(*_: object) -> None:
     return
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Of one call, roughly: the least of a few."""
+    found = []
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return min(found)
 
 
 def check_same(op: str, case: Case, ours: Any, reference: Any) -> None:

@@ -32,21 +32,21 @@ CHOICES: dict[str, dict[str, tuple[int, int]]] = {
 }
 
 
-# The same with one look: (device, operation, more than one thread) -> bytes.
-_LEAST = {
-    (device, op, several): least
-    for device, of_ops in CHOICES.items()
-    for op, both in of_ops.items()
-    for several, least in enumerate(both)
-}
+# The same, as it is looked up in every call: operation -> on a CPU with one thread and with more, on an XPU.
+_LEAST = {op: (*both, CHOICES["xpu"][op][0]) for op, both in CHOICES["cpu"].items()}
 _WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
     """Whether SYCL is the faster one for these tensors. Numbers that are not of 16 or 32 bits have no kernels."""
     some = moved[0]
-    least = _LEAST.get((some.device.type, op, torch.get_num_threads() > 1))
-    if least is None or least == NEVER or some.dtype not in _WITH_KERNELS:
+    if some.is_cpu:
+        least = _LEAST[op][torch.get_num_threads() > 1]
+    elif some.is_xpu:
+        least = _LEAST[op][2]
+    else:
+        return False
+    if least == NEVER or some.dtype not in _WITH_KERNELS:
         return False
     for tensor in moved:
         least -= tensor.nbytes

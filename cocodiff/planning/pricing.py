@@ -109,8 +109,8 @@ def bytes_of(value: Any) -> int:
     """Of all tensors in nested sequences and mappings; chosen rows count as what is read and written of them."""
     if isinstance(value, Tensor):
         return value.nbytes
-    if isinstance(value, (list, tuple)):
-        return sum(map(bytes_of, value))
+    if isinstance(value, (list, tuple)):  # most are of tensors
+        return sum([one.nbytes if type(one) is Tensor else bytes_of(one) for one in value])
     if isinstance(value, Rows):
         source = value.source_RHD
         rows = math.prod(value.shape) * source.element_size()

@@ -11,6 +11,7 @@ from cocodiff.attention.choice import ExchangeTable
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
+from cocodiff.kernels import Kernels
 from cocodiff.topology import Topology
 from cocodiff.trace import Trace
 
@@ -82,6 +83,25 @@ def test_split_where_receives_cannot_be_posted_ahead(topology, monkeypatch):
     """Device backends match the sends and receives of one call."""
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", False)
     check_exchange("split", topology, 41, 7, 26, 2, torch.float32)
+
+
+@pytest.mark.parametrize(("ahead", "launches"), [(False, 1), (True, 3)])
+def test_a_device_packs_a_phase_in_one_launch(ahead, launches, monkeypatch):
+    """Where receives are posted ahead each message leaves as soon as it is packed; else all leave together."""
+    monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
+    topology = topology_of("local", 4)
+    layout = Layout.build(topology, 10, 3, 6)
+    whole_BSHD = torch.randn(1, 13, 6, 2)
+
+    def work(transport: LoopbackTransport) -> list[str]:
+        packs: list[str] = []
+        kernels = Kernels("torch", lambda op, _: packs.append(op))
+        ours = Exchange("flat", topology, transport, Trace(transport.rank), kernels=kernels)
+        (x_BSGD,) = ours.forward([whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
+        assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
+        return [op for op in packs if op == "pack"]
+
+    assert all(len(packs) == launches for packs in run_ranks(topology.size, work, timeout_s=60.0))
 
 
 def test_auto_takes_what_its_table_has_for_the_size():
