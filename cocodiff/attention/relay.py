@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
@@ -94,7 +95,7 @@ def relay(
 
     groups: of every lane that a phase names. pack: copies messages to buffers. count: called with the peer and the
     bytes of each message sent. land: called with the blocks that are here, then with those of each message that comes,
-    while later ones still travel.
+    while later ones still travel (of a phase's messages together, where they come in one call).
     """
     journey = Journey(freight, pack, count)
     journey.receive(plan, groups)
@@ -151,11 +152,15 @@ class Journey:
         return sending
 
     def land(self, land: Callable[[Blocks], None]) -> None:
-        """Waits for every message and hands over its blocks; then forgets them all, so that their memory is free."""
+        """Waits for every message and hands over its blocks, those that came in one call together; then forgets them
+        all, so that their memory is free."""
         for of_phase in self._letters:
-            for letter in of_phase.values():
-                letter.open(self._blocks)
-                land({block: self._blocks[block] for block in letter.message})
+            for _, came in groupby(of_phase.values(), key=lambda letter: id(letter.pending)):
+                blocks: list[Block] = []
+                for letter in came:
+                    letter.open(self._blocks)
+                    blocks += letter.message
+                land({block: self._blocks[block] for block in blocks})
         for forgotten in (self._letters, self._bringing, self._blocks):
             forgotten.clear()
 

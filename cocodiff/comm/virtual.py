@@ -31,8 +31,8 @@ Key = tuple[Any, ...]
 class VirtualWorld:
     """What the ranks share: the turn, messages that one or both ends have named, and what those on the CPU hold."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, receives_ahead: bool) -> None:
+        self.size, self.receives_ahead = size, receives_ahead
         self.messages: list[Message] = []
         self._by_key: dict[Key, Message] = {}
         self._wake = [threading.Semaphore(0) for _ in range(size)]
@@ -124,6 +124,7 @@ class VirtualGroup(PeerGroup):
     def __init__(self, world: VirtualWorld, recorder: Recorder, context: int, ranks: tuple[int, ...]) -> None:
         self._world, self._recorder, self._context = world, recorder, context
         self.ranks, self.index = ranks, ranks.index(recorder.rank)
+        self.receives_ahead = world.receives_ahead
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
@@ -249,12 +250,15 @@ class VirtualTrace(Trace):
             yield
 
 
-def record(size: int, work: Callable[[VirtualTransport], T]) -> tuple[list[T], list[Program], list[Message]]:
+def record(
+    size: int, work: Callable[[VirtualTransport], T], receives_ahead: bool = True
+) -> tuple[list[T], list[Program], list[Message]]:
     """Runs `work(transport)` once per rank. Returns its results and the programs, in rank order, and the messages.
 
+    receives_ahead: as gloo's and MPI's groups have it (`Group`); a device's have not.
     The first rank that fails fails the call: its exception is raised, with the rank's number in a note.
     """
-    world = VirtualWorld(size)
+    world = VirtualWorld(size, receives_ahead)
     results: list[Any] = [None] * size
     transports = [VirtualTransport(world, rank) for rank in range(size)]
     errors: dict[int, BaseException] = {}

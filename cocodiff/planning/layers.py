@@ -138,7 +138,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
                 found.append((transport.recorder.cut(), trace.bytes()))
         return found
 
-    of_ranks, _, messages = record(case.topology.size, work)
+    of_ranks, _, messages = record(case.topology.size, work, receives_ahead=False)  # as on the device that is priced
     return [
         Segment(
             fraction,
