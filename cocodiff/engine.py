@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cocodiff.attention.choice import Chunking, ExchangeTable
 from cocodiff.attention.chunks import sequence_of
+from cocodiff.attention.drift import merge_drift
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.mesh import Mesh
@@ -30,7 +31,7 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.torus import LocalPart
 from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor, merge_drift
+from cocodiff.attention.v_major import Moment, VMajor
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.part import Part
@@ -288,7 +289,7 @@ class Engine:
         """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
         that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it; rank 0's
         answer is whole."""
-        own = self.strategy.drift if isinstance(self.strategy, VMajor) else {}
+        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
         return merge_drift(self.transport.gather_object(own) or [own])
 
     def forget_drift(self) -> None:

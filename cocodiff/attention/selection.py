@@ -7,7 +7,7 @@ are always active. Pure arithmetic: nothing here communicates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -78,13 +78,41 @@ def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
     return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
 
 
-def card_tokens(topology: Topology, image: Sequence[int]) -> list[Tensor]:
-    """Positions of every card's image tokens, ascending. image: the image tokens of every rank."""
-    of_rank = slices(image)
-    return [
-        torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
-        for ranks in topology.cards.values()
-    ]
+@dataclass(frozen=True)
+class Cards:
+    """Where the image tokens of every card are, on the device that chooses among them.
+
+    sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
+    of as many tokens together, [C, N] each, since one launch can choose in all of them.
+    """
+
+    sizes: tuple[int, ...]
+    all_S: Tensor
+    alike: tuple[Tensor, ...]
+
+    @classmethod
+    def build(cls, topology: Topology, image: Sequence[int], device: torch.device) -> Cards:
+        """image: the image tokens of every rank."""
+        of_rank = slices(image)
+        cards = [
+            torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
+            for ranks in topology.cards.values()
+        ]
+        of_size: dict[int, list[Tensor]] = {}
+        for positions in cards:
+            of_size.setdefault(len(positions), []).append(positions)
+        alike = tuple(torch.stack(same).to(device) for same in of_size.values())
+        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
+
+    def active(self, score_BS: Tensor, norm_BS: Tensor, stable: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The tokens that travel, bool [B, S]: all but those that are stable, of scores and norms [rows, N], among
+        their own card's."""
+        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
+        for positions_CN in self.alike:
+            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
+            of_cards = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
+            active_BS[:, chosen] = ~stable(*of_cards).view(len(score_BS), -1)
+        return active_BS
 
 
 @dataclass(frozen=True)
@@ -104,13 +132,12 @@ class Selection:
     def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
         """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
         device = active_BS.device
-        image_S, turn_S, first_S = _rows_in_order(layout, text_first, device)
+        image_S, turn_S, first_S, rows_of = _rows_in_order(layout, text_first, device)
         travels_BS = active_BS.index_select(1, image_S.clamp(min=0)) | (image_S < 0)
         batch_N, place_N = travels_BS.nonzero(as_tuple=True)
         turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
         batch_N, place_N = batch_N[order], place_N[order]
         ranks = layout.in_sequence
-        rows_of = torch.tensor([layout.rows[rank] for rank in ranks], device=device)
         own_N = batch_N * rows_of[turn_N] + place_N - first_S[place_N]
         in_turn = torch.bincount(turn_N, minlength=len(ranks)).tolist()
         of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
@@ -120,9 +147,9 @@ class Selection:
 
 
 @lru_cache(maxsize=16)
-def _rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of every row of the sequence, in its order of ranks and in the model's order: its image token (-1: it is text),
-    its rank's turn, and that rank's first row."""
+    its rank's turn, and that rank's first row. And the rows of every rank, in the sequence's order."""
     image: list[Tensor] = []
     turns, first, tokens_of = [], [], slices(layout.image)
     for turn, rank in enumerate(layout.in_sequence):
@@ -131,4 +158,5 @@ def _rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tu
         image += pair if text_first else pair[::-1]
         turns.append(torch.full((rows.stop - rows.start,), turn))
         first.append(torch.full((rows.stop - rows.start,), rows.start))
-    return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device)
+    rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
+    return tuple(x.to(device) for x in (torch.cat(image), torch.cat(turns), torch.cat(first), rows_of))  # type: ignore[return-value]

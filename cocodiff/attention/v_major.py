@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cocodiff.attention.drift import DriftNotes
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Block, Layout, slices
 from cocodiff.attention.relay import Blocks, Freight, Travelling
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.selection import Schedule, Selection, card_tokens, quiet_tokens, stable_tokens
+from cocodiff.attention.selection import Cards, Schedule, Selection, quiet_tokens, stable_tokens
 from cocodiff.attention.staged import Staged, WholeArriving
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.torus import InChunks
@@ -37,29 +38,6 @@ class Moment(NamedTuple):
     run: int
     step: int
     steps: int
-
-
-@dataclass
-class Drift:
-    """Of one step, over this rank's sites: change of v (sums of L1 distances and norms), tokens and stable tokens."""
-
-    change: float = 0.0
-    norm: float = 0.0
-    tokens: int = 0
-    stable: int = 0
-
-
-def merge_drift(of_ranks: Sequence[dict[int, Drift]]) -> list[dict[str, float | None]]:
-    """The profile over all ranks, one row a step: "step", "change" (mean relative change of v, None where nothing was
-    compared) and "stable_fraction"."""
-    rows: list[dict[str, float | None]] = []
-    for step in sorted({step for drift in of_ranks for step in drift}):
-        parts = [drift[step] for drift in of_ranks if step in drift]
-        norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
-        change = sum(part.change for part in parts) / norm if norm else None
-        stable = sum(part.stable for part in parts) / tokens if tokens else 0.0
-        rows.append({"step": step, "change": change, "stable_fraction": stable})
-    return rows
 
 
 @dataclass
@@ -89,8 +67,8 @@ class VMajor(Ulysses):
         self.rank = transport.rank
         self._now, self._run = now, -1
         self._caches: dict[Site, SiteCache] = {}
-        self._cards: dict[tuple[int, ...], list[Tensor]] = {}
-        self.drift: dict[int, Drift] = {}
+        self._cards: dict[tuple[tuple[int, ...], torch.device], Cards] = {}
+        self.drift = DriftNotes()
         self._kernels = exchange.kernels if exchange is not None else Kernels()
         if exchange is not None:
             self.group, self.lane = transport.group(range(transport.size)), transport.lane("select")
@@ -115,34 +93,22 @@ class VMajor(Ulysses):
 
     def select(self, score_BS: Tensor, norm_BS: Tensor, layout: Layout, step: int, steps: int) -> Tensor:
         """The active image tokens, bool [B, S_img], from every token's score (and norm, for a threshold)."""
-        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
-        for positions in self.cards(layout):
-            chosen = positions.to(score_BS.device)
-            active_BS[:, chosen] = ~self.stable(score_BS[:, chosen], norm_BS[:, chosen], step, steps)
-        return active_BS
+        return self.cards(layout, score_BS.device).active(
+            score_BS, norm_BS, lambda score_BN, norm_BN: self.stable(score_BN, norm_BN, step, steps)
+        )
 
     def stable(self, score_BN: Tensor, norm_BN: Tensor, step: int, steps: int) -> Tensor:
-        """Of one card's image tokens those that stay: bool [B, N]."""
+        """Of cards' image tokens, each card's in a row, those that stay: bool [B, N]."""
         fraction = self.schedule.stable_fraction(step, steps)
         if fraction is None:
             return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
         return stable_tokens(score_BN, fraction, self._kernels)
 
-    def cards(self, layout: Layout) -> list[Tensor]:
-        if layout.image not in self._cards:
-            self._cards[layout.image] = card_tokens(self._topology, layout.image)
-        return self._cards[layout.image]
-
-    def note(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
-        """Adds a scored call to the drift profile."""
-        drift = self.drift.setdefault(step, Drift())
-        drift.change += float(change_BN.double().sum())
-        drift.norm += float(norm_BN.double().sum())
-
-    def note_selection(self, step: int, active_BN: Tensor) -> None:
-        drift = self.drift.setdefault(step, Drift())
-        drift.tokens += active_BN.numel()
-        drift.stable += int((~active_BN).sum())
+    def cards(self, layout: Layout, device: torch.device) -> Cards:
+        key = layout.image, device
+        if key not in self._cards:
+            self._cards[key] = Cards.build(self._topology, layout.image, device)
+        return self._cards[key]
 
 
 @dataclass
@@ -158,7 +124,7 @@ class SelectiveCall(FullCall):
         """Decides whether all tokens travel, now that v's shape is known."""
         cache, step = self.cache, self.moment.step
         known = cache.last_step == step - 1 and cache.shape == v_BLHD.shape and cache.layout == self.layout
-        self.strategy.drift.setdefault(step, Drift())
+        self.strategy.drift.see(step)
         self.full = not known or self.strategy.schedule.is_full(step, self.moment.steps)
         if not known:
             cache.reference, cache.received = None, {}
@@ -183,7 +149,7 @@ class SelectiveCall(FullCall):
         with self.trace.span("score", "select", self.layer):
             renew = self.full or self.strategy.reference == "prev"
             change_BN, norm_BN = self.exchange.kernels.l1_score(v_BNHD, self.cache.reference, renew)
-        self.strategy.note(self.moment.step, change_BN, norm_BN)
+        self.strategy.drift.scored(self.moment.step, change_BN, norm_BN)
         return change_BN, norm_BN
 
     def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
@@ -282,7 +248,7 @@ class SourceCall(SelectiveCall):
         moment = self.moment
         active_BS = strategy.select(of_all[0], of_all[-1], layout, moment.step, moment.steps)
         own_active_BN = active_BS[:, slices(layout.image)[own]]
-        strategy.note_selection(moment.step, own_active_BN)
+        strategy.drift.chosen(moment.step, own_active_BN)
         return Selection.build(active_BS, layout, self.qkv.text_first)
 
     def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
@@ -386,15 +352,16 @@ class CardCall(SelectiveCall):
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)
             active_BN = ~strategy.stable(change_BN, norm_BN, moment.step, moment.steps)
-            strategy.note_selection(moment.step, active_BN)
+            strategy.drift.chosen(moment.step, active_BN)
             self.remember(scored_BNHD, active_BN)
             own = active_BN.to(torch.uint8)
         scorers = self.exchange.scorers()
-        cards = strategy.cards(layout)
-        sizes = [batch * len(cards[scorers.index(rank)]) if rank in scorers else 0 for rank in range(len(layout.rows))]
+        cards = strategy.cards(layout, own.device)
+        of_scorer = dict(zip(scorers, cards.sizes, strict=True))
+        sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
         parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
         self.gather(own.flatten(), parts)
         active_BS = own.new_empty(batch, sum(layout.image), dtype=torch.bool)
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
-        active_BS[:, torch.cat(cards).to(own.device)] = of_cards_BN.bool()
+        active_BS[:, cards.all_S] = of_cards_BN.bool()
         return Selection.build(active_BS, layout, self.qkv.text_first)

@@ -103,7 +103,7 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     gather: own rows of q, k and v into what is sent to each rank; scatter: what arrives into the caches."""
     import torch
 
-    from cocodiff.attention.selection import Selection, card_tokens, stable_tokens
+    from cocodiff.attention.selection import Cards, Selection, stable_tokens
     from cocodiff.attention.v_major import travelling_rows
     from cocodiff.kernels import Kernels
 
@@ -112,12 +112,10 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     own_BLHD = torch.randn(4, layout.rows[RANK], values["heads"], D, generator=generator).to(dtype)
     q, k, v, reference = (own_BLHD[n : n + 1].clone() for n in range(4))
     scores_BS = torch.rand(1, tokens, generator=generator)
-    cards, kernels = card_tokens(topology, layout.image), Kernels(values["kernels"])
+    cards, kernels = Cards.build(topology, layout.image, scores_BS.device), Kernels(values["kernels"])
 
     def select() -> Selection:
-        active_BS = torch.ones(1, tokens, dtype=torch.bool)
-        for positions in cards:
-            active_BS[:, positions] = ~stable_tokens(scores_BS[:, positions], values["fraction"], kernels)
+        active_BS = cards.active(scores_BS, scores_BS, lambda x_BN, _: stable_tokens(x_BN, values["fraction"], kernels))
         return Selection.build(active_BS, layout, True)
 
     chosen = select()

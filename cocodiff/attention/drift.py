@@ -1,0 +1,71 @@
+"""How far v drifts from step to step, and how many tokens stay: what V-Major notes of a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Drift:
+    """Of one step, over a rank's sites: change of v (sums of L1 distances and norms), tokens and stable tokens."""
+
+    change: float = 0.0
+    norm: float = 0.0
+    tokens: int = 0
+    stable: int = 0
+
+
+class DriftNotes:
+    """One rank's notes. Sums stay on the device until they are asked for: to read a number is to wait for its queue."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}  # seen, with the tokens that were chosen among
+        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+
+    def see(self, step: int) -> None:
+        self._steps.setdefault(step, 0)
+
+    def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
+        """Adds a scored call."""
+        self.see(step)
+        self._sums["change", step].append(change_BN.sum(dtype=torch.float64))
+        self._sums["norm", step].append(norm_BN.sum(dtype=torch.float64))
+
+    def chosen(self, step: int, active_BN: Tensor) -> None:
+        """Adds a choice."""
+        self.see(step)
+        self._steps[step] += active_BN.numel()
+        self._sums["active", step].append(active_BN.sum())
+
+    def by_step(self) -> dict[int, Drift]:
+        found = {}
+        for step, tokens in self._steps.items():
+            change, norm, active = (self._sum(name, step) for name in ("change", "norm", "active"))
+            found[step] = Drift(change, norm, tokens, tokens - round(active))
+        return found
+
+    def clear(self) -> None:
+        self._steps.clear()
+        self._sums.clear()
+
+    def _sum(self, name: str, step: int) -> float:
+        sums = self._sums.get((name, step))
+        return float(sum(torch.stack(sums).tolist())) if sums else 0.0
+
+
+def merge_drift(of_ranks: Sequence[dict[int, Drift]]) -> list[dict[str, float | None]]:
+    """The profile over all ranks, one row a step: "step", "change" (mean relative change of v, None where nothing was
+    compared) and "stable_fraction"."""
+    rows: list[dict[str, float | None]] = []
+    for step in sorted({step for drift in of_ranks for step in drift}):
+        parts = [drift[step] for drift in of_ranks if step in drift]
+        norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
+        change = sum(part.change for part in parts) / norm if norm else None
+        stable = sum(part.stable for part in parts) / tokens if tokens else 0.0
+        rows.append({"step": step, "change": change, "stable_fraction": stable})
+    return rows
