@@ -132,7 +132,7 @@ class Selection:
     def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
         """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
         device = active_BS.device
-        image_S, turn_S, first_S, rows_of = _rows_in_order(layout, text_first, device)
+        image_S, turn_S, first_S, rows_of = rows_in_order(layout, text_first, device)
         travels_BS = active_BS.index_select(1, image_S.clamp(min=0)) | (image_S < 0)
         batch_N, place_N = travels_BS.nonzero(as_tuple=True)
         turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
@@ -146,8 +146,8 @@ class Selection:
         return cls(replace(layout, image=counts, text=(0,) * len(counts)), rows, arriving_N)
 
 
-@lru_cache(maxsize=16)
-def _rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@lru_cache(maxsize=64)
+def rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of every row of the sequence, in its order of ranks and in the model's order: its image token (-1: it is text),
     its rank's turn, and that rank's first row. And the rows of every rank, in the sequence's order."""
     image: list[Tensor] = []

@@ -21,7 +21,7 @@ from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Block, Layout, slices
 from cocodiff.attention.relay import Blocks, Freight, Travelling
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.selection import Cards, Schedule, Selection, quiet_tokens, stable_tokens
+from cocodiff.attention.selection import Cards, Schedule, Selection, quiet_tokens, rows_in_order, stable_tokens
 from cocodiff.attention.staged import Staged, WholeArriving
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.torus import InChunks
@@ -103,6 +103,11 @@ class VMajor(Ulysses):
         if fraction is None:
             return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
         return stable_tokens(score_BN, fraction, self._kernels)
+
+    def prepare(self, layout: Layout, text_first: bool, device: torch.device) -> None:
+        """Works out what calls of a layout need once, which the first selective one does otherwise."""
+        self.cards(layout, device)
+        rows_in_order(layout, text_first, device)
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
         key = layout.image, device

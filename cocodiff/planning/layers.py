@@ -126,7 +126,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
             layer = PlannedLayer(case, kind, layout, slot, pricing)
             if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
                 layer.run(strategy)
-                strategy.cards(layout, torch.device("cpu"))
+                strategy.prepare(layout, LazyQKV.text_first, torch.device("cpu"))
             found = []
             transport.recorder.cut()
             for fraction in fractions:
