@@ -1,4 +1,5 @@
-"""One rank of an MPI job: checks parallel transformers over MPI and gloo against its own one-process result.
+"""One rank of an MPI job: parallel transformers over MPI and gloo. Rank 0 checks against its own one-process result,
+and that all ranks have the same bits.
 
 exactness_rank.py MACHINE [RING PLACEMENT]: with a ring two of the cases
 """
@@ -26,15 +27,17 @@ CASES = (
 
 def main(machine: str, ring: str = "auto", placement: str = "auto") -> int:
     cases = CASES if ring == "auto" else CASES[2:6:3]
-    expected = [Expected.of(case) for case in cases]
+    alone = [Expected.of(case) if detect().rank == 0 else None for case in cases]
+    models = [case.model().to(case.dtype) if own is None else own.model for case, own in zip(cases, alone, strict=True)]
     mesh = {"ring": ring, "placement": placement}
     digests: list[str] = []
 
     def work(transport: Transport) -> None:
         digest = hashlib.sha256()
-        for case, of_case in zip(cases, expected, strict=True):
-            outputs = parallel_outputs(transport, of_case.model, case, machine, **mesh)
-            check_ranks([outputs], of_case, case.family)
+        for case, model, expected in zip(cases, models, alone, strict=True):
+            outputs = parallel_outputs(transport, model, case, machine, **mesh)
+            if expected is not None:
+                check_ranks([outputs], expected, case.family)
             digest.update(b"".join(output.float().numpy().tobytes() for output in outputs))
         gathered = transport.gather_object(digest.hexdigest())
         if transport.rank == 0:
