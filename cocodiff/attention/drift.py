@@ -21,11 +21,12 @@ class Drift:
 
 
 class DriftNotes:
-    """One rank's notes. Sums stay on the device until they are asked for: to read a number is to wait for its queue."""
+    """One rank's notes. Sums stay on the device until a run is over: to read a number is to wait for its queue."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}  # seen, with the tokens that were chosen among
         self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        self._settled: dict[tuple[str, int], float] = defaultdict(float)
 
     def see(self, step: int) -> None:
         self._steps.setdefault(step, 0)
@@ -42,20 +43,23 @@ class DriftNotes:
         self._steps[step] += active_BN.numel()
         self._sums["active", step].append(active_BN.sum())
 
+    def settle(self) -> None:
+        """Reads what was noted, between two runs, so that notes of many runs take no more memory than one's."""
+        for key, sums in self._sums.items():
+            self._settled[key] += sum(torch.stack(sums).tolist())
+        self._sums.clear()
+
     def by_step(self) -> dict[int, Drift]:
+        self.settle()
         found = {}
         for step, tokens in self._steps.items():
-            change, norm, active = (self._sum(name, step) for name in ("change", "norm", "active"))
+            change, norm, active = (self._settled.get((name, step), 0.0) for name in ("change", "norm", "active"))
             found[step] = Drift(change, norm, tokens, tokens - round(active))
         return found
 
     def clear(self) -> None:
-        self._steps.clear()
-        self._sums.clear()
-
-    def _sum(self, name: str, step: int) -> float:
-        sums = self._sums.get((name, step))
-        return float(sum(torch.stack(sums).tolist())) if sums else 0.0
+        for notes in (self._steps, self._sums, self._settled):
+            notes.clear()
 
 
 def merge_drift(of_ranks: Sequence[dict[int, Drift]]) -> list[dict[str, float | None]]:

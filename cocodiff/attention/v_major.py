@@ -77,6 +77,7 @@ class VMajor(Ulysses):
         moment = self._now()
         if moment.run != self._run:  # a new image: nothing of the last one may be seen
             self.clear()
+            self.drift.settle()
             self._run = moment.run
         cache = self._caches.setdefault(site, SiteCache())
         kind = SourceCall if self.scoring == "source" else CardCall
