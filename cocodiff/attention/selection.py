@@ -159,4 +159,4 @@ def rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tup
         turns.append(torch.full((rows.stop - rows.start,), turn))
         first.append(torch.full((rows.stop - rows.start,), rows.start))
     rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
-    return tuple(x.to(device) for x in (torch.cat(image), torch.cat(turns), torch.cat(first), rows_of))  # type: ignore[return-value]
+    return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)

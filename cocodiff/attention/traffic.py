@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from cocodiff.attention.rounds import Whole
 from cocodiff.topology import Topology
 from cocodiff.trace import LINK_CLASSES
 
-Whole = NDArray[np.int64]
 SIBLING, PLANE, NIC_OUT, NIC_IN = range(4)  # kinds of links, one direction each
 
 
