@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "moves.hpp"
+#include "opencl.hpp"
 #include "saved.hpp"
 
 namespace syclexp = sycl::ext::oneapi::experimental;
@@ -94,8 +95,57 @@ private:
 struct Device {
   sycl::queue queue;
   bool reads_host_memory; // a kernel may follow any pointer of this process
+  uint32_t units;         // compute units that kernels run on
+  std::optional<sycl::queue> of_this_thread; // beside a CPU queue of our own: takes what no other core would share
   TableRing tables;
+
+  sycl::queue &queue_for(sycl::queue *callers, const sycl::nd_range<1> &range) {
+    if (callers) return *callers;
+    const bool alone = units == 1 || range.get_group_range()[0] == 1;
+    return of_this_thread && alone ? *of_this_thread : queue;
+  }
 };
+
+// What launches of a kernel on tensors of one layout have in common, as Python packs it: the kernel's struct begins with
+// `addresses` numbers that each launch brings, and ends with the `count` numbers that follow here.
+struct Launch {
+  Device *device;
+  sycl::kernel *kernel;
+  int64_t global, local, flags, addresses, count;
+  const int64_t *numbers() const { return reinterpret_cast<const int64_t *>(this + 1); }
+};
+
+// The same of movement launches. kernels: of units of 16, 4 and 2 bytes. look: whether indices are read and checked.
+// chunk: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group.
+struct MoveLaunch {
+  Device *device;
+  sycl::kernel *kernels[3];
+  int64_t flags, itemsize, look, lanes, chunk, units, packed;
+};
+
+constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for the kernel; copy the table even where it could be read
+
+// Starts a kernel that takes one struct of `bytes` by value.
+//
+// table: null, or bytes that the kernel reads through the struct's first member, which is set here. They are copied
+//        unless the device reads the host's memory and the launch is waited for.
+void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, const sycl::nd_range<1> &range,
+           void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags) {
+  sycl::queue &on = device.queue_for(callers, range);
+  size_t slot = 0;
+  const bool copied = table && (!device.reads_host_memory || !(flags & WAIT) || (flags & COPY_TABLE));
+  if (table) {
+    const void *seen = copied ? device.tables.put(on, table, table_bytes, slot) : table;
+    std::memcpy(arguments, &seen, sizeof seen);
+  }
+  sycl::event done = on.submit([&](sycl::handler &handler) {
+    if (copied) handler.depends_on(device.tables.copied(slot));
+    handler.set_arg(0, syclexp::raw_kernel_arg(arguments, bytes));
+    handler.parallel_for(range, kernel);
+  });
+  if (copied) device.tables.read_by(slot, done);
+  if (flags & WAIT) done.wait_and_throw();
+}
 
 // Compiled kernels, of source or of what an earlier process saved.
 struct Module {
@@ -110,13 +160,17 @@ extern "C" {
 
 const char *cocodiff_error() { return last_error.c_str(); }
 
-// queue: the address of a sycl::queue, or null for an in-order queue of our own on the CPU device.
-void *cocodiff_open(void *queue) {
+// queue: the address of a sycl::queue, or null for an in-order queue of our own on the CPU device. threads: how many the
+// CPU device was told to run kernels on, which its driver obeys and does not tell.
+void *cocodiff_open(void *queue, int threads) {
   return guarded<void *>(nullptr, [&]() -> void * {
     sycl::queue own = queue ? *static_cast<sycl::queue *>(queue)
                             : sycl::queue(sycl::device(sycl::cpu_selector_v), sycl::property::queue::in_order{});
-    bool reads = own.get_device().has(sycl::aspect::usm_system_allocations);
-    return new Device{own, reads, {}};
+    const sycl::device where = own.get_device();
+    const uint32_t units = where.get_info<sycl::info::device::max_compute_units>();
+    return new Device{own, where.has(sycl::aspect::usm_system_allocations),
+                      where.is_cpu() ? std::min<uint32_t>(units, threads) : units,
+                      queue ? std::nullopt : queue_of_this_thread(own), {}};
   });
 }
 
@@ -129,7 +183,7 @@ int cocodiff_describe(void *device, char *text, size_t size) {
     std::string about = where.get_info<sycl::info::device::name>() + "; " +
                         where.get_info<sycl::info::device::driver_version>() + "; " + backend + "; " +
                         (where.is_cpu() ? "cpu" : "gpu") + "; " +
-                        std::to_string(where.get_info<sycl::info::device::max_compute_units>()) + "; " +
+                        std::to_string(of->units) + "; " +
                         (of->reads_host_memory ? "1" : "0");
     std::strncpy(text, about.c_str(), size - 1);
     text[size - 1] = 0;
@@ -183,53 +237,38 @@ void *cocodiff_kernel(void *module, const char *name) {
   });
 }
 
-// Starts a kernel of one dimension, which takes one struct of at most 1 KiB by value.
-//
 // queue: the caller's current sycl::queue, or null for the device's own.
-// table: null, or bytes that the kernel reads through the struct's first member, which the launch sets. They are copied
-//        unless the device reads the host's memory and the launch is waited for.
-// flags: 1 waits for the kernel, 2 copies the table to the device even where it could read it here.
-int cocodiff_launch(void *device, void *queue, void *kernel, size_t global, size_t local, const void *arguments,
-                    size_t bytes, const void *table, size_t table_bytes, int flags) {
+int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses) {
   return guarded(1, [&] {
-    auto *of = static_cast<Device *>(device);
-    sycl::queue &on = queue ? *static_cast<sycl::queue *>(queue) : of->queue;
-    size_t slot = 0;
-    bool copied = table && (!of->reads_host_memory || !(flags & 1) || (flags & 2));
-    std::array<char, 1024> own;
-    if (bytes > own.size()) throw std::runtime_error("more than 1 KiB of kernel arguments");
-    std::memcpy(own.data(), arguments, bytes);
-    if (table) {
-      const void *seen = copied ? of->tables.put(on, table, table_bytes, slot) : table;
-      std::memcpy(own.data(), &seen, sizeof seen);
-    }
-    sycl::event done = on.submit([&](sycl::handler &handler) {
-      if (copied) handler.depends_on(of->tables.copied(slot));
-      handler.set_arg(0, syclexp::raw_kernel_arg(own.data(), bytes));
-      handler.parallel_for(sycl::nd_range<1>(global, local), *static_cast<sycl::kernel *>(kernel));
-    });
-    if (copied) of->tables.read_by(slot, done);
-    if (flags & 1) done.wait_and_throw();
+    const auto [device, kernel, global, local, flags, before, count] = *launch;
+    std::array<int64_t, 64> own;
+    if (size_t(before + count) > own.size()) throw std::runtime_error("more than 64 numbers for a kernel");
+    std::memcpy(own.data(), addresses, before * sizeof(int64_t));
+    std::memcpy(own.data() + before, launch->numbers(), count * sizeof(int64_t));
+    start(*device, static_cast<sycl::queue *>(queue), *kernel, sycl::nd_range<1>(global, local), own.data(),
+          (before + count) * sizeof(int64_t), nullptr, 0, flags);
     return 0;
   });
 }
 
-// Moves pieces in one launch. how: whether to look at indices, lanes, chunk bytes, cores (see MoveTable), lanes' groups
-// of a work-group, flags of a launch. kernels: of units of 16, 4 and 2 bytes. Returns 2 for a mistake in the pieces.
-int cocodiff_move(void *device, void *queue, void *const *kernels, const char *op, const void *pieces, size_t count,
-                  int64_t itemsize, const int64_t *how) {
+// Moves pieces in one launch. Returns 2 for a mistake in them.
+int cocodiff_move(const MoveLaunch *launch, void *queue, const Piece *pieces, size_t count) {
+  const MoveLaunch &how = *launch;
+  std::optional<MoveTable> table;
   try {
-    const int64_t lanes = how[1], packed = how[4];
-    MoveTable table(op, static_cast<const Piece *>(pieces), count, itemsize, how[0] != 0, lanes, how[2], how[3]);
-    if (table.moves.empty()) return 0;
-    const int64_t arguments[] = {0, int64_t(table.moves.size()), table.chunks, table.chunk};
-    void *kernel = kernels[table.unit == 16 ? 0 : table.unit == 4 ? 1 : 2];
-    const int64_t groups = (table.chunks + packed - 1) / packed;
-    return cocodiff_launch(device, queue, kernel, groups * packed * lanes, packed * lanes, arguments, sizeof arguments,
-                           table.moves.data(), table.moves.size() * sizeof(Move), int(how[5]));
+    table.emplace(pieces, count, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
   } catch (const std::exception &error) {
     last_error = error.what();
     return 2;
   }
+  return guarded(1, [&] {
+    if (table->moves.empty()) return 0;
+    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk};
+    const sycl::kernel &kernel = *how.kernels[table->unit == 16 ? 0 : table->unit == 4 ? 1 : 2];
+    const int64_t groups = (table->chunks + how.packed - 1) / how.packed, local = how.packed * how.lanes;
+    start(*how.device, static_cast<sycl::queue *>(queue), kernel, sycl::nd_range<1>(groups * local, local), arguments,
+          sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags);
+    return 0;
+  });
 }
 }

@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from cocodiff_sycl.kept import Kept
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
+CPU_THREADS = "DPCPP_CPU_NUM_CUS"
 
 
 @cache
@@ -38,9 +39,9 @@ class Library:
             raise ValueError("queue is 0, a null pointer: give the address of a sycl::queue")
         runtime, folder = runtime_and_folder()
         self.folder = folder
-        _prepare(runtime, folder)
+        threads = _prepare(runtime, folder)
         self._c = _bind(host_library(runtime, folder))
-        self._device = c_void_p(self._c.cocodiff_open(queue))
+        self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
         self.device_name, driver, self.backend, kind, units, _ = self.describe()
@@ -48,8 +49,7 @@ class Library:
         self._keeps = self.is_cpu and self.backend == "opencl"
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
-        self._kernels: dict[str, c_void_p] = {}
-        self._moving: ctypes.Array[c_void_p] | None = None
+        self._kernels: dict[str, int] = {}
         # torch's CPU operations are done when they return; on a GPU the queue keeps the order.
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
@@ -107,49 +107,50 @@ class Library:
             raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._error())}")
         return module
 
-    def launch(
-        self, kernel: str, groups: int, group_size: int, addresses: Sequence[int], rest: bytes = b"",
-        queue: int | None = None,
-    ) -> None:  # fmt: skip
-        """Starts a kernel, and waits for it on a CPU.
+    def launch_of(self, kernel: str, groups: int, group_size: int, addresses: int, numbers: Sequence[int]) -> bytes:
+        """What launches of a kernel have in common (struct Launch of host.cpp), for `launch`.
 
-        addresses: the first members of the kernel's struct, 8 bytes each; rest: the others. queue: as of `__init__`,
-        the one to use now.
+        addresses: how many the kernel's struct begins with; numbers: its other members. All have 8 bytes.
         """
-        handle = self._kernels.get(kernel) or self._kernel(kernel)
-        packed = numbers_of(len(addresses)).pack(*addresses) + rest
-        if self._c.cocodiff_launch(
-            self._device, queue, handle, groups * group_size, group_size, packed, len(packed), None, 0, self._flags
-        ):
-            raise RuntimeError(f"SYCL kernel {kernel} failed on {self.device_name}: {self._error()}")
+        count = len(numbers)
+        handle = self._kernel(kernel)
+        return numbers_of(7 + count).pack(
+            self._device.value, handle, groups * group_size, group_size, self._flags, addresses, count, *numbers
+        )
 
-    def move(self, op: str, pieces: bytes, count: int, itemsize: int, look: bool, chunk_bytes: int, packed: int,
-             queue: int | None = None) -> None:  # fmt: skip
-        """Moves pieces (struct Piece of moves.hpp) in one launch. Raises ValueError for a mistake in them.
+    def launch(self, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
+        """Starts a kernel, and waits for it on a CPU. queue: as of `__init__`, the one to use now."""
+        if self._c.cocodiff_launch(launch, queue, addresses):
+            raise RuntimeError(f"a SYCL kernel failed on {self.device_name}: {self._error()}")
 
-        look: whether their indices are checked. chunk_bytes: what a group of lanes moves, at most; on a CPU less where
-        there are cores to share the work. packed: groups of lanes in a work-group.
+    def moves_of(self, itemsize: int, look: bool, chunk_bytes: int, packed: int) -> bytes:
+        """What launches that move numbers of a size have in common (struct MoveLaunch of host.cpp), for `move`.
+
+        look: whether indices are checked. chunk_bytes: what a group of lanes moves, at most; on a CPU less where there
+        are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        how = numbers_of(6).pack(look, self.lanes, chunk_bytes, units, packed, self._flags)
-        code = self._c.cocodiff_move(self._device, queue, self._movers(), op.encode(), pieces, count, itemsize, how)
+        kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
+        return numbers_of(11).pack(
+            self._device.value, *kernels, self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed
+        )
+
+    def move(self, op: str, launch: bytes, pieces: bytes, count: int, queue: int | None = None) -> None:
+        """Moves pieces (struct Piece of moves.hpp) in one launch. Raises ValueError for a mistake in them."""
+        code = self._c.cocodiff_move(launch, queue, pieces, count)
         if code == 2:
-            raise ValueError(self._error())
+            raise ValueError(f"{op}: {self._error()}")
         if code:
-            raise RuntimeError(f"SYCL kernel of {op} failed on {self.device_name}: {self._error()}")
+            raise RuntimeError(f"the SYCL kernel of {op} failed on {self.device_name}: {self._error()}")
 
-    def _movers(self) -> ctypes.Array[c_void_p]:
-        """The kernels that move in units of 16, 4 and 2 bytes."""
-        if self._moving is None:
-            self._moving = (c_void_p * 3)(*(self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)))
-        return self._moving
-
-    def _kernel(self, name: str) -> c_void_p:
-        handle = c_void_p(self._c.cocodiff_kernel(self._module, name.encode()))
-        if not handle:
-            raise RuntimeError(f"the SYCL library has no kernel {name}: {self._error()}")
-        self._kernels[name] = handle
-        return handle
+    def _kernel(self, name: str) -> int:
+        """The address of a kernel."""
+        if name not in self._kernels:
+            found: int | None = self._c.cocodiff_kernel(self._module, name.encode())
+            if not found:
+                raise RuntimeError(f"the SYCL library has no kernel {name}: {self._error()}")
+            self._kernels[name] = found
+        return self._kernels[name]
 
     def _error(self) -> str:
         return " ".join(self._c.cocodiff_error().decode(errors="replace").split())
@@ -159,15 +160,18 @@ def _first_error(text: str) -> str:
     return "error:" + text.partition("error:")[2][:300] if "error:" in text else text[:300]
 
 
-def _prepare(runtime: Runtime, folder: Path) -> None:
-    """Environment that libsycl and the CPU device read when they are loaded; what the user has set stays."""
+def _prepare(runtime: Runtime, folder: Path) -> int:
+    """Environment that libsycl and the CPU device read when they are loaded; what the user has set stays. Returns how
+    many threads the CPU device takes: torch's number, unless the user has set another."""
     import torch
 
     os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")
     os.environ.setdefault("SYCL_CACHE_DIR", str(folder / "kernels"))
-    os.environ.setdefault("DPCPP_CPU_NUM_CUS", str(torch.get_num_threads()))
+    os.environ.setdefault(CPU_THREADS, str(torch.get_num_threads()))
     if runtime.opencl_cpu is not None:
         os.environ.setdefault("OCL_ICD_FILENAMES", str(runtime.opencl_cpu))
+    said = os.environ[CPU_THREADS]
+    return int(said) if said.isdecimal() and int(said) else torch.get_num_threads()
 
 
 def _bind(path: Path) -> ctypes.CDLL:
@@ -177,14 +181,14 @@ def _bind(path: Path) -> ctypes.CDLL:
         raise Unavailable(f"the SYCL host library does not load: {error}") from error
     for name, result, arguments in (
         ("error", c_char_p, ()),
-        ("open", c_void_p, (c_void_p,)),
+        ("open", c_void_p, (c_void_p, c_int)),
         ("describe", c_int, (c_void_p, c_char_p, c_size_t)),
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
         ("save", c_int, (c_void_p, c_char_p, c_void_p)),
         ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
-        ("launch", c_int, (c_void_p,) * 3 + (c_size_t,) * 2 + (c_char_p, c_size_t) * 2 + (c_int,)),
-        ("move", c_int, (c_void_p,) * 3 + (c_char_p, c_char_p, c_size_t, c_int64, c_char_p)),
+        ("launch", c_int, (c_char_p, c_void_p, c_char_p)),
+        ("move", c_int, (c_char_p, c_void_p, c_char_p, c_size_t)),
     ):
         function = getattr(c, f"cocodiff_{name}")
         function.restype, function.argtypes = result, arguments

@@ -29,12 +29,12 @@ public:
 
   // look: whether the numbers of indices are read. most: bytes of a chunk at most; units: cores to share the work, 0 for
   // a device that is given chunks of `most`.
-  MoveTable(const std::string &op, const Piece *pieces, size_t count, int64_t itemsize, bool look, int64_t lanes,
+  MoveTable(const Piece *pieces, size_t count, int64_t itemsize, bool look, int64_t lanes,
             int64_t most, int64_t units) {
     moves.reserve(count);
     for (size_t n = 0; n < count; ++n) {
-      if (look) check(op, pieces[n]);
-      add(op, pieces[n], itemsize);
+      if (look) check(pieces[n]);
+      add(pieces[n], itemsize);
     }
     while (unit > 2 && (addresses_ & (unit - 1))) unit = unit == 16 ? 4 : 2;
     if (units) most = std::min(most, std::max<int64_t>(4096, bytes_ / (4 * units)));
@@ -58,7 +58,7 @@ private:
   };
   std::vector<Index> seen_;
 
-  void add(const std::string &op, const Piece &piece, int64_t itemsize) {
+  void add(const Piece &piece, int64_t itemsize) {
     const auto [outer, rows, all_heads, numbers_of_head] = piece.size;
     const int64_t count = outer * rows;
     int64_t heads = all_heads, numbers = numbers_of_head;
@@ -69,7 +69,7 @@ private:
       heads = 1;
     }
     if (count * heads > UINT32_MAX)
-      throw std::invalid_argument(op + ": " + std::to_string(count * heads) + " runs in one piece: at most " +
+      throw std::invalid_argument(std::to_string(count * heads) + " runs in one piece: at most " +
                                   std::to_string(UINT32_MAX));
     Move move{};
     move.source = piece.source, move.target = piece.target, move.reference = piece.reference;
@@ -90,14 +90,14 @@ private:
     moves.push_back(move);
   }
 
-  void check(const std::string &op, const Piece &piece) {
+  void check(const Piece &piece) {
     const int64_t count = piece.size[0] * piece.size[1];
-    check(op, {piece.source_index, count, piece.source_rows}, 0);
-    check(op, {piece.target_index, count, piece.target_rows}, 0);
-    check(op, {piece.reference_index, count, piece.reference_rows}, -1);
+    check({piece.source_index, count, piece.source_rows}, 0);
+    check({piece.target_index, count, piece.target_rows}, 0);
+    check({piece.reference_index, count, piece.reference_rows}, -1);
   }
 
-  void check(const std::string &op, Index index, int64_t least) {
+  void check(Index index, int64_t least) {
     if (!index.address || !index.count) return;
     for (const Index &other : seen_) // heads of one tensor share an index
       if (other.address == index.address && other.count == index.count && other.rows == index.rows) return;
@@ -106,7 +106,7 @@ private:
     int64_t low = numbers[0], high = numbers[0];
     for (int64_t n = 1; n < index.count; ++n) low = std::min(low, numbers[n]), high = std::max(high, numbers[n]);
     if (low < least || high >= index.rows)
-      throw std::invalid_argument(op + ": index from " + std::to_string(low) + " to " + std::to_string(high) + " for " +
+      throw std::invalid_argument("index from " + std::to_string(low) + " to " + std::to_string(high) + " for " +
                     std::to_string(index.rows) + " rows: give " + std::to_string(least) + " to " +
                     std::to_string(index.rows - 1));
   }

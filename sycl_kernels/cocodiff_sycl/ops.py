@@ -58,6 +58,7 @@ class SyclOps:
         self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
         self._plans = Plans(library, device)
         self._layouts: dict[Any, Any] = {}  # of pieces that were moved
+        self._moving: dict[int, bytes] = {}  # size of a number in bytes -> what the library takes beside pieces
         self._kept = threading.local()
 
     # Movement -------------------------------------------------------------------------------------------------------
@@ -101,11 +102,13 @@ class SyclOps:
         return Moves(op, self.device, like.dtype, self.look and not self.library.is_cpu, self._layouts)
 
     def _move(self, moves: Moves) -> None:
-        library = self.library
-        library.move(
-            moves.op, moves.pieces(), moves.count, moves.dtype.itemsize, self.look and library.is_cpu,
-            CHUNK_BYTES[library.is_cpu], self._plans.packed, self._queue(),
-        )  # fmt: skip
+        itemsize = moves.dtype.itemsize
+        launch = self._moving.get(itemsize)
+        if launch is None:
+            library = self.library
+            look, chunk_bytes = self.look and library.is_cpu, CHUNK_BYTES[library.is_cpu]
+            launch = self._moving[itemsize] = library.moves_of(itemsize, look, chunk_bytes, self._plans.packed)
+        self.library.move(moves.op, launch, moves.pieces(), moves.count, self._queue())
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -113,8 +116,8 @@ class SyclOps:
         plan = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
         change_BL, norm_BL = plan.new(), plan.new()
         if plan.groups:
-            of = v_BLHD.data_ptr(), reference_BLHD.data_ptr(), change_BL.data_ptr(), norm_BL.data_ptr()
-            self._launch(plan, of)
+            to = change_BL.data_ptr(), norm_BL.data_ptr()
+            self._launch(plan, v_BLHD.data_ptr(), reference_BLHD.data_ptr(), *to)
         else:
             change_BL.zero_(), norm_BL.zero_()
         return change_BL, norm_BL
@@ -124,7 +127,7 @@ class SyclOps:
         chosen_BK = plan.new()
         if plan.groups:
             scratch = self._scratch(258 * plan.groups)
-            self._launch(plan, (score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr()))
+            self._launch(plan, score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr())
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
@@ -147,14 +150,14 @@ class SyclOps:
         if plan.groups:
             weight = 0 if weight_D is None else weight_D.data_ptr()
             cosine, sine = (*[table_LD.data_ptr() for table_LD in tables], 0, 0)[:2]
-            self._launch(plan, (x_BLHD.data_ptr(), out_BLHD.data_ptr(), weight, cosine, sine))
+            self._launch(plan, x_BLHD.data_ptr(), out_BLHD.data_ptr(), weight, cosine, sine)
         return out_BLHD
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         plan = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
         if plan.groups:
             of = out_BLHD.data_ptr(), part_BLHD.data_ptr(), lse_BLH.data_ptr(), part_lse_BLH.data_ptr()
-            self._launch(plan, of)
+            self._launch(plan, *of)
 
-    def _launch(self, plan: Plan, addresses: tuple[int, ...]) -> None:
-        self.library.launch(plan.kernel, plan.groups, plan.items, addresses, plan.values, self._queue())
+    def _launch(self, plan: Plan, *addresses: int) -> None:
+        self.library.launch(plan.launch, plan.addresses(*addresses), self._queue())

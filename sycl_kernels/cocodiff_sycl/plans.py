@@ -25,13 +25,12 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: the kernel, work-groups (0 where there is nothing to do), work-items of one, the struct's members after
-    the addresses, and what it returns: a tensor of that shape and dtype, of one number in memory."""
+    """A launch: how many work-groups (0 where there is nothing to do), what the C library takes beside addresses, what
+    packs these, and what it returns: a tensor of that shape and dtype, of one number in memory."""
 
-    kernel: str
     groups: int
-    items: int
-    values: bytes
+    launch: bytes
+    addresses: Callable[..., bytes]
     result: Tensor
 
     def new(self) -> Tensor:
@@ -68,7 +67,7 @@ class Plans:
         rows = B * L if H * D else 0
         each = self._rows_each(rows, H * D * v_BLHD.element_size())
         values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
-        return self._plan(f"l1_score_{DTYPES[v_BLHD.dtype]}", rows, each, values, self._like(torch.float32, B, L))
+        return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, each, values, self._like(torch.float32, B, L))
 
     def _select(self, score_BN: Tensor, k: int) -> Plan:
         op = "select"
@@ -82,8 +81,8 @@ class Plans:
         if not 0 <= k <= N:
             raise ValueError(f"{op}: k is {k} of {N} scores: give 0 to {N}")
         items = 1 if self._library.lanes == 1 else SELECT_ITEMS
-        result = self._like(torch.int64, B, k)
-        return Plan("select_largest", B if k else 0, items, numbers_of(3).pack(score_BN.stride(0), N, k), result)
+        values = score_BN.stride(0), N, k
+        return self._plan("select_largest", 3, B if k else 0, items, values, self._like(torch.int64, B, k))
 
     def _qk_norm_rope(self, x_BLHD: Tensor, weight_D: Tensor | None, *others: Tensor | float | str | None) -> Plan:
         """others: rotary tables, then epsilon and the layout."""
@@ -107,7 +106,8 @@ class Plans:
         each = self._rows_each(rows, D * x_BLHD.element_size())
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)]
-        return self._plan(f"norm_rope_{DTYPES[x_BLHD.dtype]}", rows, each, values, self._like(x_BLHD.dtype, *shape))
+        result = self._like(x_BLHD.dtype, *shape)
+        return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values, result)
 
     def _merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
         op = "merge_partials"
@@ -125,7 +125,7 @@ class Plans:
         each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
-        return self._plan(kernel, rows, each, values, self._like(out_BLHD.dtype))
+        return self._of_rows(kernel, 4, rows, each, values, self._like(out_BLHD.dtype))
 
     def _rows_each(self, rows: int, row_bytes: int) -> int:
         """Consecutive rows of one group of LANES work-items."""
@@ -135,11 +135,21 @@ class Plans:
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * library.compute_units)))
 
-    def _plan(self, kernel: str, rows: int, each: int, values: tuple[int, ...], result: Tensor) -> Plan:
+    def _of_rows(
+        self, kernel: str, addresses: int, rows: int, each: int, values: tuple[int, ...], result: Tensor
+    ) -> Plan:
         """Work-groups as many as there is work for; kernels know where it ends."""
         groups = -(-rows // each)
-        items, packed = self.packed * self._library.lanes, numbers_of(len(values)).pack(*values)
-        return Plan(kernel, -(-groups // self.packed), items, packed, result)
+        return self._plan(
+            kernel, addresses, -(-groups // self.packed), self.packed * self._library.lanes, values, result
+        )
+
+    def _plan(
+        self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...], result: Tensor
+    ) -> Plan:
+        """addresses: how many the kernel's struct begins with; values: its other members."""
+        launch = self._library.launch_of(kernel, groups, items, addresses, values)
+        return Plan(groups, launch, numbers_of(addresses).pack, result)
 
     def _like(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty((), dtype=dtype, device=self._device).expand(shape)

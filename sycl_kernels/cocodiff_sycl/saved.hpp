@@ -1,30 +1,15 @@
 // Compiled kernels as bytes, so that a later process need not load the runtime's compiler (144 MB) to have them.
 //
-// For OpenCL devices: SYCL's interoperability gives their programs, OpenCL turns a program into bytes and back. OpenCL's
-// functions are those of the loader that the runtime has opened, so nothing is linked.
+// For OpenCL devices: SYCL's interoperability gives their programs, OpenCL turns a program into bytes and back.
 #pragma once
+#include "opencl.hpp"
 #if __has_include(<CL/cl.h>)
-#include <dlfcn.h>
-
 #include <cstring>
-#include <stdexcept>
-#include <string>
-#include <sycl/backend.hpp>
 #include <vector>
 
 namespace saved {
 
-constexpr auto OPENCL = sycl::backend::opencl;
 constexpr const char *PREFIX = "__sycl_kernel_"; // what the compiler puts before the name of a kernel of ours
-
-template <typename Function> Function *opencl(Function *, const char *name) {
-  void *loader = dlopen("libOpenCL.so.1", RTLD_NOW | RTLD_NOLOAD);
-  void *found = loader ? dlsym(loader, name) : nullptr;
-  if (loader) dlclose(loader); // only the count of its users
-  if (!found) throw std::runtime_error(std::string("OpenCL's loader has no ") + name);
-  return reinterpret_cast<Function *>(found);
-}
-#define COCODIFF_CL(function) saved::opencl(&function, #function)
 
 inline void demand(cl_int code, const char *what) {
   if (code != CL_SUCCESS) throw std::runtime_error(std::string(what) + ": OpenCL error " + std::to_string(code));

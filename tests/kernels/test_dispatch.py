@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,7 +117,7 @@ def test_a_null_queue_is_refused(sycl: SyclOps):
 
 def test_a_kernel_that_is_not_there_is_an_error_with_words(sycl: SyclOps):
     with pytest.raises(RuntimeError, match="no kernel nonsense"):
-        sycl.library.launch("nonsense", 1, 1, (0,))
+        sycl.library.launch_of("nonsense", 1, 1, 0, ())
 
 
 def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
@@ -126,3 +127,33 @@ def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
     assert kernel_source(1) != kernel_source(16)
     other = type(runtime)(runtime.library, runtime.include, "8.0.1-1")
     assert cache_folder(runtime) != cache_folder(other)
+
+
+ONE_THREAD = """
+import os, torch
+from pathlib import Path
+from cocodiff.kernels import sycl_ops
+
+def ran_ns():
+    return {task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()}
+
+ops = sycl_ops(torch.device("cpu"), required=True)
+x_BLHD = torch.ones(1, 4000, 8, 64)  # a launch of many work-groups, which cores could share
+buffer = torch.empty(x_BLHD.numel())
+ops.pack([[x_BLHD]], [buffer])
+before = ran_ns()
+for _ in range(100):
+    ops.pack([[x_BLHD]], [buffer])
+after = ran_ns()
+spent = {name: after[name] - before.get(name, 0) for name in after}
+main = spent.pop(str(os.getpid()))
+print(ops.library.compute_units, main > 5 * sum(spent.values()))
+"""
+
+
+def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sycl: SyclOps):
+    """The CPU device's usual queue has a worker that looks for work as long as kernels come."""
+    environment = {name: value for name, value in os.environ.items() if name != "DPCPP_CPU_NUM_CUS"}
+    words = [sys.executable, "-c", ONE_THREAD]
+    done = subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True"]
