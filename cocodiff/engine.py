@@ -183,19 +183,21 @@ class Engine:
         self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
         self._sized: set[Load] = set()
-        kernels = Kernels(config.kernels, self.trace.note_kernel)
+        self._kernels = Kernels(config.kernels, self.trace.note_kernel)
         shape: Any = self.model.config
         self.mesh = mesh_of(config, self.topology, Work(shape.num_attention_heads, shape.attention_head_dim))
         if self.size > 1:
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = build_strategy(config, self.mesh, self.transport, self.trace, kernels, self._moment)
+        self.strategy = build_strategy(config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
         model: Any = self.model
-        self._restore.append(replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens))
+        self._restore.append(
+            replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens, self._kernels)
+        )
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]

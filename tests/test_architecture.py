@@ -34,7 +34,7 @@ MAY_IMPORT = {
     ),
     "cocodiff.memory": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.attention.mesh"),
     "cocodiff.roofline": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.memory"),
-    "cocodiff.models": ("cocodiff.attention.strategy",),
+    "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.kernels"),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.engine": (
         "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",

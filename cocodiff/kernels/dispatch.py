@@ -62,12 +62,17 @@ class Kernels:
         return self._run("select", (score_BN,), score_BN, k)
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
-    ) -> Tensor:
-        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout)
+        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        twice: bool = True,
+    ) -> Tensor:  # fmt: skip
+        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout, twice)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
+
+    def by_sycl(self, op: str, *moved: Tensor) -> bool:
+        """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
+        return self.path != "torch" and self._sycl(op, moved) is not None
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         """moved: the tensors whose size decides."""

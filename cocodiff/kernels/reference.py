@@ -59,8 +59,9 @@ class TorchOps:
         return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
-    ) -> Tensor:
+        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        twice: bool = True,
+    ) -> Tensor:  # fmt: skip
         """q or k after RMSNorm over D (epsilon None: none) and its weight, rotated: [B, L, H, D], contiguous.
 
         layout, and the rotary tables it takes, float32 [L, D] (complex64 [L, D / 2]):
@@ -68,13 +69,15 @@ class TorchOps:
             halves   cos, sin   channels i and i + D / 2 turn together
             complex  one table  as pairs, cos + i sin (Qwen-Image)
             none     no table   no rotation (SD3)
-        Rounds where diffusers' modules do: after the normalisation, after the weight, after the rotation. The mean
-        square is summed in float64 and rounded to float32.
+        Rounds after the weight and after the rotation, and with `twice` before the weight too: diffusers' RMSNorm does,
+        torch's does not. The mean square is summed in float64 and rounded to float32.
         """
         if epsilon is not None:
             mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()
-            normed_BLHD = (x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)).to(x_BLHD.dtype)
-            x_BLHD = normed_BLHD if weight_D is None else normed_BLHD * weight_D
+            dtype, normed_BLHD = x_BLHD.dtype, x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)
+            if weight_D is not None:
+                normed_BLHD = (normed_BLHD.to(dtype) if twice else normed_BLHD) * weight_D
+            x_BLHD = normed_BLHD.to(dtype)
         if layout == "none":
             return x_BLHD.clone(memory_format=torch.contiguous_format) if epsilon is None else x_BLHD.contiguous()
         if layout == "complex":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Hook:
 class AttentionProcessor:
     """What a family's processors are made from. layer: the name of the module that attends."""
 
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str) -> None:
-        self._attend, self._tokens, self._layer = attend, tokens, layer
+    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str, kernels: Kernels) -> None:
+        self._attend, self._tokens, self._layer, self._kernels = attend, tokens, layer, kernels
 
 
 class Adapter(ABC):
@@ -93,7 +94,7 @@ class Adapter(ABC):
 
 
 def replace_attention(
-    adapter: Adapter, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens]
+    adapter: Adapter, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens], kernels: Kernels
 ) -> Callable[[], None]:
     """Gives every attention module of a model the family's processor; the returned function puts the old ones back.
 
@@ -107,7 +108,7 @@ def replace_attention(
     for name, module, before in attending:
         _check_plain(name, module, before, ours)
     for name, module, before in attending:
-        module.set_processor(ours[type(before)](attend, tokens, name))
+        module.set_processor(ours[type(before)](attend, tokens, name, kernels))
 
     def put_back() -> None:
         for _, module, before in attending:

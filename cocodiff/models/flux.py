@@ -3,7 +3,7 @@ embedding over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 
-Rotary = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 
 
 class FluxAdapter(Adapter):
@@ -55,17 +56,17 @@ class FluxAttentionProcessor(AttentionProcessor):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: Angles | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        text_BLC, text_rows = encoder_hidden_states, 0
+        text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
         streams = []
         if text_BLC is not None:
             text_rows = text_BLC.shape[1]
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-            streams.append(Stream(text_BLC, *added, rotation(image_rotary_emb, slice(text_rows))))
+            streams.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        streams.append(Stream(hidden_states, *own, rotation(image_rotary_emb, slice(text_rows, None))))
-        of, tokens = Streams(streams, attn.heads), self._tokens()
+        streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
+        of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
         qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         if text_BLC is None:
@@ -74,10 +75,6 @@ class FluxAttentionProcessor(AttentionProcessor):
         return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
 
 
-def rotation(rotary: Rotary | None, rows: slice) -> Callable[[Tensor], Tensor] | None:
-    """The rotation of some of this rank's rows."""
-    if rotary is None:
-        return None
-    from diffusers.models.embeddings import apply_rotary_emb
-
-    return partial(apply_rotary_emb, freqs_cis=(rotary[0][rows], rotary[1][rows]), sequence_dim=1)
+def rotary_of(angles: Angles | None) -> Rotary:
+    """The rotary embedding of all this rank's rows."""
+    return Rotary() if angles is None else Rotary("pairs", angles)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import AttentionProcessor
-from cocodiff.models.flux import FluxAdapter, FluxAttentionProcessor, Rotary, rotation
+from cocodiff.models.flux import Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
+from cocodiff.models.norm_rope import norm_rope
 from cocodiff.models.streams import FusedLinear, heads_of
 
 
@@ -43,17 +44,16 @@ class Flux2SingleProcessor(AttentionProcessor):
         attn: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: Angles | None = None,
     ) -> Tensor:
         width = attn.inner_dim
         fused = FusedLinear(attn.to_qkv_mlp_proj, hidden_states)
-        rotate = rotation(image_rotary_emb, slice(None))
+        rotary = rotary_of(image_rotary_emb)
         qk_BLC = cache(lambda: fused.channels(0, 2 * width))  # asked for twice, computed once
         mlp_BLC = cache(lambda: attn.mlp_act_fn(fused.channels(3 * width, None)))
 
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:
-            x_BLHD = norm(heads_of(x_BLC, attn.heads))
-            return x_BLHD if rotate is None else rotate(x_BLHD)
+            return norm_rope(heads_of(x_BLC, attn.heads), norm, rotary, self._kernels)
 
         tokens = self._tokens()
         qkv = LazyQKV(

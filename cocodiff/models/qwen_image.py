@@ -3,14 +3,14 @@ and a mask over padded text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 
 
@@ -63,17 +63,14 @@ class QwenAttentionProcessor(AttentionProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
-
-        def rotation(which: int) -> Callable[[Tensor], Tensor] | None:
-            if image_rotary_emb is None:
-                return None
-            return partial(apply_rotary_emb_qwen, freqs_cis=image_rotary_emb[which], use_real=False)
-
+        image_rotary, text_rotary = Rotary(), Rotary()
+        if image_rotary_emb is not None:
+            image_rotary, text_rotary = (Rotary("complex", (table,)) for table in image_rotary_emb)
         image_BLC, text_BLC = hidden_states, encoder_hidden_states
         added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        of = Streams([Stream(text_BLC, *added, rotation(1)), Stream(image_BLC, *own, rotation(0))], attn.heads)
+        streams = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
+        of = Streams(streams, attn.heads, self._kernels)
         tokens, mask = self._tokens(), encoder_hidden_states_mask
         qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, text_mask_BT=mask)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)

@@ -48,7 +48,7 @@ class SD3AttentionProcessor(AttentionProcessor):
         if text_BLC is not None:
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
             streams.append(Stream(text_BLC, *added))
-        of, tokens = Streams(streams, attn.heads), self._tokens()
+        of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
         text = 0 if text_BLC is None else tokens.text
         qkv = LazyQKV(of.q, of.k, of.v, image_tokens=tokens.image, text_tokens=text, heads=attn.heads)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)

@@ -3,16 +3,19 @@ concatenated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cocodiff.kernels import Kernels
+from cocodiff.models.norm_rope import Rotary, norm_rope
+
 
 class Stream(NamedTuple):
-    """This rank's tokens of one kind, and how their q, k and v come about. rotate: of a q or k [B, L, H, D]."""
+    """This rank's tokens of one kind, and how their q, k and v come about."""
 
     x_BLC: Tensor
     to_q: nn.Module
@@ -20,7 +23,7 @@ class Stream(NamedTuple):
     to_v: nn.Module
     norm_q: nn.Module | None = None
     norm_k: nn.Module | None = None
-    rotate: Callable[[Tensor], Tensor] | None = None
+    rotary: Rotary = Rotary()
 
 
 class Streams(NamedTuple):
@@ -28,6 +31,7 @@ class Streams(NamedTuple):
 
     of: Sequence[Stream]
     heads: int
+    kernels: Kernels
 
     def q(self) -> Tensor:
         return self._join([self._rotated(s, s.to_q, s.norm_q) for s in self.of])
@@ -39,10 +43,7 @@ class Streams(NamedTuple):
         return self._join([heads_of(s.to_v(s.x_BLC), self.heads) for s in self.of])
 
     def _rotated(self, stream: Stream, to: nn.Module, norm: nn.Module | None) -> Tensor:
-        x_BLHD = heads_of(to(stream.x_BLC), self.heads)
-        x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
-        # A rank may have no text at all, and an empty tensor's shape is ambiguous to the rotation.
-        return x_BLHD if stream.rotate is None or not x_BLHD.shape[1] else stream.rotate(x_BLHD)
+        return norm_rope(heads_of(to(stream.x_BLC), self.heads), norm, stream.rotary, self.kernels)
 
     def _join(self, parts_BLHD: list[Tensor]) -> Tensor:
         return parts_BLHD[0] if len(parts_BLHD) == 1 else torch.cat(parts_BLHD, dim=1)

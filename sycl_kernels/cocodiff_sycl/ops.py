@@ -140,12 +140,13 @@ class SyclOps:
         return kept
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str
-    ) -> Tensor:
+        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        twice: bool = True,
+    ) -> Tensor:  # fmt: skip
         if layout not in LAYOUTS:
             raise ValueError(f"qk_norm_rope: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
         tables = (torch.view_as_real(rotary[0]).flatten(-2),) if layout == "complex" else rotary
-        plan = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, *tables), epsilon, layout)
+        plan = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, *tables), epsilon, layout, twice)
         out_BLHD = plan.new()
         if plan.groups:
             weight = 0 if weight_D is None else weight_D.data_ptr()

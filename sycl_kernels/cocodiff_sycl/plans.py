@@ -85,9 +85,9 @@ class Plans:
         return self._plan("select_largest", 3, B if k else 0, items, values, self._like(torch.int64, B, k))
 
     def _qk_norm_rope(self, x_BLHD: Tensor, weight_D: Tensor | None, *others: Tensor | float | str | None) -> Plan:
-        """others: rotary tables, then epsilon and the layout."""
+        """others: rotary tables, then epsilon, the layout and whether to round twice."""
         op = "qk_norm_rope"
-        *tables, epsilon, layout = others
+        *tables, epsilon, layout, twice = others
         check_dims(op, "x", x_BLHD, 4)
         B, L, H, D = shape = x_BLHD.shape
         check_rows(op, self._device, x_BLHD.dtype, shape, x=x_BLHD)
@@ -105,7 +105,7 @@ class Plans:
         rows = B * L * H if D else 0
         each = self._rows_each(rows, D * x_BLHD.element_size())
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
-        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)]
+        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)], int(bool(twice))
         result = self._like(x_BLHD.dtype, *shape)
         return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values, result)
 

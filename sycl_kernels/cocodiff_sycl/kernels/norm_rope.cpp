@@ -2,7 +2,7 @@
 //
 // Bound by memory on a GPU (x read, result written; cos and sin are shared by all heads of a token and stay in a cache),
 // by arithmetic on a CPU device. The second look at a head's numbers finds them in registers or L1. Roundings are those
-// of the modules that diffusers runs one after the other, with the mean square summed in fp64 and rounded once.
+// of the modules that models run one after the other, with the mean square summed in fp64 and rounded once.
 // Accesses are 16 numbers of a work-item: 64 bytes of fp32, 32 of the 16-bit types.
 enum Layout { PAIRS, HALVES, COMPLEX, NONE };
 
@@ -60,7 +60,7 @@ inline void store_some(typename Type::Bits *to, i64 pair, i64 numbers, i64 count
 
 template <typename Type, bool HALVED>
 inline void norm_rope_row(const typename Type::Bits *x, typename Type::Bits *out, const typename Type::Bits *weight,
-                          const float *cosine, const float *sine, i64 numbers, float epsilon, i64 layout,
+                          const float *cosine, const float *sine, i64 numbers, float epsilon, i64 layout, bool twice,
                           const Place &place) {
   const i64 pairs = numbers / 2, first = place.lane * 8, step = LANES * 8;
   float scale = 1;
@@ -82,9 +82,10 @@ inline void norm_rope_row(const typename Type::Bits *x, typename Type::Bits *out
       own = {own.a * scale, own.b * scale};
       if (weight) {
         Pairs by = load_some<Type, HALVED>(weight, at, numbers, count);
-        own = {rounded<Type>(rounded<Type>(own.a) * by.a), rounded<Type>(rounded<Type>(own.b) * by.b)};
-      } else
-        own = {rounded<Type>(own.a), rounded<Type>(own.b)};
+        if (twice) own = {rounded<Type>(own.a), rounded<Type>(own.b)};
+        own = {own.a * by.a, own.b * by.b};
+      }
+      own = {rounded<Type>(own.a), rounded<Type>(own.b)};
     }
     if (layout != NONE) {
       Pairs by_cos = load_some<F32, HALVED>(cosine, at, numbers, count);
@@ -110,6 +111,7 @@ struct Heads {
   i64 batch_stride, token_stride, head_stride; // of x, in numbers
   i64 epsilon_bits;                            // of a float; negative: no normalisation
   i64 layout;
+  i64 twice; // rounded before the weight as well
 };
 
 template <typename Type> inline void norm_rope(const Heads &of) {
@@ -126,9 +128,9 @@ template <typename Type> inline void norm_rope(const Heads &of) {
     Bits *to = reinterpret_cast<Bits *>(of.out) + row * of.numbers;
     const float *cosine = of.cosine + token * of.numbers, *sine = of.sine + token * of.numbers;
     if (of.layout == HALVES)
-      norm_rope_row<Type, true>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, place);
+      norm_rope_row<Type, true>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
     else
-      norm_rope_row<Type, false>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, place);
+      norm_rope_row<Type, false>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
   }
 }
 
