@@ -82,7 +82,8 @@ def build_strategy(
     all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
     order, exchange, ring = ORDERS[config.order], None, None
     group, slot = mesh.seat(transport.rank)
-    topology, members = mesh.parts[group], Part(transport, mesh.groups[group])
+    topology, ranks = mesh.parts[group], mesh.groups[group]
+    members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
@@ -195,9 +196,9 @@ class Engine:
 
     def __enter__(self) -> Engine:
         model: Any = self.model
-        self._restore.append(
-            replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens, self._kernels)
-        )
+        # One rank alone gives one process's bits: it is what others are compared with.
+        kernels = self._kernels if self.size > 1 else Kernels("torch")
+        self._restore.append(replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens, kernels))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]

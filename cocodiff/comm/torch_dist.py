@@ -44,8 +44,9 @@ class TorchDistGroup(PeerGroup):
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         group = self._process_group
         if self._on_cpu:
-            received = [dist.irecv(tensor, group=group, group_src=peer) for tensor, peer in recvs]
-            sent = [dist.isend(tensor, group=group, group_dst=peer) for tensor, peer in sends]
+            # The group's own calls: irecv and isend check in Python what is so here, which takes as long as the call.
+            received = [group.recv([tensor], peer, 0) for tensor, peer in recvs]
+            sent = [group.send([tensor], peer, 0) for tensor, peer in sends]
             return _Works(received + sent)
         # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]

@@ -22,7 +22,7 @@ CHOICES: dict[str, dict[str, tuple[int, int]]] = {
         "scatter_rows": (MIB // 2, MIB // 2),
         "l1_score": (MIB // 4, MIB // 4),
         "select": (4000, 4000),
-        "qk_norm_rope": (8192, 8192),
+        "qk_norm_rope": (MIB // 2, MIB // 2),
         "merge_partials": (8192, 8192),
     },
     "xpu": dict.fromkeys(

@@ -17,8 +17,18 @@ FORMS = {"cpu": {}, "gpu": {"lanes": 4, "copy_tables": True}}  # gpu: several wo
 @pytest.fixture(scope="session", params=FORMS)
 def sycl(request: pytest.FixtureRequest) -> SyclOps:
     """The operations on the CPU device, in both forms."""
+    return opened(request.param)
+
+
+@pytest.fixture(scope="session")
+def sycl_on_cpu() -> SyclOps:
+    """The operations as CPUs run them, which `Kernels` takes."""
+    return opened("cpu")
+
+
+def opened(form: str) -> SyclOps:
     try:
-        return open_cpu(**FORMS[request.param])
+        return open_cpu(**FORMS[form])
     except Unavailable as error:
         if os.environ.get("COCODIFF_REQUIRE_SYCL") == "1":
             pytest.fail(f"the SYCL kernels were to be tested here and are not there: {error}")

@@ -120,9 +120,11 @@ template <typename Type> inline void norm_rope(const Heads &of) {
   const float epsilon = sycl::bit_cast<float>(uint32_t(of.epsilon_bits));
   const Bits *weight = reinterpret_cast<const Bits *>(of.weight);
   const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
-  for (i64 row = place.row * of.rows_each; row < end; ++row) {
-    const i64 of_all = row / of.heads, head = row - of_all * of.heads;
-    const i64 batch = of_all / of.tokens, token = of_all - batch * of.tokens;
+  i64 row = place.row * of.rows_each;
+  i64 token = row / of.heads, head = row - token * of.heads; // counted on from here: a division is as long as 8 pairs
+  i64 batch = token / of.tokens;
+  token -= batch * of.tokens;
+  for (; row < end; ++row) {
     const Bits *from = reinterpret_cast<const Bits *>(of.x) + batch * of.batch_stride + token * of.token_stride +
                        head * of.head_stride;
     Bits *to = reinterpret_cast<Bits *>(of.out) + row * of.numbers;
@@ -131,6 +133,11 @@ template <typename Type> inline void norm_rope(const Heads &of) {
       norm_rope_row<Type, true>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
     else
       norm_rope_row<Type, false>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
+    if (++head < of.heads) continue;
+    head = 0;
+    if (++token < of.tokens) continue;
+    token = 0;
+    ++batch;
   }
 }
 

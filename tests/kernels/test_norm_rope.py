@@ -1,0 +1,82 @@
+"""q and k in one pass of a kernel: as close to the truth as the model's modules, and only where it does what they do
+(the numbers of a head, their weight, their rotation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.normalization import RMSNorm
+from exactness import Case, Expected, check_ranks, parallel_outputs
+from tiny_models import FAMILIES, HEADS
+from torch import nn
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.engine import parallelize
+from cocodiff.kernels import Kernels
+from cocodiff.models.norm_rope import Rotary, norm_rope
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "sycl_on_cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_with_the_kernel_are_as_exact_as_without(family, dtype):
+    case = Case(HEADS[family], 6, 7, 5, batch=2, dtype=dtype, family=family)
+    expected = Expected.of(case)
+    of_ranks = run_ranks(3, lambda t: parallel_outputs(t, expected.model, case, "local", kernels="sycl"), 120.0)
+    check_ranks(of_ranks, expected, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_q_and_k_goes_through_the_kernel_on_several_ranks(family):
+    """One rank alone keeps the modules: it has one process's bits."""
+    make, inputs_of = FAMILIES[family]
+    models = [make(HEADS[family]) for _ in range(2)]
+    norms = [m for name, m in models[0].named_modules() if name.split(".")[-1] in NORMS and isinstance(m, PLAIN)]
+
+    def work(transport: Any) -> int:
+        with torch.no_grad(), parallelize(models[transport.rank], transport=transport, kernels="sycl") as engine:
+            models[transport.rank](**inputs_of(1, 6, 7, 5))
+            return engine.trace.kernels().get(("qk_norm_rope", "sycl"), 0)
+
+    assert run_ranks(1, work) == [0]
+    assert run_ranks(2, work) == [len(norms)] * 2
+    assert norms or family == "sd3"
+
+
+NORMS, PLAIN = ("norm_q", "norm_k", "norm_added_q", "norm_added_k"), (RMSNorm, nn.RMSNorm)
+L, D = 3, 16
+ANGLES = torch.rand(L, D // 2, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, -1)
+FLUX = Rotary("pairs", (ANGLES.cos(), ANGLES.sin()))
+
+
+def hooked() -> nn.Module:
+    norm = nn.RMSNorm(D, 1e-6)
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "rotary"),
+    [
+        (nn.LayerNorm(D), FLUX), (RMSNorm(D, 1e-6, bias=True), FLUX), (hooked(), FLUX), (nn.RMSNorm(D), FLUX),
+        (nn.RMSNorm(D, 1e-6, dtype=torch.float64), FLUX), (None, Rotary()),
+        (nn.RMSNorm(D, 1e-6), Rotary("pairs", (ANGLES.double().cos(), ANGLES.double().sin()))),
+    ],
+    ids=["layer_norm", "bias", "hook", "no_epsilon", "another_dtype", "nothing_to_do", "another_precision"],
+)  # fmt: skip
+def test_what_the_kernel_does_not_do_is_left_to_the_modules(norm, rotary):
+    x_BLHD, ran = torch.randn(1, L, 2, D), []
+    kernels = Kernels("sycl", lambda op, path: ran.append((op, path)))
+    with torch.no_grad():
+        found = norm_rope(x_BLHD, norm, rotary, kernels)
+        assert torch.equal(found, norm_rope(x_BLHD, norm, rotary, Kernels("torch")))
+    assert not ran and (norm is not None or found is x_BLHD)
+
+
+def test_gradients_are_left_to_the_modules():
+    x_BLHD = torch.randn(1, L, 2, D, requires_grad=True)
+    norm_rope(x_BLHD, nn.RMSNorm(D, 1e-6), FLUX, Kernels("sycl")).sum().backward()
+    assert x_BLHD.grad is not None
