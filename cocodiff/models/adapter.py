@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class Shard(Protocol):
 
 Attend = Callable[[LazyQKV, str], Tensor]  # (q, k and v of this rank, layer name) -> out_BLHD
 Arguments = dict[str, Any]
+Forward = Callable[..., Any]  # of a module, which is its first argument
 CONTROLNET = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
 
 
@@ -70,6 +72,11 @@ class Adapter(ABC):
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         """Ours for each of diffusers' processors that does nothing but the family's plain attention."""
 
+    def blocks(self) -> dict[type, Forward]:
+        """Ours in the place of the forward of diffusers' blocks: what the block does, with `LazyQKV.meanwhile` for what
+        it computes beside its attention. A block whose forward somebody else has replaced keeps that one."""
+        return {}
+
     def check_call(self, arguments: Arguments) -> None:
         """Raises UserError for arguments of the model that its shards would misread."""
         for name, reason in self.unsupported.items():
@@ -96,7 +103,8 @@ class Adapter(ABC):
 def replace_attention(
     adapter: Adapter, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens], kernels: Kernels
 ) -> Callable[[], None]:
-    """Gives every attention module of a model the family's processor; the returned function puts the old ones back.
+    """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
+    function puts the old ones back.
 
     Raises UserError, with the model as it was, where one does something else than the family's plain attention, in one
     process, with torch's own kernels: it would attend to a shard.
@@ -110,9 +118,16 @@ def replace_attention(
     for name, module, before in attending:
         module.set_processor(ours[type(before)](attend, tokens, name, kernels))
 
+    forwards = adapter.blocks()
+    blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
+    for block in blocks:
+        block.forward = partial(forwards[type(block)], block)
+
     def put_back() -> None:
         for _, module, before in attending:
             module.set_processor(before)
+        for block in blocks:
+            del block.forward
 
     return put_back
 

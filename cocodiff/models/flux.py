@@ -1,16 +1,17 @@
-"""FLUX.1: joint attention over text then image tokens in double blocks, one stream of both in single blocks, rotary
-embedding over all of them."""
+"""FLUX.1: joint attention over text then image tokens in double blocks, one stream of both and an MLP beside it in
+single blocks, rotary embedding over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.attention.strategy import LazyQKV, nothing
+from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 
@@ -32,6 +33,11 @@ class FluxAdapter(Adapter):
         from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
         return {FluxAttnProcessor: FluxAttentionProcessor}
+
+    def blocks(self) -> dict[type, Forward]:
+        from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+
+        return {FluxSingleTransformerBlock: single_block}
 
 
 def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
@@ -57,6 +63,7 @@ class FluxAttentionProcessor(AttentionProcessor):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
+        meanwhile: Callable[[], object] = nothing,
     ) -> Tensor | tuple[Tensor, Tensor]:
         text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
         streams = []
@@ -67,7 +74,9 @@ class FluxAttentionProcessor(AttentionProcessor):
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
         of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
-        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True)
+        qkv = LazyQKV(
+            of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, meanwhile=meanwhile
+        )  # fmt: skip
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         if text_BLC is None:
             return out_BLC
@@ -78,3 +87,26 @@ class FluxAttentionProcessor(AttentionProcessor):
 def rotary_of(angles: Angles | None) -> Rotary:
     """The rotary embedding of all this rank's rows."""
     return Rotary() if angles is None else Rotary("pairs", angles)
+
+
+def single_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Angles | None = None,
+    joint_attention_kwargs: Arguments | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What FluxSingleTransformerBlock does, but for when: its MLP, which needs no attention, is work for while
+    q and k travel."""
+    text_rows = encoder_hidden_states.shape[1]
+    x_BLC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+    normed_BLC, gate_BC = block.norm(x_BLC, emb=temb)
+    mlp_BLC = cache(lambda: block.act_mlp(block.proj_mlp(normed_BLC)))
+    out_BLC = block.attn(
+        hidden_states=normed_BLC, image_rotary_emb=image_rotary_emb, meanwhile=mlp_BLC, **joint_attention_kwargs or {}
+    )
+    x_BLC = x_BLC + gate_BC[:, None] * block.proj_out(torch.cat([out_BLC, mlp_BLC()], dim=2))
+    if x_BLC.dtype == torch.float16:
+        x_BLC = x_BLC.clip(-65504, 65504)
+    return x_BLC[:, :text_rows], x_BLC[:, text_rows:]

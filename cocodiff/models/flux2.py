@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import AttentionProcessor
+from cocodiff.models.adapter import AttentionProcessor, Forward
 from cocodiff.models.flux import Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
 from cocodiff.models.norm_rope import norm_rope
 from cocodiff.models.streams import FusedLinear, heads_of
@@ -20,6 +20,9 @@ class Flux2Adapter(FluxAdapter):
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
         "run without it"
     }
+
+    def blocks(self) -> dict[type, Forward]:
+        return {}  # single blocks have the MLP in the attention's own projection
 
     def matches(self, model: nn.Module) -> bool:
         from diffusers import Flux2Transformer2DModel
