@@ -40,8 +40,8 @@ class Layer:
 def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Layout) -> Layer:
     """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
 
-    Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k a pass
-    of normalisation and one of rotation. Not counted: modulation, residuals, launches, embeddings.
+    Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
+    of normalisation and rotation. Not counted: modulation, residuals, launches, embeddings.
     """
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
@@ -55,5 +55,5 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
     hidden = shape.mlp_ratio * W
     mlp = product(W, hidden * (2 if shape.gated_mlp else 1)) + product(hidden, W)
     attention = kernel(4.0 * batch * tokens**2 * G * D, 4.0 * batch * tokens * G * D)
-    qk = 2 * product(W, W) + kernel(0, 8 * L * W)
+    qk = 2 * product(W, W) + kernel(0, 4 * L * W)
     return Layer(product(W, W), qk, attention, product(W, W) + mlp, kernel(0, 2 * L * W))

@@ -177,3 +177,28 @@ def test_qwen_with_reference_images_at_a_timestep_of_their_own():
 
     for output in run_ranks(5, work):
         torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_flux_single_block_computes_its_mlp_once_q_and_k_are_on_their_way():
+    """One whose forward somebody else has replaced keeps that one."""
+    make, inputs_of = FAMILIES["flux"]
+    shared, inputs = make(6, num_single_layers=2), inputs_of(1, 5, 4, 3)
+    with torch.no_grad():
+        plain = shared(**inputs).sample
+
+    def work(transport: Any) -> None:
+        model, called = copy.deepcopy(shared), []
+        first, second = model.single_transformer_blocks
+        second.forward = others = type(second).forward.__get__(second)
+        parts = {"v": first.attn.to_v, "k": first.attn.to_k, "mlp": first.proj_mlp, "out": first.proj_out}
+        parts |= {"mlp 2": second.proj_mlp, "v 2": second.attn.to_v}
+        for name, part in parts.items():
+            part.register_forward_hook(lambda *_, name=name: called.append(name))
+        with torch.no_grad(), parallelize(model, transport=transport, preset="v_first"):
+            output = model(**inputs).sample
+            assert second.forward is others
+        assert called == ["v", "k", "mlp", "out", "mlp 2", "v 2"]
+        assert second.forward is others and "forward" not in vars(first)
+        torch.testing.assert_close(output, plain)
+
+    run_ranks(2, work)

@@ -31,7 +31,11 @@ from cocodiff.trace import LINK_CLASSES, Trace
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
-LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 6, 4  # q and k: a product, normalisation and rotation of each
+LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = (
+    1,
+    4,
+    4,
+)  # q and k: a product of each, and its normalisation and rotation in one
 Make = Callable[[Config, Mesh, Any, Trace, Kernels, Callable[[], Moment]], Ulysses]
 
 
@@ -75,11 +79,10 @@ class Segment(NamedTuple):
 
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
-    """A parallel MLP takes as long as one that follows; only FLUX.2's, which are gated, wait for no attention."""
-    beside = shape.parallel_layers if shape.gated_mlp else 0
+    """A parallel MLP takes as long as one that follows, and waits for no attention."""
     found = (
-        Kind("joint", shape.joint_layers + shape.parallel_layers - beside, load.text_tokens),
-        Kind("parallel", beside, load.text_tokens, True),
+        Kind("joint", shape.joint_layers, load.text_tokens),
+        Kind("parallel", shape.parallel_layers, load.text_tokens, True),
         Kind("image", shape.image_layers, 0),
     )
     return [kind for kind in found if kind.layers]
