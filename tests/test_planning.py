@@ -1,5 +1,7 @@
 """The virtual machine against closed forms, the emulated machine, and strategies that it has never seen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from worlds import topology_of
