@@ -13,43 +13,33 @@ from torch import Tensor
 
 NEVER = 2**62
 MIB = 2**20
-# device -> operation -> bytes from which SYCL is taken, with one thread and with more
-CHOICES: dict[str, dict[str, tuple[int, int]]] = {
+# device -> operation -> bytes from which SYCL is taken; with one thread and with two the same
+CHOICES: dict[str, dict[str, int]] = {
     "cpu": {
-        "pack": (MIB // 2, MIB // 2),
-        "unpack": (NEVER, NEVER),
-        "gather_pack": (MIB // 2, MIB // 2),
-        "scatter_rows": (MIB // 2, MIB // 2),
-        "l1_score": (MIB // 4, MIB // 4),
-        "select": (4000, 4000),
-        "qk_norm_rope": (MIB // 2, MIB // 2),
-        "merge_partials": (8192, 8192),
+        "pack": MIB // 2,
+        "unpack": NEVER,
+        "gather_pack": MIB // 2,
+        "scatter_rows": MIB // 2,
+        "l1_score": MIB // 4,
+        "select": 4000,
+        "qk_norm_rope": MIB // 2,
+        "merge_partials": 8192,
     },
     "xpu": dict.fromkeys(
-        ("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"),
-        (0, 0),
+        ("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"), 0
     ),
 }
-
-
-# The same, as it is looked up in every call: operation -> on a CPU with one thread and with more, on an XPU.
-_LEAST = {op: (*both, CHOICES["xpu"][op][0]) for op, both in CHOICES["cpu"].items()}
+_ON_CPU, _ON_XPU = CHOICES["cpu"], CHOICES["xpu"]
 _WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
-    """Whether SYCL is the faster one for these tensors. Numbers that are not of 16 or 32 bits have no kernels."""
+    """Whether SYCL is the faster one for these tensors. Numbers that are not of 16 or 32 bits have no kernels.
+
+    Every operation asks, so this is part of what a launch costs: it looks at as little as it can.
+    """
     some = moved[0]
-    if some.is_cpu:
-        least = _LEAST[op][torch.get_num_threads() > 1]
-    elif some.is_xpu:
-        least = _LEAST[op][2]
-    else:
+    least = _ON_CPU[op] if some.is_cpu else _ON_XPU[op] if some.is_xpu else NEVER
+    if some.nbytes < least and (least == NEVER or sum([tensor.nbytes for tensor in moved]) < least):
         return False
-    if least == NEVER or some.dtype not in _WITH_KERNELS:
-        return False
-    for tensor in moved:
-        least -= tensor.nbytes
-        if least <= 0:
-            return True
-    return False
+    return some.dtype in _WITH_KERNELS
