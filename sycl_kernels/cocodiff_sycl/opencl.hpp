@@ -7,6 +7,7 @@
 #include <CL/cl_ext.h>
 #include <dlfcn.h>
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <sycl/backend.hpp>
@@ -29,11 +30,15 @@ inline std::optional<sycl::queue> queue_of_this_thread(const sycl::queue &like) 
   if (like.get_backend() != OPENCL || !like.get_device().is_cpu()) return std::nullopt;
   const cl_queue_properties wanted[] = {
       CL_QUEUE_PROPERTIES, CL_QUEUE_THREAD_LOCAL_EXEC_ENABLE_INTEL | CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE, 0};
-  cl_int code = 0;
-  cl_command_queue made = COCODIFF_CL(clCreateCommandQueueWithProperties)(
-      sycl::get_native<OPENCL>(like.get_context()), sycl::get_native<OPENCL>(like.get_device()), wanted, &code);
-  if (code != CL_SUCCESS) return std::nullopt;
-  return sycl::make_queue<OPENCL>(made, like.get_context());
+  try {
+    cl_int code = 0;
+    cl_command_queue made = COCODIFF_CL(clCreateCommandQueueWithProperties)(
+        sycl::get_native<OPENCL>(like.get_context()), sycl::get_native<OPENCL>(like.get_device()), wanted, &code);
+    if (code != CL_SUCCESS) return std::nullopt;
+    return sycl::make_queue<OPENCL>(made, like.get_context());
+  } catch (const std::exception &) { // it is quicker with one, it works without
+    return std::nullopt;
+  }
 }
 #else
 inline std::optional<sycl::queue> queue_of_this_thread(const sycl::queue &) { return std::nullopt; }
