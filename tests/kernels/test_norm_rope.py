@@ -1,5 +1,4 @@
-"""q and k in one pass of a kernel: as close to the truth as the model's modules, and only where it does what they do
-(the numbers of a head, their weight, their rotation)."""
+"""q and k in one pass of a kernel: as close to the truth as by the model's modules, and only where it does the same."""
 
 from __future__ import annotations
 
