@@ -187,9 +187,10 @@ class LanePending(Generic[T]):
             try:
                 value, mark = self._future.result(timeout=CHECK_S)
                 break
-            except FutureTimeout:
-                if self._future.done():
-                    raise  # the job itself timed out
+            except FutureTimeout as late:
+                # Done by now does not say whose this is: the job may have ended just after this wait gave up.
+                if self._future.done() and self._future.exception() is late:
+                    raise
                 self._health.check()
             except (PeerLost, UserError):
                 raise
