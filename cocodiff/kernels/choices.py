@@ -7,6 +7,7 @@ passes over memory go to SYCL, on the evidence of the table of bytes in docs/ker
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ CHOICES: dict[str, dict[str, int]] = {
     ),
 }
 _ON_CPU, _ON_XPU = CHOICES["cpu"], CHOICES["xpu"]
+_NBYTES = attrgetter("nbytes")
 _WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,6 +42,6 @@ def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
     """
     some = moved[0]
     least = _ON_CPU[op] if some.is_cpu else _ON_XPU[op] if some.is_xpu else NEVER
-    if some.nbytes < least and (least == NEVER or sum([tensor.nbytes for tensor in moved]) < least):
+    if some.nbytes < least and (least == NEVER or sum(map(_NBYTES, moved)) < least):
         return False
     return some.dtype in _WITH_KERNELS

@@ -18,7 +18,7 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 
 __all__ = ["Unavailable", "cache_folder", "host_library", "kernel_options", "kernel_source", "lock"]
 HERE = Path(__file__).parent
-HOST = ("host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp")
+HOST = ("host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300

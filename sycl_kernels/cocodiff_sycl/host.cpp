@@ -24,6 +24,7 @@
 #include "moves.hpp"
 #include "opencl.hpp"
 #include "saved.hpp"
+#include "tensors.hpp"
 
 namespace syclexp = sycl::ext::oneapi::experimental;
 using Bundle = sycl::kernel_bundle<sycl::bundle_state::executable>;
@@ -116,11 +117,12 @@ struct Launch {
 };
 
 // The same of movement launches. kernels: of units of 16, 4 and 2 bytes. look: whether indices are read and checked.
-// chunk: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group.
+// chunk: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group. `count` pieces follow.
 struct MoveLaunch {
   Device *device;
   sycl::kernel *kernels[3];
-  int64_t flags, itemsize, look, lanes, chunk, units, packed;
+  int64_t flags, itemsize, look, lanes, chunk, units, packed, count;
+  const Piece *pieces() const { return reinterpret_cast<const Piece *>(this + 1); }
 };
 
 constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for the kernel; copy the table even where it could be read
@@ -237,6 +239,11 @@ void *cocodiff_kernel(void *module, const char *name) {
   });
 }
 
+// Where a tuple's tensors lie, and how, as Python bytes. Called with the interpreter's lock held.
+void *cocodiff_look(const Reads *python, void *tuple) {
+  return guarded<void *>(nullptr, [&] { return look(*python, tuple); });
+}
+
 // queue: the caller's current sycl::queue, or null for the device's own.
 int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses) {
   return guarded(1, [&] {
@@ -251,12 +258,12 @@ int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses)
   });
 }
 
-// Moves pieces in one launch. Returns 2 for a mistake in them.
-int cocodiff_move(const MoveLaunch *launch, void *queue, const Piece *pieces, size_t count) {
+// Moves pieces in one launch. addresses: of the tensors that pieces name. Returns 2 for a mistake in them.
+int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresses) {
   const MoveLaunch &how = *launch;
   std::optional<MoveTable> table;
   try {
-    table.emplace(pieces, count, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
+    table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
   } catch (const std::exception &error) {
     last_error = error.what();
     return 2;

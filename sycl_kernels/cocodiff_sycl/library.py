@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_void_p
-from functools import cache
 from pathlib import Path
 
 from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
 from cocodiff_sycl.find import Runtime, Unavailable
 from cocodiff_sycl.kept import Kept
+from cocodiff_sycl.layouts import look_of, numbers_of
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
 CPU_THREADS = "DPCPP_CPU_NUM_CUS"
-
-
-@cache
-def numbers_of(count: int) -> struct.Struct:
-    """So many numbers of 8 bytes, as C takes them."""
-    return struct.Struct(f"{count}q")
 
 
 class Library:
@@ -40,7 +33,8 @@ class Library:
         runtime, folder = runtime_and_folder()
         self.folder = folder
         threads = _prepare(runtime, folder)
-        self._c = _bind(host_library(runtime, folder))
+        host = host_library(runtime, folder)
+        self._c, self.look = _bind(host), look_of(host)
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
@@ -123,21 +117,21 @@ class Library:
         if self._c.cocodiff_launch(launch, queue, addresses):
             raise RuntimeError(f"a SYCL kernel failed on {self.device_name}: {self._error()}")
 
-    def moves_of(self, itemsize: int, look: bool, chunk_bytes: int, packed: int) -> bytes:
-        """What launches that move numbers of a size have in common (struct MoveLaunch of host.cpp), for `move`.
+    def moves_of(self, pieces: bytes, count: int, itemsize: int, look: bool, chunk_bytes: int, packed: int) -> bytes:
+        """What launches have in common that move pieces (struct Piece of moves.hpp), for `move`: struct MoveLaunch of
+        host.cpp.
 
         look: whether indices are checked. chunk_bytes: what a group of lanes moves, at most; on a CPU less where there
         are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
         kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
-        return numbers_of(11).pack(
-            self._device.value, *kernels, self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed
-        )
+        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed, count
+        return numbers_of(12).pack(self._device.value, *kernels, *values) + pieces
 
-    def move(self, op: str, launch: bytes, pieces: bytes, count: int, queue: int | None = None) -> None:
-        """Moves pieces (struct Piece of moves.hpp) in one launch. Raises ValueError for a mistake in them."""
-        code = self._c.cocodiff_move(launch, queue, pieces, count)
+    def move(self, op: str, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
+        """Moves pieces in one launch. addresses: of the tensors that they name. Raises ValueError for a mistake."""
+        code = self._c.cocodiff_move(launch, queue, addresses)
         if code == 2:
             raise ValueError(f"{op}: {self._error()}")
         if code:
@@ -188,7 +182,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_char_p, c_void_p, c_char_p)),
-        ("move", c_int, (c_char_p, c_void_p, c_char_p, c_size_t)),
+        ("move", c_int, (c_char_p, c_void_p, c_char_p)),
     ):
         function = getattr(c, f"cocodiff_{name}")
         function.restype, function.argtypes = result, arguments

@@ -1,144 +1,159 @@
-"""The pieces of a movement launch as numbers: what is moved from where to where. The C library makes the launch's table
-of them and looks at indices (moves.hpp).
-
-A piece costs Python a few microseconds: what can be told from its layout is told once (`memo.py`).
+"""What a movement launch moves, as numbers: which of its tensors go where in which others. The C library makes the
+launch's table of them and of addresses, and looks at indices (moves.hpp).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap
-from cocodiff_sycl.library import numbers_of
-from cocodiff_sycl.memo import known
+from cocodiff_sycl.layouts import numbers_of
 from cocodiff_sycl.rows import Rows
 
 Four = tuple[int, int, int, int]
 NOWHERE: Four = (0, 0, 0, 0)
-Layout = tuple[bytes, int]  # of a piece: the members of struct Piece after its six addresses, and how many numbers move
-ADDRESSES = numbers_of(6)
+PLACES = 4  # of a piece among a launch's tensors: a tensor, or what chosen rows consist of
+NONE = -1  # the place of a tensor that is not there
 
 
-class Moves:
-    """Pieces of one launch, all of one device and dtype. Adding checks them."""
+def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
+    """PLACES tensors of each piece."""
+    found: list[Tensor | None] = []
+    for piece in pieces:
+        if isinstance(piece, Tensor):
+            found += piece, None, None, None
+        else:
+            found += piece.source_RHD, piece.index_K, piece.reference_RHD, piece.reference_index_K
+    return found
 
-    def __init__(
-        self, op: str, device: torch.device, dtype: torch.dtype, look: bool, layouts: dict[Any, Any] | None = None
-    ) -> None:
-        """look: whether the numbers of indices are read and checked here, for memory that the C library cannot read.
-        layouts: what earlier launches on the device found out (`known`), and what this one adds."""
+
+def packed(
+    op: str, device: torch.device, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]
+) -> Pieces:
+    """Pieces, message after message, to contiguous buffers."""
+    pieces, place = Pieces(op, device, buffers[0].dtype), 0
+    into = PLACES * sum(map(len, messages))
+    for number, (message, buffer) in enumerate(zip(messages, buffers, strict=True)):
+        if buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(f"{op}: a buffer must be contiguous and of one dimension, not {list(buffer.shape)}")
+        check_like(op, device, pieces.dtype, buffer=buffer)
+        start, room = 0, buffer.numel()
+        for piece in message:
+            end = start + pieces.add(piece, place, None, into + number, start)
+            if end > room:
+                raise ValueError(f"{op}: {end} numbers and more for a buffer of {room}")
+            start, place = end, place + PLACES
+    return pieces
+
+
+def placed(op: str, device: torch.device, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> Pieces:
+    """Pieces, each to a slice of its own shape."""
+    pieces = Pieces(op, device, targets[0].dtype)
+    for number, (part, target) in enumerate(zip(parts, targets, strict=True)):
+        pieces.add(part, PLACES * number, target, PLACES * len(parts) + number)
+    return pieces
+
+
+def scattered(
+    op: str, device: torch.device, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]
+) -> Pieces:
+    """Rows, then where they go to, then caches."""
+    pieces = Pieces(op, device, caches[0].dtype)
+    for number, (rows_KHD, cache_RHD) in enumerate(zip(rows, caches, strict=True)):
+        pieces.scatter(rows_KHD, number, cache_RHD, len(rows) + 1 + number, index_K, len(rows))
+    return pieces
+
+
+def check_rows_exist(op: str, device: torch.device, pieces: Iterable[Tensor | Rows]) -> None:
+    """Reads indices and raises ValueError for rows that are not there: for memory that the C library cannot read."""
+    for piece in pieces:
+        if isinstance(piece, Tensor):
+            continue
+        check_index(op, piece.index_K, device, piece.source_RHD.shape[0], True)
+        if piece.reference_RHD is not None and piece.reference_index_K is not None:
+            check_index(op, piece.reference_index_K, device, piece.reference_RHD.shape[0], True, least=-1)
+
+
+class Pieces:
+    """The pieces of one launch, all of one device and dtype. Adding checks them. Tensors are named by their places
+    among those of the launch."""
+
+    def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
         check_like(op, device, dtype)
-        self.op, self.device, self.dtype, self._look = op, device, dtype, look
-        self._layouts = {} if layouts is None else layouts
-        self._words = (dtype,)
-        self._parts: list[bytes] = []  # struct Piece of moves.hpp, addresses and the rest in turn
+        self.op, self.device, self.dtype = op, device, dtype
+        self.count = 0
+        self._bytes: list[bytes] = []
 
-    @property
-    def count(self) -> int:
-        return len(self._parts) // 2
+    def as_bytes(self) -> bytes:
+        """An array of struct Piece."""
+        return b"".join(self._bytes)
 
-    def pieces(self) -> bytes:
-        return b"".join(self._parts)
-
-    def pack(self, piece: Tensor | Rows, address: int, start: int, room: int) -> int:
-        """Adds a piece that goes to a contiguous buffer of `room` numbers from number `start` on. Returns its end."""
-        of = (piece, None, None, None, None) if isinstance(piece, Tensor) else (*self._rows(piece), None)
-        rest, numbers = known(self._layouts, self._layout, of, self._words)
-        end = start + numbers
-        if end > room:
-            raise ValueError(f"{self.op}: {end} numbers and more for a buffer of {room}")
-        self._add(of, address + start * self.dtype.itemsize, rest)
-        return end
-
-    def place(self, part: Tensor | Rows, target: Tensor) -> None:
-        """Adds a piece that goes to a slice of its own shape."""
-        of = (part, None, None, None, target) if isinstance(part, Tensor) else (*self._rows(part), target)
-        self._add(of, target.data_ptr(), known(self._layouts, self._layout, of, self._words)[0])
-
-    def scatter(self, rows_KHD: Tensor, cache_RHD: Tensor, index_K: Tensor) -> None:
-        """Adds rows that go to rows index_K of a cache."""
-        rest = known(self._layouts, self._scattered, (rows_KHD, cache_RHD, index_K), self._words)[0]
-        if self._look:
-            check_index(self.op, index_K, self.device, cache_RHD.shape[0], True)
-        of = rows_KHD.data_ptr(), cache_RHD.data_ptr(), 0, 0, index_K.data_ptr(), 0
-        self._parts += (ADDRESSES.pack(*of), rest)
-
-    def _rows(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What chosen rows consist of, without a reference where it lacks one of its two."""
-        source, index, reference, kept = rows.source_RHD, rows.index_K, rows.reference_RHD, rows.reference_index_K
-        if self._look:
-            check_index(self.op, index, self.device, source.shape[0], True)
-            if reference is not None and kept is not None:
-                check_index(self.op, kept, self.device, reference.shape[0], True, least=-1)
-        return source, index, reference, kept
-
-    def _add(self, of: tuple[Any, ...], target: int, rest: bytes) -> None:
-        """Notes a piece that goes to an address: its own addresses, and what is known of its layout."""
-        source, index, reference, kept, _ = of
-        if index is None:
-            self._parts += (ADDRESSES.pack(source.data_ptr(), target, 0, 0, 0, 0), rest)
-            return
-        written = (0, 0) if reference is None else (reference.data_ptr(), kept.data_ptr())
-        self._parts += (
-            ADDRESSES.pack(source.data_ptr(), target, written[0], index.data_ptr(), 0, written[1]),
-            rest,
-        )
-
-    # Layouts: worked out where they are new ---------------------------------------------------------------------------
-
-    def _layout(
-        self, source: Tensor, index: Tensor | None, reference: Tensor | None, reference_index: Tensor | None,
-        target: Tensor | None, _dtype: torch.dtype,
-    ) -> Layout:  # fmt: skip
-        """Of a piece, or of chosen rows, that goes to a slice or, without target, to a contiguous buffer."""
-        shape = tuple(source.shape) if index is None else (1, len(index), *source.shape[1:])
+    def add(self, piece: Tensor | Rows, place: int, target: Tensor | None, into: int, start: int = 0) -> int:
+        """Notes that a piece, or chosen rows, go to a slice of their own shape or, without target, to a contiguous
+        buffer from its number `start` on. Returns how many numbers these are."""
+        rows = None if isinstance(piece, Tensor) else piece
+        source = piece if isinstance(piece, Tensor) else piece.source_RHD
+        shape = tuple(source.shape) if rows is None else (1, len(rows.index_K), *source.shape[1:])
         if not 1 <= len(shape) <= 4:
             raise ValueError(f"{self.op}: a piece of {len(shape)} dimensions {list(shape)}: give one to four")
         if target is not None:
-            self._check(target, "a target")
-            check_no_overlap(self.op, "a target", target)
+            self._check_written(target, "a target")
             if tuple(target.shape) != shape:
                 raise ValueError(f"{self.op}: a piece of {list(shape)} for a target of {list(target.shape)}")
-        self._check(source, "a piece" if index is None else "a source")
-        of_rows, kept = (0, 0, 0), NOWHERE
-        if index is not None:
-            check_index(self.op, index, self.device, source.shape[0], False)
-            of_rows = source.shape[0], 0, 0
-            if reference is not None:
-                kept = self._reference(source, index, reference, reference_index)
-                of_rows = source.shape[0], 0, reference.shape[0]
-        _, rows, heads, numbers = sizes = _padded(shape, 1)
-        packed = rows * heads * numbers, heads * numbers, numbers, 1
-        to = packed if target is None else _padded(target.stride(), 0)
-        return numbers_of(19).pack(*of_rows, *sizes, *_padded(source.stride(), 0), *to, *kept), prod(shape)
+        self._check(source, "a piece" if rows is None else "a source")
+        places, counts, kept = (place, into, NONE, NONE, NONE, NONE), (0, 0, 0), NOWHERE
+        if rows is not None:
+            check_index(self.op, rows.index_K, self.device, source.shape[0], False)
+            places, counts = (place, into, NONE, place + 1, NONE, NONE), (source.shape[0], 0, 0)
+            if rows.reference_RHD is not None:
+                kept = self._reference(rows, rows.reference_RHD)
+                places = place, into, place + 2, place + 1, NONE, place + 3
+                counts = source.shape[0], 0, rows.reference_RHD.shape[0]
+        _, length, heads, numbers = sizes = _padded(shape, 1)
+        side_by_side = length * heads * numbers, heads * numbers, numbers, 1
+        to = side_by_side if target is None else _padded(target.stride(), 0)
+        self._note(places, start, counts, sizes, _padded(source.stride(), 0), to, kept)
+        return prod(shape)
 
-    def _scattered(self, rows_KHD: Tensor, cache_RHD: Tensor, index_K: Tensor, _dtype: torch.dtype) -> Layout:
-        self._check(cache_RHD, "a cache")
-        check_no_overlap(self.op, "a cache", cache_RHD)
-        rows, count = cache_RHD.shape[0], index_K.shape[0]
+    def scatter(
+        self, rows_KHD: Tensor, place: int, cache_RHD: Tensor, into: int, index_K: Tensor, index_place: int
+    ) -> None:
+        """Notes that rows go to rows index_K of a cache."""
+        self._check_written(cache_RHD, "a cache")
+        length, count = cache_RHD.shape[0], index_K.shape[0]
         if cache_RHD.dim() != 3 or rows_KHD.shape != (count, *cache_RHD.shape[1:]):
             raise ValueError(f"{self.op}: rows of {list(rows_KHD.shape)} for {count} places in {list(cache_RHD.shape)}")
-        check_index(self.op, index_K, self.device, rows, False)
+        check_index(self.op, index_K, self.device, length, False)
         self._check(rows_KHD, "a piece")
-        to, sizes = _padded(cache_RHD.stride(), 0), _padded(rows_KHD.shape, 1)
-        of_rows = 0, rows, 0
-        return numbers_of(19).pack(*of_rows, *sizes, *_padded(rows_KHD.stride(), 0), *to, *NOWHERE), prod(sizes)
+        places, counts = (place, into, NONE, NONE, index_place, NONE), (0, length, 0)
+        of, to = _padded(rows_KHD.stride(), 0), _padded(cache_RHD.stride(), 0)
+        self._note(places, 0, counts, _padded(rows_KHD.shape, 1), of, to, NOWHERE)
 
-    def _reference(self, source: Tensor, index: Tensor, kept: Tensor, kept_index: Tensor | None) -> Four:
+    def _note(self, places: tuple[int, ...], start: int, counts: tuple[int, int, int], *fours: Four) -> None:
+        """struct Piece of moves.hpp."""
+        numbers = [number for four in fours for number in four]
+        self._bytes.append(numbers_of(26).pack(*places, start, *counts, *numbers))
+        self.count += 1
+
+    def _reference(self, rows: Rows, reference: Tensor) -> Four:
         """Strides of the place where chosen rows are written as well."""
-        self._check(kept, "a reference")
-        check_no_overlap(self.op, "a reference", kept)
-        if kept_index is None or len(kept_index) != len(index) or kept.shape[1:] != source.shape[1:]:
+        self._check_written(reference, "a reference")
+        index, kept = rows.index_K, rows.reference_index_K
+        if kept is None or len(kept) != len(index) or reference.shape[1:] != rows.source_RHD.shape[1:]:
             raise ValueError(
-                f"{self.op}: a reference of {list(kept.shape)} needs an index of {len(index)} rows and heads of "
-                f"{list(source.shape[1:])}"
+                f"{self.op}: a reference of {list(reference.shape)} needs an index of {len(index)} rows and heads of "
+                f"{list(rows.source_RHD.shape[1:])}"
             )
-        check_index(self.op, kept_index, self.device, len(kept), False)
-        return _padded(kept.stride(), 0)
+        check_index(self.op, kept, self.device, len(reference), False)
+        return _padded(reference.stride(), 0)
+
+    def _check_written(self, x: Tensor, what: str) -> None:
+        self._check(x, what)
+        check_no_overlap(self.op, what, x)
 
     def _check(self, x: Tensor, what: str) -> None:
         check_like(self.op, self.device, self.dtype, **{what.replace(" ", "_"): x})

@@ -1,7 +1,8 @@
 // The table of a movement launch, made here because Python needs several microseconds for an entry.
 //
-// Python gives pieces: addresses, sizes and strides of tensors. Their checks that need the pieces alone are done there;
-// numbers of indices are looked at here. An entry is a struct Move of kernels/movement.cpp.
+// Python gives pieces, which name the launch's tensors by their places, and the addresses of those; what follows from
+// sizes and strides is checked there, numbers of indices are looked at here. An entry is a struct Move of
+// kernels/movement.cpp.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,9 +11,10 @@
 #include <vector>
 
 struct Piece { // sizes and strides of four dimensions, in numbers; strides of the last one are 1
-  int64_t source, target, reference;                   // addresses; no reference is 0
-  int64_t source_index, target_index, reference_index; // addresses of row numbers, 0 for rows in their order
-  int64_t source_rows, target_rows, reference_rows;    // what those numbers stay below
+  int64_t source, target, reference;                   // places of tensors, -1 for none
+  int64_t source_index, target_index, reference_index; // places of row numbers, -1 for rows in their order
+  int64_t start;                                       // where in the target, in numbers
+  int64_t source_rows, target_rows, reference_rows;    // what row numbers stay below
   int64_t size[4], from[4], to[4], kept[4];
 };
 
@@ -27,10 +29,11 @@ public:
   std::vector<Move> moves;
   int64_t unit = 16, chunks = 0, chunk = 0;
 
-  // look: whether the numbers of indices are read. most: bytes of a chunk at most; units: cores to share the work, 0 for
-  // a device that is given chunks of `most`.
-  MoveTable(const Piece *pieces, size_t count, int64_t itemsize, bool look, int64_t lanes,
-            int64_t most, int64_t units) {
+  // addresses: of the launch's tensors. look: whether the numbers of indices are read. most: bytes of a chunk at most;
+  // units: cores to share the work, 0 for a device that is given chunks of `most`.
+  MoveTable(const Piece *pieces, size_t count, const int64_t *addresses, int64_t itemsize, bool look, int64_t lanes,
+            int64_t most, int64_t units)
+      : tensors_(addresses) {
     moves.reserve(count);
     for (size_t n = 0; n < count; ++n) {
       if (look) check(pieces[n]);
@@ -51,6 +54,7 @@ public:
   }
 
 private:
+  const int64_t *tensors_;
   int64_t addresses_ = 0; // all addresses, strides and lengths of runs or-ed: what is common to them is the unit
   int64_t bytes_ = 0;     // what is moved, counted once
   struct Index {
@@ -58,12 +62,14 @@ private:
   };
   std::vector<Index> seen_;
 
+  int64_t address(int64_t place) const { return place < 0 ? 0 : tensors_[place]; }
+
   void add(const Piece &piece, int64_t itemsize) {
     const auto [outer, rows, all_heads, numbers_of_head] = piece.size;
     const int64_t count = outer * rows;
     int64_t heads = all_heads, numbers = numbers_of_head;
     if (!(count * heads * numbers)) return;
-    const bool kept_follows = !piece.reference || piece.kept[2] == numbers;
+    const bool kept_follows = piece.reference < 0 || piece.kept[2] == numbers;
     if (heads == 1 || (piece.from[2] == numbers && piece.to[2] == numbers && kept_follows)) {
       numbers *= heads;
       heads = 1;
@@ -72,10 +78,11 @@ private:
       throw std::invalid_argument(std::to_string(count * heads) + " runs in one piece: at most " +
                                   std::to_string(UINT32_MAX));
     Move move{};
-    move.source = piece.source, move.target = piece.target, move.reference = piece.reference;
-    move.source_index = piece.source_index, move.target_index = piece.target_index;
-    move.reference_index = piece.reference_index;
-    const bool one_stride = piece.source_index || piece.target_index || outer == 1;
+    move.source = address(piece.source), move.target = address(piece.target) + piece.start * itemsize;
+    move.reference = address(piece.reference);
+    move.source_index = address(piece.source_index), move.target_index = address(piece.target_index);
+    move.reference_index = address(piece.reference_index);
+    const bool one_stride = move.source_index || move.target_index || outer == 1;
     move.inner = one_stride ? int64_t(1) << 62 : rows;
     move.source_outer = piece.from[0] * itemsize, move.source_row = piece.from[1] * itemsize;
     move.target_outer = piece.to[0] * itemsize, move.target_row = piece.to[1] * itemsize;
@@ -92,9 +99,9 @@ private:
 
   void check(const Piece &piece) {
     const int64_t count = piece.size[0] * piece.size[1];
-    check({piece.source_index, count, piece.source_rows}, 0);
-    check({piece.target_index, count, piece.target_rows}, 0);
-    check({piece.reference_index, count, piece.reference_rows}, -1);
+    check({address(piece.source_index), count, piece.source_rows}, 0);
+    check({address(piece.target_index), count, piece.target_rows}, 0);
+    check({address(piece.reference_index), count, piece.reference_rows}, -1);
   }
 
   void check(Index index, int64_t least) {

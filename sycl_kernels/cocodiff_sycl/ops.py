@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.checks import check_like
+from cocodiff_sycl.layouts import Layouts, Tensors, numbers_of
 from cocodiff_sycl.library import Library
-from cocodiff_sycl.movement import Moves
-from cocodiff_sycl.plans import LAYOUTS, Plan, Plans
+from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
+from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
+ADDRESS = numbers_of(1)
 CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
@@ -57,8 +59,8 @@ class SyclOps:
         self.library, self.device, self._queue = library, device, queue
         self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
         self._plans = Plans(library, device)
-        self._layouts: dict[Any, Any] = {}  # of pieces that were moved
-        self._moving: dict[int, bytes] = {}  # size of a number in bytes -> what the library takes beside pieces
+        self._moves: Layouts[bytes] = Layouts(library.look)
+        self._reads_indices = self.look and not library.is_cpu  # the C library reads them where it can
         self._kept = threading.local()
 
     # Movement -------------------------------------------------------------------------------------------------------
@@ -71,63 +73,53 @@ class SyclOps:
     ) -> None:
         if not buffers:
             return
-        moves = self._moves(op, buffers[0])
-        for pieces, buffer in zip(messages, buffers, strict=True):
-            if buffer.dim() != 1 or not buffer.is_contiguous():
-                raise ValueError(f"{op}: a buffer must be contiguous and of one dimension, not {list(buffer.shape)}")
-            if buffer.dtype is not moves.dtype or buffer.device != self.device:
-                check_like(op, self.device, moves.dtype, buffer=buffer)
-            address, start, room = buffer.data_ptr(), 0, buffer.numel()
-            for piece in pieces:
-                start = moves.pack(piece, address, start, room)
-        self._move(moves)
+        pieces = list(chain.from_iterable(messages))
+        tensors = (*tensors_of(pieces), *buffers)
+        self._move(op, (*map(len, messages),), tensors, pieces, packed, messages, buffers)
 
     def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
-        if not targets:
-            return
-        moves = self._moves("unpack", targets[0])
-        for part, target in zip(parts, targets, strict=True):
-            moves.place(part, target)
-        self._move(moves)
+        if targets:
+            self._move("unpack", len(parts), (*tensors_of(parts), *targets), parts, placed, parts, targets)
 
     def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
         if not caches:
             return
-        moves = self._moves("scatter_rows", caches[0])
-        for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
-            moves.scatter(rows_KHD, cache_RHD, index_K)
-        self._move(moves)
+        moved = [Rows(cache_RHD, index_K) for cache_RHD in caches] if self._reads_indices else ()
+        tensors = (*rows, index_K, *caches)
+        self._move("scatter_rows", len(rows), tensors, moved, scattered, rows, index_K, caches)
 
-    def _moves(self, op: str, like: Tensor) -> Moves:
-        return Moves(op, self.device, like.dtype, self.look and not self.library.is_cpu, self._layouts)
+    def _move(
+        self, op: str, lengths: Hashable, tensors: Tensors, indexed: Sequence[Tensor | Rows],
+        pieces_of: Callable[..., Pieces], *arguments: Any,
+    ) -> None:  # fmt: skip
+        """lengths: what of the arguments' form the tensors do not tell. indexed: rows that have to be there."""
+        launch, addresses = self._moves.of((op, lengths), tensors, self._launch_of, op, pieces_of, arguments)
+        if self._reads_indices:
+            check_rows_exist(op, self.device, indexed)
+        self.library.move(op, launch, addresses, self._queue())
 
-    def _move(self, moves: Moves) -> None:
-        itemsize = moves.dtype.itemsize
-        launch = self._moving.get(itemsize)
-        if launch is None:
-            library = self.library
-            look, chunk_bytes = self.look and library.is_cpu, CHUNK_BYTES[library.is_cpu]
-            launch = self._moving[itemsize] = library.moves_of(itemsize, look, chunk_bytes, self._plans.packed)
-        self.library.move(moves.op, launch, moves.pieces(), moves.count, self._queue())
+    def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
+        library, pieces = self.library, pieces_of(op, self.device, *arguments)
+        look, chunk_bytes = self.look and library.is_cpu, CHUNK_BYTES[library.is_cpu]
+        itemsize, packed = pieces.dtype.itemsize, self._plans.packed
+        return library.moves_of(pieces.as_bytes(), pieces.count, itemsize, look, chunk_bytes, packed)
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        plan = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
+        plan, addresses = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
         change_BL, norm_BL = plan.new(), plan.new()
         if plan.groups:
-            to = change_BL.data_ptr(), norm_BL.data_ptr()
-            self._launch(plan, v_BLHD.data_ptr(), reference_BLHD.data_ptr(), *to)
+            self._launch(plan, addresses, change_BL, norm_BL)
         else:
             change_BL.zero_(), norm_BL.zero_()
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
-        plan = self._plans.of("select", (score_BN,), k)
+        plan, addresses = self._plans.of("select", (score_BN,), k)
         chosen_BK = plan.new()
         if plan.groups:
-            scratch = self._scratch(258 * plan.groups)
-            self._launch(plan, score_BN.data_ptr(), chosen_BK.data_ptr(), scratch.data_ptr())
+            self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
@@ -145,20 +137,23 @@ class SyclOps:
     ) -> Tensor:  # fmt: skip
         if layout not in LAYOUTS:
             raise ValueError(f"qk_norm_rope: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
-        tables = (torch.view_as_real(rotary[0]).flatten(-2),) if layout == "complex" else rotary
-        plan = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, *tables), epsilon, layout, twice)
+        if len(rotary) != TABLES[layout]:
+            raise ValueError(f"qk_norm_rope: {len(rotary)} rotary tables for layout {layout}: give {TABLES[layout]}")
+        tables = (torch.view_as_real(rotary[0]),) if layout == "complex" else rotary
+        cosine, sine, *_ = (*tables, None, None)
+        plan, addresses = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, cosine, sine), epsilon, layout, twice)
         out_BLHD = plan.new()
         if plan.groups:
-            weight = 0 if weight_D is None else weight_D.data_ptr()
-            cosine, sine = (*[table_LD.data_ptr() for table_LD in tables], 0, 0)[:2]
-            self._launch(plan, x_BLHD.data_ptr(), out_BLHD.data_ptr(), weight, cosine, sine)
+            self._launch(plan, addresses, out_BLHD)
         return out_BLHD
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
-        plan = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
+        plan, addresses = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
         if plan.groups:
-            of = out_BLHD.data_ptr(), part_BLHD.data_ptr(), lse_BLH.data_ptr(), part_lse_BLH.data_ptr()
-            self._launch(plan, *of)
+            self._launch(plan, addresses)
 
-    def _launch(self, plan: Plan, *addresses: int) -> None:
-        self.library.launch(plan.launch, plan.addresses(*addresses), self._queue())
+    def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
+        """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""
+        for tensor in written:
+            addresses += ADDRESS.pack(tensor.data_ptr())
+        self.library.launch(plan.launch, addresses, self._queue())

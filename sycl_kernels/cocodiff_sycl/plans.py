@@ -1,23 +1,23 @@
 """Which launch an arithmetic operation is for tensors of given layouts: checked and worked out once, then looked up.
 
-What a check can find, and all numbers of a launch but addresses, follow from shapes, strides, dtypes and devices. So a
-`Plan` is kept by these, and a later call reads attributes and packs addresses: a third of what checking costs.
+A later call with tensors of such layouts (`layouts.py`) finds the plan and brings addresses.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows
-from cocodiff_sycl.library import Library, numbers_of
-from cocodiff_sycl.memo import known
+from cocodiff_sycl.layouts import Layouts, Tensors
+from cocodiff_sycl.library import Library
 
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
+TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -25,17 +25,16 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: how many work-groups (0 where there is nothing to do), what the C library takes beside addresses, what
-    packs these, and what it returns: a tensor of that shape and dtype, of one number in memory."""
+    """A launch: how many work-groups (0 where there is nothing to do), what the C library takes beside addresses, and
+    what it returns: a tensor like that, which itself has no memory."""
 
     groups: int
     launch: bytes
-    addresses: Callable[..., bytes]
     result: Tensor
 
     def new(self) -> Tensor:
         """Memory for what it returns. To make a tensor like another takes half as long as to say what it is like."""
-        return torch.empty_like(self.result, memory_format=torch.contiguous_format)
+        return torch.empty_like(self.result)
 
 
 class Plans:
@@ -44,16 +43,15 @@ class Plans:
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
         self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
-        self._kept: dict[object, Plan] = {}
+        self._layouts: Layouts[Plan] = Layouts(library.look)
         self._make: dict[str, Callable[..., Plan]] = {
             "l1_score": self._l1_score, "select": self._select, "qk_norm_rope": self._qk_norm_rope,
             "merge_partials": self._merge_partials,
         }  # fmt: skip
 
-    def of(self, op: str, tensors: Sequence[Tensor | None], *words: object) -> Plan:
-        """The plan of an operation. words: what it takes beside tensors, hashable."""
-        plan: Plan = known(self._kept, self._make[op], tensors, words)
-        return plan
+    def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
+        """The plan of an operation, and where its tensors lie. words: what it takes beside tensors, hashable."""
+        return self._layouts.of((op, words), tensors, self._make[op], *tensors, *words)
 
     def _l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
         op = "l1_score"
@@ -84,10 +82,12 @@ class Plans:
         values = score_BN.stride(0), N, k
         return self._plan("select_largest", 3, B if k else 0, items, values, self._like(torch.int64, B, k))
 
-    def _qk_norm_rope(self, x_BLHD: Tensor, weight_D: Tensor | None, *others: Tensor | float | str | None) -> Plan:
-        """others: rotary tables, then epsilon, the layout and whether to round twice."""
+    def _qk_norm_rope(
+        self, x_BLHD: Tensor, weight_D: Tensor | None, cosine_LD: Tensor | None, sine_LD: Tensor | None,
+        epsilon: float | None, layout: str, twice: bool,
+    ) -> Plan:  # fmt: skip
+        """cosine: with layout "complex" both, side by side, of [L, D / 2, 2]."""
         op = "qk_norm_rope"
-        *tables, epsilon, layout, twice = others
         check_dims(op, "x", x_BLHD, 4)
         B, L, H, D = shape = x_BLHD.shape
         check_rows(op, self._device, x_BLHD.dtype, shape, x=x_BLHD)
@@ -95,17 +95,16 @@ class Plans:
             raise ValueError(f"{op}: heads of {D} numbers have no pairs to rotate: give an even number")
         if weight_D is not None:
             check_rows(op, self._device, x_BLHD.dtype, (D,), weight=weight_D)
-        if len(tables) != {"complex": 1, "none": 0}.get(str(layout), 2):
-            raise ValueError(f"{op}: {len(tables)} rotary tables for layout {layout}")
-        for table_LD in tables:
-            assert isinstance(table_LD, Tensor)
-            check_rows(op, self._device, torch.float32, (L, D), rotary=table_LD)
-            if not table_LD.is_contiguous():
-                raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table_LD.stride()}")
+        shape_of_table = (L, D // 2, 2) if layout == "complex" else (L, D)
+        for table in (cosine_LD, sine_LD)[: TABLES[layout]]:
+            assert table is not None
+            check_rows(op, self._device, torch.float32, shape_of_table, rotary=table)
+            if not table.is_contiguous():
+                raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table.stride()}")
         rows = B * L * H if D else 0
         each = self._rows_each(rows, D * x_BLHD.element_size())
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
-        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[str(layout)], int(bool(twice))
+        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(twice)
         result = self._like(x_BLHD.dtype, *shape)
         return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values, result)
 
@@ -149,7 +148,9 @@ class Plans:
     ) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""
         launch = self._library.launch_of(kernel, groups, items, addresses, values)
-        return Plan(groups, launch, numbers_of(addresses).pack, result)
+        return Plan(groups, launch, result)
 
     def _like(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty((), dtype=dtype, device=self._device).expand(shape)
+        result = torch.empty(shape, dtype=dtype, device=self._device)
+        result.untyped_storage().resize_(0)
+        return result

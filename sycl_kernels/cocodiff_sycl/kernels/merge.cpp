@@ -19,8 +19,8 @@ inline void merge_row(typename Out::Bits *out, const typename Part::Bits *part, 
 
 struct Partials {
   char *out;
-  const char *part;
   float *lse;
+  const char *part;
   const float *part_lse; // both contiguous
   i64 rows, rows_each;   // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
   i64 tokens, heads, numbers;

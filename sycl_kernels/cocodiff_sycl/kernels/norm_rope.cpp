@@ -102,10 +102,9 @@ inline void norm_rope_row(const typename Type::Bits *x, typename Type::Bits *out
 }
 
 struct Heads {
-  const char *x;
-  char *out; // contiguous
-  const char *weight;
+  const char *x, *weight;
   const float *cosine, *sine;
+  char *out; // contiguous
   i64 rows, rows_each; // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
   i64 tokens, heads, numbers;
   i64 batch_stride, token_stride, head_stride; // of x, in numbers
