@@ -1,13 +1,14 @@
 """Which path `auto` takes: from how large an operation is on, as `cocodiff bench kernels` measured it per device.
 
-CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). No Intel GPU was measured: there all operations that save
-passes over memory go to SYCL, on the evidence of the table of bytes in docs/kernels.md.
+CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one of much
+smaller tensors, too, but a run of those gains less than the half second that opening it takes. No Intel GPU was
+measured: there all operations that save passes over memory go to SYCL, on the evidence of the table of bytes in
+docs/kernels.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -31,17 +32,15 @@ CHOICES: dict[str, dict[str, int]] = {
     ),
 }
 _ON_CPU, _ON_XPU = CHOICES["cpu"], CHOICES["xpu"]
-_NBYTES = attrgetter("nbytes")
 _WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
     """Whether SYCL is the faster one for these tensors. Numbers that are not of 16 or 32 bits have no kernels.
 
-    Every operation asks, so this is part of what a launch costs: it looks at as little as it can.
+    Every operation asks, so this is part of what a launch costs: it looks at as little as it can. Ranks have nearly
+    equal shares, so the first tensor tells the size of all.
     """
     some = moved[0]
     least = _ON_CPU[op] if some.is_cpu else _ON_XPU[op] if some.is_xpu else NEVER
-    if some.nbytes < least and (least == NEVER or sum(map(_NBYTES, moved)) < least):
-        return False
-    return some.dtype in _WITH_KERNELS
+    return some.nbytes * len(moved) >= least and some.dtype in _WITH_KERNELS

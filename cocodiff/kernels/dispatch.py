@@ -22,7 +22,12 @@ from cocodiff.errors import UserError
 from cocodiff.kernels.choices import chooses_sycl
 from cocodiff.kernels.reference import TorchOps
 
-PATHS = ("auto", "sycl", "torch")
+CHOOSES: dict[str, Callable[[str, Sequence[Tensor]], bool]] = {
+    "auto": chooses_sycl,
+    "sycl": lambda _op, _moved: True,
+    "torch": lambda _op, _moved: False,
+}
+PATHS = tuple(CHOOSES)
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 
@@ -40,6 +45,7 @@ class Kernels:
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
         self.path = path
+        self._chooses_sycl = CHOOSES[path]
         self._note = note
         self._torch = TorchOps()
 
@@ -72,20 +78,17 @@ class Kernels:
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
-        return self.path != "torch" and self._sycl(op, moved) is not None
+        return self._sycl(op, moved) is not None
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         """moved: the tensors whose size decides."""
-        sycl = self._sycl(op, moved) if moved and self.path != "torch" else None
+        sycl = self._sycl(op, moved) if moved else None
         if self._note is not None:
             self._note(op, "torch" if sycl is None else "sycl")
         return getattr(sycl or self._torch, op)(*arguments)
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
-        device = moved[0].device
-        if self.path == "auto" and not chooses_sycl(op, moved):
-            return None
-        return sycl_ops(device, self.path == "sycl")
+        return sycl_ops(moved[0].device, self.path == "sycl") if self._chooses_sycl(op, moved) else None
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
