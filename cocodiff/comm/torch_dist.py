@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -17,6 +18,28 @@ from cocodiff.errors import UserError
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
 NEVER = datetime.timedelta(days=7)
+
+
+_gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
+
+
+def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
+    """A gloo group on the default group's devices; a group as torch.distributed makes them where these are not told.
+
+    Each gloo device has a thread that looks for messages a hundred times a second even when none come, and
+    torch.distributed gives each group a device of its own: with 12 ranks on two cores that took a tenth of them.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    world: Any = dist.group.WORLD
+    shared: Any = getattr(world._get_backend(torch.device("cpu")), "options", None)
+    if not getattr(shared, "_devices", None):
+        return dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+    name = f"cocodiff/{'-'.join(map(str, ranks))}/{_gloo_groups[ranks]}"
+    _gloo_groups[ranks] += 1
+    options = gloo._Options()
+    options._devices, options._timeout, options._threads = shared._devices, NEVER, shared._threads
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return gloo(store, ranks.index(rank), len(ranks), options)
 
 
 class _Works:
@@ -56,13 +79,20 @@ class TorchDistGroup(PeerGroup):
     def library_all_to_all(self, recv: Tensor, send: Tensor) -> Pending:
         """The backend's own all-to-all of equal parts. Nothing but `doctor` uses it: it was seen to corrupt data on
         some Intel GPUs."""
+        if self._on_cpu:
+            return _Works([self._process_group.alltoall_base(recv, send, [], [])])
         return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
+        if self._on_cpu:
+            return _Works([self._process_group.allreduce([tensor])])
         return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)])
 
     def barrier(self) -> None:
-        dist.barrier(group=self._process_group)
+        if self._on_cpu:
+            self._process_group.barrier().wait()
+        else:
+            dist.barrier(group=self._process_group)
 
 
 class TorchDistTransport(LaneOwner):
@@ -77,9 +107,12 @@ class TorchDistTransport(LaneOwner):
 
     def group(self, ranks: Sequence[int]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
-        process_group = self.blocking(
-            lambda: dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
-        )
+        if self.library == "gloo":
+            process_group = self.blocking(lambda: gloo_group(tuple(ranks), self.rank))
+        else:
+            process_group = self.blocking(
+                lambda: dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+            )
         self._groups.append(process_group)
         if self.device.type != "cpu":
             self._meet(process_group)
@@ -109,11 +142,13 @@ class TorchDistTransport(LaneOwner):
 
     def close(self) -> None:
         self.close_lanes()
+        for process_group in self._groups:
+            if not isinstance(process_group, dist.ProcessGroup):  # torch.distributed knows nothing of it
+                process_group.shutdown()
+            elif not self._owned:
+                dist.destroy_process_group(process_group)
         if self._owned:
             dist.destroy_process_group()
-            return
-        for process_group in self._groups:
-            dist.destroy_process_group(process_group)
 
 
 def initialise(backend: str, init_method: str, rank: int, size: int, device: torch.device) -> None:
