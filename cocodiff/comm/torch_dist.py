@@ -18,8 +18,6 @@ from cocodiff.errors import UserError
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
 NEVER = datetime.timedelta(days=7)
-
-
 _gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
 
 

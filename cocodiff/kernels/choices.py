@@ -1,9 +1,8 @@
 """Which path `auto` takes: from how large an operation is on, as `cocodiff bench kernels` measured it per device.
 
-CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one of much
-smaller tensors, too, but a run of those gains less than the half second that opening it takes. No Intel GPU was
-measured: there all operations that save passes over memory go to SYCL, on the evidence of the table of bytes in
-docs/kernels.md.
+CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one for much smaller tensors too, but a
+run of those gains less than the half second that opening it takes. No Intel GPU was measured: there all operations that
+save passes over memory go to SYCL, on the evidence of the table of bytes in docs/kernels.md.
 """
 
 from __future__ import annotations
