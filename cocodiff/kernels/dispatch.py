@@ -19,15 +19,10 @@ from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.errors import UserError
-from cocodiff.kernels.choices import chooses_sycl
+from cocodiff.kernels.choices import chooser
 from cocodiff.kernels.reference import TorchOps
 
-CHOOSES: dict[str, Callable[[str, Sequence[Tensor]], bool]] = {
-    "auto": chooses_sycl,
-    "sycl": lambda _op, _moved: True,
-    "torch": lambda _op, _moved: False,
-}
-PATHS = tuple(CHOOSES)
+PATHS = ("auto", "sycl", "torch")
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 
@@ -45,7 +40,7 @@ class Kernels:
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
         self.path = path
-        self._chooses_sycl = CHOOSES[path]
+        self._chooses_sycl = chooser(torch.get_num_threads()) if path == "auto" else None
         self._note = note
         self._torch = TorchOps()
 
@@ -88,7 +83,9 @@ class Kernels:
         return getattr(sycl or self._torch, op)(*arguments)
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
-        return sycl_ops(moved[0].device, self.path == "sycl") if self._chooses_sycl(op, moved) else None
+        if self._chooses_sycl is None:
+            return sycl_ops(moved[0].device, True) if self.path == "sycl" else None
+        return sycl_ops(moved[0].device) if self._chooses_sycl(op, moved) else None
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:

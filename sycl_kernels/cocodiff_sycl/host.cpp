@@ -116,12 +116,13 @@ struct Launch {
   const int64_t *numbers() const { return reinterpret_cast<const int64_t *>(this + 1); }
 };
 
-// The same of movement launches. kernels: of units of 16, 4 and 2 bytes. look: whether indices are read and checked.
-// chunk: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group. `count` pieces follow.
+// The same of movement launches. kernels: of units of 16, 4 and 2 bytes, and past the cache. look: whether indices are
+// read and checked. chunk, cache: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group. `count`
+// pieces follow.
 struct MoveLaunch {
   Device *device;
-  sycl::kernel *kernels[3];
-  int64_t flags, itemsize, look, lanes, chunk, units, packed, count;
+  sycl::kernel *kernels[4];
+  int64_t flags, itemsize, look, lanes, chunk, units, cache, packed, count;
   const Piece *pieces() const { return reinterpret_cast<const Piece *>(this + 1); }
 };
 
@@ -263,15 +264,18 @@ int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresse
   const MoveLaunch &how = *launch;
   std::optional<MoveTable> table;
   try {
-    table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
+    table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units,
+                  how.cache);
   } catch (const std::exception &error) {
     last_error = error.what();
     return 2;
   }
   return guarded(1, [&] {
     if (table->moves.empty()) return 0;
-    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk};
-    const sycl::kernel &kernel = *how.kernels[table->unit == 16 ? 0 : table->unit == 4 ? 1 : 2];
+    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk,
+                           table->abreast};
+    const int unit = table->unit == 16 ? 0 : table->unit == 4 ? 1 : 2;
+    const sycl::kernel &kernel = *how.kernels[table->past_cache ? 3 : unit];
     const int64_t groups = (table->chunks + how.packed - 1) / how.packed, local = how.packed * how.lanes;
     start(*how.device, static_cast<sycl::queue *>(queue), kernel, sycl::nd_range<1>(groups * local, local), arguments,
           sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags);

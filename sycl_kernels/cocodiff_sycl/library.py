@@ -9,7 +9,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
-from cocodiff_sycl.find import Runtime, Unavailable
+from cocodiff_sycl.find import Runtime, Unavailable, cache_share
 from cocodiff_sycl.kept import Kept
 from cocodiff_sycl.layouts import look_of, numbers_of
 
@@ -40,6 +40,7 @@ class Library:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
         self.device_name, driver, self.backend, kind, units, _ = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
+        self.cache_bytes = cache_share(self.compute_units) if self.is_cpu else 0
         self._keeps = self.is_cpu and self.backend == "opencl"
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
@@ -125,9 +126,9 @@ class Library:
         are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
-        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed, count
-        return numbers_of(12).pack(self._device.value, *kernels, *values) + pieces
+        kernels = [self._kernel(f"move_rows_{kind}") for kind in ("16", "4", "2", "past_cache")]
+        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, self.cache_bytes, packed, count
+        return numbers_of(14).pack(self._device.value, *kernels, *values) + pieces
 
     def move(self, op: str, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
         """Moves pieces in one launch. addresses: of the tensors that they name. Raises ValueError for a mistake."""

@@ -21,7 +21,7 @@ from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps
-from cocodiff.kernels.choices import CHOICES, NEVER, chooses_sycl
+from cocodiff.kernels.choices import CHOICES, OPS, chooser
 from cocodiff.trace import Trace
 
 WITHOUT_COMPILER = """
@@ -80,7 +80,7 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
         kernels.select(torch.ones(1, 3), 2)
         kernels.qk_norm_rope(x_BLHD, None, 1e-6, (), "none")
         kernels.merge_partials(x_BLHD.clone(), torch.zeros(1, 2, 3), x_BLHD, torch.zeros(1, 2, 3))
-    assert ran == [(op, path) for path in ("sycl", "torch") for op in CHOICES["cpu"]]
+    assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
 
 
@@ -92,9 +92,11 @@ def test_auto_follows_the_table(monkeypatch):
         return SimpleNamespace(is_cpu=device == "cpu", is_xpu=device == "xpu", nbytes=size, dtype=dtype)
 
     for device, of_ops in CHOICES.items():
-        for op, least in of_ops.items():
-            assert chooses_sycl(op, [of(device, min(least, 2**50) // 2)] * 2) == (least < NEVER)
-            assert least == 0 or not chooses_sycl(op, [of(device, least // 2 - 1)] * 2)
+        chooses_sycl = chooser(2 if "several" in device else 1)
+        for op, switches in of_ops.items():
+            for number, size in enumerate(switches):
+                assert chooses_sycl(op, [of(device[:3], size // 2)] * 2) == (number % 2 == 0)
+                assert size == 0 or chooses_sycl(op, [of(device[:3], size // 2 - 1)] * 2) == (number % 2 == 1)
     assert not chooses_sycl("pack", [of("xpu", 2**30, torch.int64)])
     assert not chooses_sycl("pack", [of("cuda", 2**30)])
 
