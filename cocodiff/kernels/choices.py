@@ -1,5 +1,5 @@
-"""Which path `auto` takes: at which sizes an operation changes between torch and SYCL, as `cocodiff bench kernels`
-measured it per device.
+"""Which path an operation takes: the sizes at which it changes between torch and SYCL, for `auto` as
+`cocodiff bench kernels` measured it per device.
 
 CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one for much smaller tensors too, but a
 run of those gains less than the half second that opening it takes. No Intel GPU was measured: there all operations that
@@ -8,11 +8,9 @@ save passes over memory go to SYCL, on the evidence of the table of bytes in doc
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 MIB = 2**20
 Switches = tuple[int, ...]  # bytes: from the first on SYCL runs, from the second on torch again, and so on
@@ -34,21 +32,14 @@ CHOICES: dict[str, dict[str, Switches]] = {
     "cpu, several threads": {**ONE_THREAD, "unpack": (MIB // 2, 3 * MIB // 2, 16 * MIB)},
     "xpu": dict.fromkeys(OPS, (0,)),
 }
-_WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+PATHS = ("auto", "sycl", "torch")
 
 
-def chooser(threads: int) -> Callable[[str, Sequence[Tensor]], bool]:
-    """Whether SYCL is the faster one of an operation for tensors, where torch has so many threads. Numbers that are not
-    of 16 or 32 bits have no kernels.
-
-    Every operation asks, so this is part of what a launch costs: it looks at as little as it can. Ranks have nearly
-    equal shares, so the first tensor tells the size of all.
-    """
-    on_cpu, on_xpu = CHOICES["cpu" if threads == 1 else "cpu, several threads"], CHOICES["xpu"]
-
-    def chooses_sycl(op: str, moved: Sequence[Tensor]) -> bool:
-        some = moved[0]
-        switches = on_cpu[op] if some.is_cpu else on_xpu[op] if some.is_xpu else ()
-        return bisect(switches, some.nbytes * len(moved)) & 1 == 1 and some.dtype in _WITH_KERNELS
-
-    return chooses_sycl
+def switches_of(path: str, device: str, dtype: torch.dtype, threads: int) -> Mapping[str, Switches]:
+    """The sizes at which each operation switches, on a type of device, where torch has so many threads."""
+    if path == "auto" and dtype in WITH_KERNELS:
+        found = CHOICES.get("cpu, several threads" if device == "cpu" and threads > 1 else device)
+        if found is not None:
+            return found
+    return dict.fromkeys(OPS, (0,) if path == "sycl" else ())

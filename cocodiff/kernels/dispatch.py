@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -19,12 +20,27 @@ from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.errors import UserError
-from cocodiff.kernels.choices import chooser
+from cocodiff.kernels.choices import PATHS, switches_of
 from cocodiff.kernels.reference import TorchOps
 
-PATHS = ("auto", "sycl", "torch")
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
+
+
+class Choice:
+    """What a path means for tensors of one device and dtype: sizes at which operations switch, and SYCL's operations.
+
+    Every operation asks, so this is part of what a launch costs.
+    """
+
+    def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.switches = switches_of(path, device.type, dtype, torch.get_num_threads())
+        self._open = partial(sycl_ops, device, path == "sycl")
+
+    @cached_property
+    def sycl(self) -> SyclOps | None:
+        """Opened by the first operation that is to use them."""
+        return self._open()
 
 
 class Kernels:
@@ -40,7 +56,7 @@ class Kernels:
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
         self.path = path
-        self._chooses_sycl = chooser(torch.get_num_threads()) if path == "auto" else None
+        self._choices: dict[tuple[torch.device, torch.dtype], Choice] = {}
         self._note = note
         self._torch = TorchOps()
 
@@ -83,9 +99,13 @@ class Kernels:
         return getattr(sycl or self._torch, op)(*arguments)
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
-        if self._chooses_sycl is None:
-            return sycl_ops(moved[0].device, True) if self.path == "sycl" else None
-        return sycl_ops(moved[0].device) if self._chooses_sycl(op, moved) else None
+        """Ranks have nearly equal shares, so the first tensor tells the size of all."""
+        first = moved[0]
+        kind = first.device, first.dtype
+        choice = self._choices.get(kind)
+        if choice is None:
+            choice = self._choices[kind] = Choice(self.path, *kind)
+        return choice.sycl if bisect(choice.switches[op], first.nbytes * len(moved)) & 1 else None
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:

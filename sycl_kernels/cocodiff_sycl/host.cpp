@@ -100,9 +100,10 @@ struct Device {
   std::optional<sycl::queue> of_this_thread; // beside a CPU queue of our own: takes what no other core would share
   TableRing tables;
 
-  sycl::queue &queue_for(sycl::queue *callers, const sycl::nd_range<1> &range) {
+  // small: not worth another core.
+  sycl::queue &queue_for(sycl::queue *callers, const sycl::nd_range<1> &range, bool small) {
     if (callers) return *callers;
-    const bool alone = units == 1 || range.get_group_range()[0] == 1;
+    const bool alone = small || units == 1 || range.get_group_range()[0] == 1;
     return of_this_thread && alone ? *of_this_thread : queue;
   }
 };
@@ -133,8 +134,8 @@ constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for the kernel; copy 
 // table: null, or bytes that the kernel reads through the struct's first member, which is set here. They are copied
 //        unless the device reads the host's memory and the launch is waited for.
 void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, const sycl::nd_range<1> &range,
-           void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags) {
-  sycl::queue &on = device.queue_for(callers, range);
+           void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags, bool small) {
+  sycl::queue &on = device.queue_for(callers, range, small);
   size_t slot = 0;
   const bool copied = table && (!device.reads_host_memory || !(flags & WAIT) || (flags & COPY_TABLE));
   if (table) {
@@ -254,7 +255,7 @@ int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses)
     std::memcpy(own.data(), addresses, before * sizeof(int64_t));
     std::memcpy(own.data() + before, launch->numbers(), count * sizeof(int64_t));
     start(*device, static_cast<sycl::queue *>(queue), *kernel, sycl::nd_range<1>(global, local), own.data(),
-          (before + count) * sizeof(int64_t), nullptr, 0, flags);
+          (before + count) * sizeof(int64_t), nullptr, 0, flags, false);
     return 0;
   });
 }
@@ -278,7 +279,7 @@ int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresse
     const sycl::kernel &kernel = *how.kernels[table->past_cache ? 3 : unit];
     const int64_t groups = (table->chunks + how.packed - 1) / how.packed, local = how.packed * how.lanes;
     start(*how.device, static_cast<sycl::queue *>(queue), kernel, sycl::nd_range<1>(groups * local, local), arguments,
-          sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags);
+          sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags, table->small);
     return 0;
   });
 }

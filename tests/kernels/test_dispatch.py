@@ -20,8 +20,8 @@ from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
-from cocodiff.kernels import Kernels, Rows, TorchOps
-from cocodiff.kernels.choices import CHOICES, OPS, chooser
+from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
+from cocodiff.kernels.choices import CHOICES, OPS
 from cocodiff.trace import Trace
 
 WITHOUT_COMPILER = """
@@ -84,21 +84,25 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
 
 
-def test_auto_follows_the_table(monkeypatch):
+def test_paths_follow_the_table(monkeypatch):
     monkeypatch.delenv("COCODIFF_KERNELS", raising=False)
-    assert Kernels("auto").path == "auto"
+    monkeypatch.setattr(dispatch, "sycl_ops", lambda *_: "sycl")
 
-    def of(device, size, dtype=torch.bfloat16):
-        return SimpleNamespace(is_cpu=device == "cpu", is_xpu=device == "xpu", nbytes=size, dtype=dtype)
+    def takes_sycl(path, threads, op, device, size, dtype=torch.bfloat16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        half = SimpleNamespace(device=torch.device(device), dtype=dtype, nbytes=size // 2)
+        return Kernels(path).by_sycl(op, half, half)
 
-    for device, of_ops in CHOICES.items():
-        chooses_sycl = chooser(2 if "several" in device else 1)
+    for kind, of_ops in CHOICES.items():
+        threads, device = 2 if "several" in kind else 1, kind[:3]
         for op, switches in of_ops.items():
             for number, size in enumerate(switches):
-                assert chooses_sycl(op, [of(device[:3], size // 2)] * 2) == (number % 2 == 0)
-                assert size == 0 or chooses_sycl(op, [of(device[:3], size // 2 - 1)] * 2) == (number % 2 == 1)
-    assert not chooses_sycl("pack", [of("xpu", 2**30, torch.int64)])
-    assert not chooses_sycl("pack", [of("cuda", 2**30)])
+                assert takes_sycl("auto", threads, op, device, size) == (number % 2 == 0)
+                assert size == 0 or takes_sycl("auto", threads, op, device, size - 2) == (number % 2 == 1)
+            assert takes_sycl("sycl", threads, op, device, 0)
+            assert not takes_sycl("torch", threads, op, device, 2**40)
+    assert not takes_sycl("auto", 1, "pack", "xpu", 2**30, torch.int64)
+    assert not takes_sycl("auto", 1, "pack", "cuda", 2**30)
 
 
 def test_the_environment_says_what_auto_is(monkeypatch):
