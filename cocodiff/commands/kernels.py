@@ -14,6 +14,7 @@ from cocodiff.errors import UserError
 ACTIONS = {"build": "compile the SYCL kernels for this machine"}
 OPTIONS = (
     Option("device", "what they are for", "auto", choices=DEVICES),
+    Option("ahead_of_time", "compile by icpx for this GPU, which need not be here: intel_gpu_pvc", None),
     Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
 )
 
@@ -27,8 +28,12 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("kernels build", "Compiles the SYCL kernels for this machine.", OPTIONS, words[1:])
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device
-    from cocodiff.kernels import sycl_ops
+    from cocodiff.kernels import compile_ahead, sycl_ops
 
+    if values["ahead_of_time"] is not None:
+        if launch.speaks:
+            say(f"kernels for {values['ahead_of_time']}: {compile_ahead(values['ahead_of_time'])}")
+        return 0
     device = rank_device(values["device"], launch.local_rank)
     started = time.perf_counter()
     ops = sycl_ops(device, required=True)

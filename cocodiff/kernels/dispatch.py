@@ -12,10 +12,11 @@ import os
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from cocodiff_sycl import SyclOps, Unavailable, open_cpu, open_xpu
+from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, open_cpu, open_xpu
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
@@ -132,3 +133,12 @@ def _open(device: torch.device) -> SyclOps | str:
         return str(error)
     log.info("SYCL kernels on %s: %s, %d lanes", device, ops.library.device_name, ops.library.lanes)
     return ops
+
+
+def compile_ahead(gpu: str) -> Path:
+    """The library of kernels that icpx compiled for a GPU (intel_gpu_pvc); runs on it take them from there. Raises
+    UserError where that is not possible here."""
+    try:
+        return build_ahead_of_time(gpu)
+    except Unavailable as error:
+        raise UserError(f"no kernels ahead of time for {gpu}: {error}") from error

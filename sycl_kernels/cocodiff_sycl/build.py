@@ -1,7 +1,8 @@
 """Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
 
 The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, what a CPU's
-kernels were compiled to (`kept.py`), and SYCL's own cache. One process builds under a lock; others wait and load.
+kernels were compiled to (`kept.py`), what icpx made for a GPU if it was asked to, and SYCL's own cache. One process
+builds under a lock; others wait and load.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +19,16 @@ from pathlib import Path
 
 from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 
-__all__ = ["Unavailable", "cache_folder", "host_library", "kernel_options", "kernel_source", "lock"]
+__all__ = [
+    "Unavailable", "ahead_library", "build_ahead", "cache_folder", "host_library", "kernel_options", "kernel_source",
+    "lock",
+]  # fmt: skip
 HERE = Path(__file__).parent
-HOST = ("host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
+AHEAD = "ahead.cpp"
+HOST = (AHEAD, "host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
+AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl")
 COMPILE_TIMEOUT_S = 300
 
 
@@ -69,21 +77,58 @@ def host_library(runtime: Runtime, folder: Path) -> Path:
     return target
 
 
+def ahead_library(folder: Path, lanes: int) -> Path:
+    """Where the kernels are that were compiled ahead of time for so many work-items a row."""
+    return folder / f"ahead-{lanes}.so"
+
+
+def build_ahead(gpu: str, lanes: int) -> Path:
+    """Compiles the kernels by icpx for a GPU that need not be here: a name that its -fsycl-targets knows, such as
+    intel_gpu_pvc. Raises Unavailable."""
+    runtime, folder = runtime_and_folder()
+    if not shutil.which("icpx"):
+        raise Unavailable(
+            "no icpx found: load the oneAPI compiler, or let the first use on the GPU compile the kernels"
+        )
+    host_library(runtime, folder)
+    target = ahead_library(folder, lanes)
+    with lock(folder):
+        source, fresh = target.with_suffix(".cpp"), target.with_suffix(f".{os.getpid()}")
+        source.write_text(ahead_source(lanes))
+        _run(["icpx", *AHEAD_OPTIONS, f"-fsycl-targets={gpu}", str(source), "-o", str(fresh)], "the kernels")
+        if f"libsycl.so.{runtime.major}".encode() not in fresh.read_bytes():
+            fresh.unlink()
+            raise Unavailable(f"icpx does not link libsycl.so.{runtime.major}, which is used here ({runtime.library})")
+        fresh.replace(target)
+    return target
+
+
+def ahead_source(lanes: int) -> str:
+    """The kernels, then what gives them by their names."""
+    kernels = kernel_source(lanes)
+    names = " ".join(f"X({name})" for name in re.findall(r"^KERNEL\((\w+)\)", kernels, re.MULTILINE))
+    return f'{kernels}\n#define COCODIFF_KERNELS(X) {names}\n#line 1 "{AHEAD}"\n{(HERE / AHEAD).read_text()}'
+
+
 def _compile(runtime: Runtime, target: Path) -> None:
     fresh = target.with_suffix(f".{os.getpid()}")
     where = runtime.library.parent
     command = [
-        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / HOST[0]), "-o", str(fresh),
+        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / "host.cpp"), "-o", str(fresh),
         str(runtime.library), "-ldl", f"-Wl,-rpath,{where}",
     ]  # fmt: skip
+    _run(command, "the SYCL host library")
+    fresh.replace(target)
+
+
+def _run(command: list[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]} did not compile the SYCL host library: {error}") from error
+        raise Unavailable(f"{command[0]} did not compile {what}: {error}") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-        raise Unavailable(f"{command[0]} could not compile the SYCL host library: {errors[0] if errors else 'no word'}")
-    fresh.replace(target)
+        raise Unavailable(f"{command[0]} could not compile {what}: {errors[0] if errors else 'no word'}")
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:

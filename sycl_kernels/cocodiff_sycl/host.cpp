@@ -16,6 +16,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <dlfcn.h>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -151,11 +152,12 @@ void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, con
   if (flags & WAIT) done.wait_and_throw();
 }
 
-// Compiled kernels, of source or of what an earlier process saved.
+// Compiled kernels, of source, of what an earlier process saved, or of a library that icpx compiled (ahead.cpp).
 struct Module {
   std::optional<Bundle> bundle;
   saved::Programs programs;
-  sycl::context context;
+  sycl::queue queue;
+  void *(*ahead)(void *queue, const char *name) = nullptr;
 };
 
 } // namespace
@@ -211,7 +213,7 @@ void *cocodiff_build(void *device, const char *source, const char *options) {
     auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
                                                           std::string(source));
     auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}});
-    return new Module{built, {}, queue.get_context()};
+    return new Module{built, {}, queue};
   });
 }
 
@@ -229,15 +231,27 @@ int cocodiff_save(void *module, char *to, size_t *size) {
 void *cocodiff_load(void *device, const char *from, size_t size) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto &queue = static_cast<Device *>(device)->queue;
-    return new Module{std::nullopt, saved::programs(queue, from, size), queue.get_context()};
+    return new Module{std::nullopt, saved::programs(queue, from, size), queue};
+  });
+}
+
+// The library at a path, which stays loaded: its kernels are the module's.
+void *cocodiff_ahead(void *device, const char *path) {
+  return guarded<void *>(nullptr, [&]() -> void * {
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void *found = library ? dlsym(library, "cocodiff_ahead_kernel") : nullptr;
+    if (!found) throw std::runtime_error(dlerror());
+    auto ahead = reinterpret_cast<void *(*)(void *, const char *)>(found);
+    return new Module{std::nullopt, {}, static_cast<Device *>(device)->queue, ahead};
   });
 }
 
 void *cocodiff_kernel(void *module, const char *name) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto *of = static_cast<Module *>(module);
+    if (of->ahead) return of->ahead(&of->queue, name);
     return new sycl::kernel(of->bundle ? of->bundle->ext_oneapi_get_kernel(std::string(name))
-                                       : saved::kernel(of->programs, name, of->context));
+                                       : saved::kernel(of->programs, name, of->queue.get_context()));
   });
 }
 

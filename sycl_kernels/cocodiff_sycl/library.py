@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, runtime_and_folder
+from cocodiff_sycl.build import ahead_library, host_library, kernel_options, kernel_source, lock, runtime_and_folder
 from cocodiff_sycl.find import Runtime, Unavailable, cache_share
 from cocodiff_sycl.kept import Kept
 from cocodiff_sycl.layouts import look_of, numbers_of
@@ -16,6 +17,7 @@ from cocodiff_sycl.layouts import look_of, numbers_of
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
 CPU_THREADS = "DPCPP_CPU_NUM_CUS"
+log = logging.getLogger("cocodiff.kernels")
 
 
 class Library:
@@ -58,12 +60,13 @@ class Library:
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
         """Takes the kernels from the cache, or compiles them while other processes wait.
 
-        A CPU's kernels are kept as what they were compiled to. Elsewhere, or where a driver does not take that back,
-        libsycl's own cache has them, which the marker tells.
+        What icpx compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what they were
+        compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which the
+        marker tells.
         """
         name = "".join(c if c.isalnum() else "_" for c in about)
         marker, kept = self.folder / f"built-{name}", Kept(self.folder / f"saved-{name}", about)
-        module = self._load(kept)
+        module = self._ahead() or self._load(kept)
         if module is None and not marker.exists():
             with lock(self.folder):
                 module = self._load(kept)  # of a process that was first
@@ -76,6 +79,17 @@ class Library:
                         self._compile(runtime)
                         marker.touch()
         return module or self._compile(runtime)
+
+    def _ahead(self) -> c_void_p | None:
+        """Kernels of `build_ahead`, if there are any and they are for this device."""
+        path = ahead_library(self.folder, self.lanes)
+        if not path.exists():
+            return None
+        module = c_void_p(self._c.cocodiff_ahead(self._device, str(path).encode()))
+        if module and self._c.cocodiff_kernel(module, b"select_largest"):
+            return module
+        log.warning("kernels of %s are not used on %s: %s", path, self.device_name, self._error())
+        return None
 
     def _save(self, compiled: c_void_p, kept: Kept) -> c_void_p | None:
         """Keeps compiled kernels, and gives them as a later process will have them; None where that does not work."""
@@ -181,6 +195,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
         ("save", c_int, (c_void_p, c_char_p, c_void_p)),
         ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
+        ("ahead", c_void_p, (c_void_p, c_char_p)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_char_p, c_void_p, c_char_p)),
         ("move", c_int, (c_char_p, c_void_p, c_char_p)),

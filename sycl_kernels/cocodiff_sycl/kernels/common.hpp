@@ -18,7 +18,7 @@ namespace syclexp = sycl::ext::oneapi::experimental;
 #define KERNEL(name)                                                                                                   \
   extern "C" SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((syclexp::nd_range_kernel<1>))                                          \
   SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((syclexp::work_group_size<1>)) void name
-#else
+#else // the property sub_group_size instead of the attribute was not obeyed (libsycl 8, CPU device)
 #define KERNEL(name)                                                                                                   \
   extern "C" SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((syclexp::nd_range_kernel<1>))                                          \
   [[sycl::reqd_sub_group_size(LANES)]] void name

@@ -1,0 +1,116 @@
+"""Kernels compiled ahead of time by icpx, which is not here: a stand-in for it makes a library that hands out kernels
+of this process. What it is given to compile is compiled by the runtime's own compiler."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cocodiff_sycl import SyclOps, Unavailable, build, build_ahead_of_time
+from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, kernel_options, kernel_source
+from cocodiff_sycl.find import find_runtime
+from cocodiff_sycl.library import GPU_LANES, Library
+
+from cocodiff.errors import UserError
+from cocodiff.kernels import TorchOps, compile_ahead
+
+GPU = "intel_gpu_pvc"
+HANDS_OUT = """
+const char linked[] = "libsycl.so.{major}";
+void *cocodiff_ahead_kernel(void *queue, const char *name) {{
+  return ((void *(*)(void *, const char *)){function}ull)((void *){module}ull, name);
+}}
+"""
+
+
+@pytest.fixture
+def icpx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a stand-in on the path that compiles the C program it was made with, and a cache that is empty."""
+
+    def make(program: str) -> None:
+        (tmp_path / "program.c").write_text(program)
+        script = tmp_path / "bin" / "icpx"
+        script.parent.mkdir()
+        script.write_text(
+            f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/words\n'
+            f'while [ "$1" != -o ]; do shift; done\nexec cc -shared -fPIC -o "$2" {tmp_path}/program.c\n'
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+        monkeypatch.setattr(build, "runtime_and_folder", lambda: (find_runtime(), tmp_path))
+        monkeypatch.setattr(build, "host_library", lambda *_: None)
+
+    return make
+
+
+def in_folder(library: Library, folder: Path, lanes: int) -> Library:
+    """The same device with another cache, and nothing of its own compiled yet."""
+    found = copy.copy(library)
+    found.folder, found.lanes, found._kernels = folder, lanes, {}
+    return found
+
+
+def test_a_device_takes_the_kernels_that_icpx_made(sycl_on_cpu: SyclOps, icpx, tmp_path):
+    ours = sycl_on_cpu.library
+    function = ctypes.cast(ours._c.cocodiff_kernel, ctypes.c_void_p).value
+    icpx(HANDS_OUT.format(major=find_runtime().major, function=function, module=ours._module.value))
+    path = build_ahead_of_time(GPU)
+    assert path == ahead_library(tmp_path, GPU_LANES)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:-3] == [*AHEAD_OPTIONS, f"-fsycl-targets={GPU}"]
+    assert Path(words[-3]).read_text() == ahead_source(GPU_LANES)
+
+    library = in_folder(ours, tmp_path, GPU_LANES)
+    module = library._ahead()
+    assert module is not None
+    library._module, library.lanes = module, ours.lanes
+    score_BN = torch.rand(2, 99)
+    found = SyclOps(library, sycl_on_cpu.device, lambda: None).select(score_BN, 30)
+    assert torch.equal(found, TorchOps().select(score_BN, 30))
+    assert in_folder(ours, tmp_path, 1)._ahead() is None, "kernels for other devices"
+
+
+def test_kernels_for_another_device_are_left_alone(sycl_on_cpu: SyclOps, icpx, tmp_path, caplog):
+    icpx(f'const char linked[] = "libsycl.so.{find_runtime().major}"; void *cocodiff_ahead_kernel() {{ return 0; }}')
+    build_ahead_of_time(GPU)
+    with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
+        assert in_folder(sycl_on_cpu.library, tmp_path, GPU_LANES)._ahead() is None
+    ahead_library(tmp_path, GPU_LANES).unlink()  # not written to: it is loaded
+    ahead_library(tmp_path, GPU_LANES).write_text("no library")
+    with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
+        assert in_folder(sycl_on_cpu.library, tmp_path, GPU_LANES)._ahead() is None
+    assert [f"are not used on {sycl_on_cpu.library.device_name}" in line for line in caplog.messages] == [True, True]
+
+
+def test_what_cannot_be_compiled_leaves_nothing(icpx, tmp_path):
+    icpx("int a;")
+    with pytest.raises(Unavailable, match=r"icpx does not link libsycl\.so"):
+        build_ahead_of_time(GPU)
+    (tmp_path / "program.c").write_text("nonsense")
+    with pytest.raises(
+        UserError, match=f"no kernels ahead of time for {GPU}: icpx could not compile the kernels: .*err"
+    ):
+        compile_ahead(GPU)
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_without_icpx_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no icpx found: load the oneAPI compiler"):
+        compile_ahead(GPU)
+
+
+def test_the_runtimes_compiler_takes_what_icpx_is_given(sycl_on_cpu: SyclOps, monkeypatch):
+    """All but the kernels themselves, which the other tests compile."""
+    (listed,) = re.findall(r"define COCODIFF_KERNELS\(X\) (.*)", ahead_source(GPU_LANES))
+    names = set(re.findall(r"KERNEL\((\w+)\)", kernel_source(GPU_LANES))) - {"name"}  # what the macro calls them
+    assert set(re.findall(r"X\((\w+)\)", listed)) == names and len(names) == 16
+    monkeypatch.setattr(build, "SOURCES", ("common.hpp", "select.cpp"))
+    source, options = ahead_source(GPU_LANES), "\n".join(kernel_options(find_runtime()))
+    library = sycl_on_cpu.library
+    assert library._c.cocodiff_build(library._device, source.encode(), options.encode()), library._error()
