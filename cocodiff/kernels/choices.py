@@ -29,7 +29,7 @@ OPS = tuple(ONE_THREAD)
 CHOICES: dict[str, dict[str, Switches]] = {
     "cpu": ONE_THREAD,
     # torch's second thread still waits for work of its own, on the core that SYCL's would take (docs/benchmarks.md).
-    "cpu, several threads": {**ONE_THREAD, "unpack": (MIB // 2, 3 * MIB // 2, 16 * MIB)},
+    "cpu, several threads": {**ONE_THREAD, "unpack": (MIB // 2, 3 * MIB // 2, 12 * MIB)},
     "xpu": dict.fromkeys(OPS, (0,)),
 }
 WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)

@@ -42,7 +42,8 @@ class Library:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
         self.device_name, driver, self.backend, kind, units, _ = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
-        self.cache_bytes = cache_share(self.compute_units) if self.is_cpu else 0
+        # Three quarters of it, from which on glibc's copies go past it as well.
+        self.cache_bytes = 3 * cache_share(self.compute_units) // 4 if self.is_cpu else 0
         self._keeps = self.is_cpu and self.backend == "opencl"
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
