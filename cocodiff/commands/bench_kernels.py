@@ -36,7 +36,9 @@ OPS = (
 OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
 BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
-MEASURED_S = 0.01  # of the faster path at least, in one measurement: less is lost in the machine's other work
+# Of the faster path at least, in one measurement: less is lost in the machine's other work. A turn that warms up takes
+# as long, and so outlasts the 10 ms in which threads of torch's, of the turn before, still look for work of their own.
+MEASURED_S = 0.02
 OPTIONS = with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
     Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 1, 8, 64], type=int, many=True),
