@@ -287,8 +287,7 @@ int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresse
   }
   return guarded(1, [&] {
     if (table->moves.empty()) return 0;
-    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk,
-                           table->abreast};
+    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk, table->abreast};
     const int unit = table->unit == 16 ? 0 : table->unit == 4 ? 1 : 2;
     const sycl::kernel &kernel = *how.kernels[table->past_cache ? 3 : unit];
     const int64_t groups = (table->chunks + how.packed - 1) / how.packed, local = how.packed * how.lanes;

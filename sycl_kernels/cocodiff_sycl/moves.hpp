@@ -26,7 +26,8 @@ struct Move {
 
 class MoveTable {
 public:
-  // 50 us of one core. A second one takes 10 off, but where it is the other thread of the same core it adds 25.
+  // 50 us of one core. A second one takes 10 off, but where the host gives both no more than one core's speed it adds
+  // 25.
   static constexpr int64_t SMALL_BYTES = 3 << 19;
   std::vector<Move> moves;
   int64_t unit = 16, chunks = 0, chunk = 0;
