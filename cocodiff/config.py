@@ -26,6 +26,7 @@ VAE_RANKS = ("one", "all")
 TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
 DEVICES = ("auto", "cpu", "xpu", "cuda")
 KERNELS = ("auto", "sycl", "torch")
+LONGEST_TIMEOUT_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Config:
     device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
     kernels: auto (by a table of measurements, see docs/kernels.md), sycl or torch: what packs, gathers and scores.
     timeout_s: a rank that gives no sign of life for so many seconds is lost and ends the run on every rank.
+    start_timeout_s: the same for a rank that has not joined so many seconds after another one has.
+    stall_timeout_s: the same for a rank that is alive but does not come to a call that another rank waits in for so
+    many seconds: its main thread hangs. It must exceed what rank 0 does alone, such as loading or writing.
 
     Of v_major:
     scoring: source (each rank scores its own tokens before they travel) or card (after v's first phase; tapa only).
@@ -83,6 +87,8 @@ class Config:
     device: str = "auto"
     kernels: str = "auto"
     timeout_s: float = 300.0
+    start_timeout_s: float = 600.0
+    stall_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, EXCHANGES)
@@ -95,8 +101,12 @@ class Config:
         check_choice("transport", self.transport, TRANSPORTS)
         check_choice("device", self.device, DEVICES)
         check_choice("kernels", self.kernels, KERNELS)
-        if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
-            raise UserError(f"timeout_s is {self.timeout_s!r}: give a number of seconds above 0")
+        for name in ("timeout_s", "start_timeout_s", "stall_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_TIMEOUT_S:
+                raise UserError(
+                    f"{name} is {value!r}: give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S} (a week)"
+                )
 
     def _check_number_or_auto(self, name: str, wanted: str) -> None:
         value = getattr(self, name)

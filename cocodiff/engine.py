@@ -8,8 +8,8 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,7 @@ from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor
 from cocodiff.comm.connect import connect
+from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Ranks, Transport
@@ -65,12 +66,17 @@ def parallelize(
     return Engine(target, settings, transport)
 
 
-def open_transport(config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None) -> Transport:
-    """The transport of this rank. `settings` are compared between ranks, the engine's own with them."""
+def open_transport(
+    config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None, on_loss: Sequence[OnLoss] = ()
+) -> Transport:
+    """The transport of this rank. `settings` are compared between ranks, the engine's own with them.
+
+    on_loss: called at once when a rank is lost, also during the start."""
     launch = launch or detect()
     device = rank_device(config.device, launch.local_rank)
     alike = {name: str(value) for name, value in vars(config).items()}
-    return connect(launch, config.transport, device, alike | (settings or {}), config.timeout_s)
+    limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
+    return connect(launch, config.transport, device, alike | (settings or {}), limits, on_loss)
 
 
 def build_strategy(
@@ -162,6 +168,14 @@ def _register(hook: Hook) -> Any:
     return hook.module.register_forward_pre_hook(rewrite, with_kwargs=True)
 
 
+@dataclass(frozen=True)
+class Results:
+    """What the ranks of an engine have done together; see `Engine.bytes` and `Engine.drift_profile`."""
+
+    bytes: dict[str, int]
+    drift: list[dict[str, float | None]]
+
+
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
@@ -178,6 +192,8 @@ class Engine:
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
+        self._inside = False
+        self._results: Results | None = None
         self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
@@ -187,14 +203,26 @@ class Engine:
         self._kernels = Kernels(config.kernels, self.trace.note_kernel)
         shape: Any = self.model.config
         self.mesh = mesh_of(config, self.topology, Work(shape.num_attention_heads, shape.attention_head_dim))
+        self._set_up_exchange()
+
+    def _set_up_exchange(self) -> None:
+        """What belongs to the transport: groups, lanes and the strategy over them."""
         if self.size > 1:
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = build_strategy(config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
+        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
+        if self._inside:
+            raise UserError("this engine is in use: leave its `with` block before entering it again")
+        if self.transport.closed:
+            if not self._owns_transport:
+                raise UserError("the transport of this engine is closed: open another one and parallelize again")
+            self.transport = open_transport(self.config)
+            self._set_up_exchange()
+        self._inside = True
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
@@ -213,6 +241,7 @@ class Engine:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._inside = False
         while self._restore:
             self._restore.pop()()
         self._sized.clear()
@@ -221,6 +250,7 @@ class Engine:
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
+        self._results = self._results_of_all_ranks() if error is None else self._own_results()
         if self._owns_transport and error is None:
             self.transport.close()
 
@@ -264,10 +294,12 @@ class Engine:
         return Moment(self.counter.run, self.counter.step, int(steps))
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        self.transport.health.arrive(f"attention {layer}")
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
 
     def _gather_image(self, _: nn.Module, __: Any, x_BLC: Tensor) -> Tensor:
         """All ranks' image tokens [B, S, C] on every rank, so that all go on with the same bits."""
+        self.transport.health.arrive("the gather of outputs")
         shares = share_image(self.topology, self._shard.tokens.image)
         B, _L, C = x_BLC.shape
 
@@ -284,21 +316,42 @@ class Engine:
     # Results of all ranks -------------------------------------------------------------------------------------------
 
     def bytes(self) -> dict[str, int]:
-        """Attention bytes per link class, summed over all ranks. Every rank calls it; rank 0's answer is whole."""
-        gathered = self.transport.gather_object(self.trace.bytes()) or [self.trace.bytes()]
-        return {link: sum(one[link] for one in gathered) for link in gathered[0]}
+        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
+        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end."""
+        return dict(self._current_results().bytes)
 
     def drift_profile(self) -> list[dict[str, float | None]]:
         """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
-        that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it; rank 0's
-        answer is whole."""
-        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
-        return merge_drift(self.transport.gather_object(own) or [own])
+        that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it inside the
+        block, as `bytes`."""
+        return list(self._current_results().drift)
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
         if isinstance(self.strategy, VMajor):
             self.strategy.drift.clear()
+        if self._results is not None:
+            self._results = replace(self._results, drift=[])
+
+    def _current_results(self) -> Results:
+        if self._inside:
+            return self._results_of_all_ranks()
+        return self._results or self._own_results()
+
+    def _own_results(self) -> Results:
+        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
+        return Results(self.trace.bytes(), merge_drift([own]))
+
+    def _results_of_all_ranks(self) -> Results:
+        """All ranks call it."""
+        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
+        gathered = self.transport.gather_object((self.trace.bytes(), own))
+        merged = None
+        if gathered is not None:
+            sums = {link: sum(sent[link] for sent, _ in gathered) for link in gathered[0][0]}
+            merged = Results(sums, merge_drift([drift for _, drift in gathered]))
+        results: Results = self.transport.broadcast_object(merged)
+        return results
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:

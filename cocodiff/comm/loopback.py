@@ -9,13 +9,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Alone
 from cocodiff.comm.transport import CHECK_S, LaneOwner, PeerGroup, Pending
 from cocodiff.errors import PeerLost, UserError
 
@@ -132,27 +132,20 @@ class LoopbackGroup(PeerGroup):
         self.all_reduce(torch.zeros(1)).wait()
 
 
-class LoopbackHealth:
+class LoopbackHealth(Alone):
+    """A world's failure is every rank's: waits for a mailbox look out for it, and `run_ranks` raises it."""
+
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self._world, self._rank = world, rank
 
     def check(self) -> None:
         self._world.check()
 
-    def blame(self, error: BaseException) -> BaseException:
-        return error
+    def still_waiting(self) -> None:
+        self._world.check()
 
     def fail(self, reason: str, mistake: bool = False) -> None:
         self._world.fail(UserError(reason) if mistake else PeerLost(self._rank, f"failed: {reason}"))
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        return  # a failed rank ends the call of `run_ranks`, which raises its error
-
-    def blocking(self) -> AbstractContextManager[None]:
-        return nullcontext()  # waits for a mailbox look out for failed ranks
-
-    def close(self) -> None:
-        return
 
 
 class LoopbackTransport(LaneOwner):
@@ -181,8 +174,8 @@ class LoopbackTransport(LaneOwner):
                 self._world.mailbox("broadcast", rank).put(value)
         return self._world.take(self._world.mailbox("broadcast", self.rank), 0)
 
-    def close(self) -> None:
-        self.close_lanes()
+    def _release(self) -> None:
+        return
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:

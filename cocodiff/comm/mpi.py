@@ -50,7 +50,7 @@ class _Requests:
             time.sleep(pause)
             pause = min(2 * pause, SLEEP_S[1])
             if time.monotonic() - checked > 0.25:
-                self._health.check()
+                self._health.still_waiting()
                 checked = time.monotonic()
         self._requests, self._kept = [], []
 
@@ -99,12 +99,11 @@ class MpiTransport(LaneOwner):
         return MpiGroup(self._mpi, communicator, tuple(ranks), self.health)
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        return self.blocking(lambda: self._communicator.gather(value))
+        return self.blocking(lambda: self._communicator.gather(value), "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
-        return self.blocking(lambda: self._communicator.bcast(value))
+        return self.blocking(lambda: self._communicator.bcast(value), "broadcast_object")
 
-    def close(self) -> None:
-        self.close_lanes()
+    def _release(self) -> None:
         for communicator in [*self._communicators, self._communicator]:
             communicator.Free()

@@ -130,7 +130,7 @@ class TorchDistTransport(LaneOwner):
             dist.gather_object(value, values)
             return values
 
-        return self.blocking(gather)
+        return self.blocking(gather, "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
         def broadcast() -> Any:
@@ -138,10 +138,9 @@ class TorchDistTransport(LaneOwner):
             dist.broadcast_object_list(values)
             return values[0]
 
-        return self.blocking(broadcast)
+        return self.blocking(broadcast, "broadcast_object")
 
-    def close(self) -> None:
-        self.close_lanes()
+    def _release(self) -> None:
         for process_group in self._groups:
             if not isinstance(process_group, dist.ProcessGroup):  # torch.distributed knows nothing of it
                 process_group.shutdown()
@@ -151,15 +150,12 @@ class TorchDistTransport(LaneOwner):
             dist.destroy_process_group()
 
 
-def initialise(backend: str, init_method: str, rank: int, size: int, device: torch.device) -> None:
+def initialise(backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
     """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
-    its communicators without being told of it.
-
-    Raises UserError for a backend that is not there or does not fit the device.
-    """
-    check_backend(backend, device)
+    its communicators without being told of it."""
+    store.set_timeout(NEVER)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=size, timeout=NEVER,
+        backend, store=store, rank=rank, world_size=size, timeout=NEVER,
         device_id=device if backend in ("xccl", "nccl") else None,
     )  # fmt: skip
 

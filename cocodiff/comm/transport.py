@@ -79,6 +79,15 @@ class Health(Protocol):
         """Raises PeerLost when a rank died, failed or fell silent."""
         ...
 
+    def arrive(self, at: str) -> None:
+        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. A rank
+        that others wait for in such a call, and that does not come to it, is lost in the end."""
+        ...
+
+    def still_waiting(self) -> None:
+        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
+        ...
+
     def blame(self, error: BaseException) -> BaseException:
         """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
         ...
@@ -120,6 +129,7 @@ class Transport(Ranks, Protocol):
 
     device: torch.device
     health: Health
+    closed: bool
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""
@@ -191,7 +201,7 @@ class LanePending(Generic[T]):
                 # Done by now does not say whose this is: the job may have ended just after this wait gave up.
                 if self._future.done() and self._future.exception() is late:
                     raise
-                self._health.check()
+                self._health.still_waiting()
             except (PeerLost, UserError):
                 raise
             except Exception as error:
@@ -236,6 +246,8 @@ class Lane:
         self._wake.release()
 
     def _append(self, work: Callable[[], Any]) -> Future[Any]:
+        if not self._open:
+            raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
         self._jobs.append(Job(work, StreamMark(self._device), future))
         return future
@@ -270,11 +282,12 @@ class Lane:
                     return
 
 
-class LaneOwner:
+class LaneOwner(ABC):
     """The lanes of a transport, and set-up traffic on a lane of its own so that a lost peer ends the wait for it."""
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
+        self.closed = False
         self._lanes: list[Lane] = []
         self._control = self.lane("control")
 
@@ -282,10 +295,21 @@ class LaneOwner:
         self._lanes.append(Lane(name, self.device, self.health))
         return self._lanes[-1]
 
-    def blocking(self, job: Callable[[], T]) -> T:
+    def blocking(self, job: Callable[[], T], at: str = "set-up") -> T:
+        """What `job` returns, which all ranks call; at: its name."""
+        self.health.arrive(at)
         return self._control.submit(job).wait()
 
-    def close_lanes(self) -> None:
+    def close(self) -> None:
+        """Leaves the run in good order. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
         self.health.close()
         for lane in self._lanes:
             lane.close()
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Gives back what the communication library holds."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocodiff.commands.options import RUN_OPTIONS, Option
+from cocodiff.commands.options import OF_MACHINE, RUN_OPTIONS, Option
 from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.commands.terminal import say
 
@@ -56,7 +56,7 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
 
 def machine_settings(values: Values) -> Values:
     """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    return {name: values[name] for name in ("machine", "transport", "device", "kernels", "timeout_s")}
+    return {name: values[name] for name in OF_MACHINE}
 
 
 def meet(transport: Any) -> None:

@@ -57,6 +57,8 @@ RUN_OPTIONS = (
     Option("device", "what ranks compute on", "auto", choices=DEVICES),
     Option("kernels", "what packs, gathers and scores", "auto", choices=KERNELS),
     Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
+    Option("start_timeout_s", "seconds after which a rank that has not started is lost", 600.0, type=float),
+    Option("stall_timeout_s", "seconds that a rank waits for one that lives but does not go on", 1800.0, type=float),
     Option("quiet", "no progress bars", False, type=bool),
     Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
 )
@@ -79,6 +81,7 @@ V_MAJOR_OPTIONS = (
     Option("warmup", "full steps at the start", type=int),
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
+OF_MACHINE = ("machine", "transport", "device", "kernels", "timeout_s", "start_timeout_s", "stall_timeout_s")
 OVER_PRESET = (
     "exchange", "exchange_table", "order", "ring", "placement", "chunks", "vae",
     *(option.name for option in V_MAJOR_OPTIONS),
@@ -116,7 +119,7 @@ def parse(
 
 def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
-    of_machine = {name: values[name] for name in ("machine", "transport", "device", "kernels", "timeout_s")}
+    of_machine = {name: values[name] for name in OF_MACHINE if name in values}
     over_preset = {name: values[name] for name in OVER_PRESET if values.get(name) is not None}
     return of_machine | over_preset
 

@@ -10,11 +10,9 @@ import ctypes
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.commands.job_folder import job_folder
 from cocodiff.config import Config
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 Work = Callable[[Any], None]  # called with the rank's transport
@@ -46,7 +46,7 @@ class End:
 
 def run_ranks(
     ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work,
-    left: str = "nothing was written",
+    left: Callable[[], str] = lambda: "nothing was written",
 ) -> int:  # fmt: skip
     """Runs `work` on every rank and returns the exit code.
 
@@ -59,6 +59,9 @@ def run_ranks(
             raise UserError(f"--ranks {ranks} in a job of {launch.size} ranks: leave --ranks away under a launcher")
         return _run_launched(launch, config, settings, work)
     if ranks is None or ranks == 1:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _interrupt)
         end = _run_rank(launch, config, settings, work, None)
         _say(end, "")
         return end.code
@@ -81,9 +84,7 @@ def _run_rank(
 
     transport = None
     try:
-        transport = open_transport(config, launch, settings)
-        if note_loss is not None:
-            transport.health.when_lost(note_loss)
+        transport = open_transport(config, launch, settings, [note_loss] if note_loss is not None else [])
         work(transport)
         transport.close()
         return End("done")
@@ -134,8 +135,16 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 # Forked ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: str) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="cocodiff-"))
+def _fork(
+    ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]
+) -> int:  # fmt: skip
+    with job_folder() as folder:
+        return _fork_in(folder, ranks, config, settings, work, left)
+
+
+def _fork_in(
+    folder: Path, ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]
+) -> int:  # fmt: skip
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
     sys.stdout.flush()
@@ -143,7 +152,9 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
     children: dict[int, int] = {}
     parent = os.getpid()
     stop = _StopRequest()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What is ignored stays so: nohup ignores SIGHUP.
+    asked = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
+    before = {number: signal.signal(number, stop) for number in asked}
     try:
         for rank in range(ranks):
             pid = os.fork()
@@ -155,11 +166,10 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
                 _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
-        return _attend_children(children, ranks, folder, stop, left)
+        return _attend_children(children, ranks, folder, stop, left, config.timeout_s + GRACE_S)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
@@ -167,7 +177,8 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
     code = 1
     try:
         _die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+        for number in STOPS:  # Ctrl-C and its like reach the whole terminal group; the parent decides
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _interrupt)
         if launch.rank:
             log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -207,33 +218,71 @@ class _StopRequest:
         self.asked = True
 
 
-def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: str) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed."""
+class _Stopped:
+    """Ranks that a signal has stopped, by process, and since when. What is stopped sends no heartbeat, so its peers
+    give it up; before they have met, or where all are stopped, nobody but the parent notices."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def note(self, pid: int, status: int) -> bool:
+        """Whether the status is of a process that was stopped or goes on, and has not ended."""
+        if os.WIFSTOPPED(status):
+            self._since[pid] = time.monotonic()
+        elif os.WIFCONTINUED(status):
+            self._since.pop(pid, None)
+        return os.WIFSTOPPED(status) or os.WIFCONTINUED(status)
+
+    def too_long(self) -> list[int]:
+        now, asleep_s = time.monotonic(), time.monotonic() - self._looked
+        self._looked = now
+        if asleep_s > 1.0:  # this process was stopped as well (Ctrl-Z): that time says nothing
+            self._since = {pid: since + asleep_s for pid, since in self._since.items()}
+        return [pid for pid, since in self._since.items() if now - since > self._limit_s]
+
+
+def _attend_children(
+    children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: Callable[[], str], stopped_s: float
+) -> int:  # fmt: skip
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
+
+    stopped_s: how long a rank may be stopped by a signal."""
     ends: dict[int, End] = {}
     deadline: float | None = None
     interrupted = ended_by_us = False
+    stopped = _Stopped(stopped_s)
+    given_up: set[int] = set()
     while children:
         if stop.asked and not interrupted:
             interrupted = True
             _signal_all(children, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_S
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid == 0:
+            for late in stopped.too_long():
+                if late in children and late not in given_up:
+                    given_up.add(late)
+                    os.kill(late, signal.SIGKILL)
             if deadline is not None and time.monotonic() > deadline and not ended_by_us:
                 ended_by_us = True
                 _signal_all(children, signal.SIGKILL)
             time.sleep(0.02)
             continue
-        if pid not in children:
+        if pid not in children or stopped.note(pid, status):
             continue
         rank = children.pop(pid)
-        ends[rank] = End("stuck", f"rank {rank} did not stop") if ended_by_us else _child_end(rank, status, folder)
+        if pid in given_up:
+            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped_s - GRACE_S:g} s")
+        else:
+            ends[rank] = End("stuck", f"rank {rank} did not stop") if ended_by_us else _child_end(rank, status, folder)
         if ends[rank].code and deadline is None:
             deadline = time.monotonic() + GRACE_S
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
-        print(f"cocodiff: interrupted; {left}", file=sys.stderr)
+        print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
     return _report(ends, ranks, left)
 
@@ -255,22 +304,23 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     )
 
 
-def _report(ends: dict[int, End], ranks: int, left: str) -> int:
+def _report(ends: dict[int, End], ranks: int, left: Callable[[], str]) -> int:
     """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
     if not bad:
         return 0
-    order = ("mistake", "killed", "failed", "interrupted", "lost", "stuck")
+    order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
     cause = min(bad, key=lambda rank: (order.index(bad[rank].kind), rank))
     end = bad[cause]
     if end.kind == "mistake":
         print(f"cocodiff: {end.message}", file=sys.stderr)
         return 2
     sys.stderr.write(end.trace)
-    message = end.message if end.kind in ("killed", "lost", "stuck") else f"rank {cause} {end.kind}: {end.message}"
+    named_there = end.kind in ("killed", "stopped", "lost", "stuck")
+    message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
     named = sum(other.kind == "lost" for other in bad.values())
     print(
-        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}",
+        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left()}",
         file=sys.stderr,
     )
     return 1

@@ -26,7 +26,7 @@ from cocodiff.commands.session import import_before_fork, settle
 from cocodiff.commands.sweep_lines import REPORTS, check_folder, read_results
 from cocodiff.commands.sweep_points import SECTIONS, SETTINGS, Grid, Point, read_grid
 from cocodiff.commands.terminal import say
-from cocodiff.config import load_chunk_table, load_machine
+from cocodiff.config import Config, load_chunk_table, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
 
@@ -78,7 +78,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     alike = {name: str(value) for name, value in values.items() if name != "ranks"} | {"sweep": str(sweep.settings)}
     config = sweep.grid.points[0].config
     left = "finished runs are kept: start again to go on"
-    code = run_ranks(values["ranks"], launch, config, alike, partial(work, sweep), left)
+    code = run_ranks(values["ranks"], launch, config, alike, partial(work, sweep), lambda: left)
     if code == 0 and launch.speaks:
         report(Path(values["out"]))
     return code
@@ -137,11 +137,17 @@ def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -
         "ranks": ranks,
         **{name: values[name] for name in REMEMBERED},
         "steps": grid.steps,
-        "points": [{"name": p.name, **vars(p.config), "timeout_s": None} for p in grid.points],
+        "points": [{"name": p.name, **_lasting(p.config)} for p in grid.points],
         "inputs": inputs,
         "lines": masked * len(grid.steps) * len(grid.points),
     }  # fmt: skip
     return dict(json.loads(json.dumps(described)))
+
+
+def _lasting(config: Config) -> dict[str, Any]:
+    """The settings that results depend on: how long to wait for a lost rank is none of them."""
+    settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
+    return settings | {"timeout_s": None}
 
 
 def digest(slices: Any) -> str:

@@ -1,6 +1,6 @@
 """One rank's end of a watch in a process of its own, to be stopped or killed. Imports no torch, so it starts at once.
 
-    health_rank.py RANK SIZE PORT KEY TIMEOUT_S      (rank 0: PORT 0; it prints the port that it got)
+    health_rank.py RANK SIZE PORT KEY TIMEOUT_S STALL_S      (rank 0: PORT 0; it prints the port that it got)
 
 Prints "open" when the watch stands. Then reads a line: "close" says goodbye, "leave" exits without a word, "block" is a
 call into a library that no error reaches.
@@ -10,15 +10,15 @@ import socket
 import sys
 import time
 
-from cocodiff.comm.health import Watch
+from cocodiff.comm.health import Limits, Watch
 
 
-def main(rank: int, size: int, port: int, key: str, timeout_s: float) -> None:
+def main(rank: int, size: int, port: int, key: str, timeout_s: float, stall_s: float) -> None:
     endpoint = ("127.0.0.1", port)
     if rank == 0:
         endpoint = socket.create_server(("127.0.0.1", 0), backlog=size)
         print(endpoint.getsockname()[1], flush=True)
-    watch = Watch.open(rank, size, endpoint, key, {}, timeout_s)
+    watch = Watch.open(rank, size, endpoint, key, {}, Limits(timeout_s, start_s=60.0, stall_s=stall_s))
     print("open", flush=True)
     word = sys.stdin.readline().strip()
     if word == "close":
@@ -30,4 +30,4 @@ def main(rank: int, size: int, port: int, key: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]), float(sys.argv[6]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cocodiff.comm.health import Alone, Watch, describe_difference
+from cocodiff.comm.health import Alone, Limits, Watch, describe_difference
 from cocodiff.errors import PeerLost, UserError
 
 pytestmark = pytest.mark.processes
@@ -27,7 +27,7 @@ Open = Callable[[], Watch]
 
 def open_all(
     ranks: range, size: int, port: int | None = None, settings: dict[int, dict[str, str]] | None = None,
-    timeout_s: float = 20.0, meet: Callable[[int], None] | None = None,
+    timeout_s: float = 20.0, meet: Callable[[int], None] | None = None, start_s: float = 20.0, stall_s: float = 60.0,
 ) -> list[Watch | BaseException]:  # fmt: skip
     """Opens the watches of `ranks` side by side; what an opening raised stands in its place.
 
@@ -38,10 +38,12 @@ def open_all(
     if meet is not None:
         meet(address[1])
 
+    limits = Limits(timeout_s, start_s, stall_s)
+
     def open_one(rank: int) -> Watch | BaseException:
         try:
             alike = (settings or {}).get(rank, {"preset": "tapa"} if settings else {})
-            return Watch.open(rank, size, listener if rank == 0 else address, KEY, alike, timeout_s)
+            return Watch.open(rank, size, listener if rank == 0 else address, KEY, alike, limits)
         except (PeerLost, UserError) as error:
             return error
 
@@ -50,9 +52,11 @@ def open_all(
 
 
 @contextmanager
-def process_rank(rank: int, size: int, port: int, timeout_s: float) -> Iterator[subprocess.Popen[str]]:
+def process_rank(
+    rank: int, size: int, port: int, timeout_s: float, stall_s: float = 60.0
+) -> Iterator[subprocess.Popen[str]]:
     """A rank in a process of its own, killed at the end."""
-    words = [sys.executable, str(PROGRAM), str(rank), str(size), str(port), KEY, str(timeout_s)]
+    words = [sys.executable, str(PROGRAM), str(rank), str(size), str(port), KEY, str(timeout_s), str(stall_s)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -271,7 +275,7 @@ def test_a_stranger_is_turned_away(word):
 
 
 def test_a_rank_that_never_starts_is_named():
-    errors = open_all(range(2), 3, timeout_s=1.5)
+    errors = open_all(range(2), 3, start_s=1.5)
     assert [str(error) for error in errors] == ["rank 2 did not start within 1.5 s"] * 2
     assert {type(error) for error in errors} == {PeerLost}
 
@@ -280,6 +284,6 @@ def test_no_rank_0_to_join():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        (error,) = open_all(range(1, 2), 2, port=port, timeout_s=0.5)
+        (error,) = open_all(range(1, 2), 2, port=port, start_s=0.5)
     assert isinstance(error, PeerLost) and error.rank == 0
     assert f"does not answer at 127.0.0.1:{port}" in str(error)

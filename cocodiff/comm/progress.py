@@ -1,0 +1,115 @@
+"""Who keeps the others waiting: pure arithmetic on what every rank says of itself with its heartbeat.
+
+All ranks go through the same calls in the same order (attention calls, gathers, broadcasts), so the numbers of the
+calls that they are at can be compared: a rank that waits in call 40 while another one is at call 39 waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waiting thread notes it four times a second
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where one rank is.
+
+    calls, at: how many calls that all ranks make it has begun, and the name of the last one.
+    waits_s: for how long its main thread has been waiting for others, 0 while it does something else.
+    unchanged_s: how long ago `calls` changed. left: it has said goodbye.
+    """
+
+    calls: int = 0
+    at: str = "the start"
+    waits_s: float = 0.0
+    unchanged_s: float = 0.0
+    left: bool = False
+
+
+@dataclass
+class OwnProgress:
+    """This rank's own progress, written by its main thread and read by the thread that sends heartbeats."""
+
+    calls: int = 0
+    at: str = "the start"
+    blocked_since: float | None = None  # in a library that cannot be interrupted
+    _changed: float = field(default_factory=time.monotonic)
+    _waits_since: float = 0.0
+    _noted: float = 0.0
+
+    def arrive(self, at: str) -> None:
+        self.calls, self.at, self._changed, self._noted = self.calls + 1, at, time.monotonic(), 0.0
+
+    def still_waiting(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        now = time.monotonic()
+        if now - self._noted > RECENT_S:
+            self._waits_since = now
+        self._noted = now
+
+    def seen(self, left: bool = False) -> Progress:
+        """Where this rank is now."""
+        now, waits_s = time.monotonic(), 0.0
+        if self.blocked_since is not None:
+            waits_s = now - self.blocked_since
+        elif now - self._noted <= RECENT_S:
+            waits_s = now - self._waits_since
+        return Progress(self.calls, self.at, waits_s, now - self._changed, left)
+
+
+class ProgressOfPeers:
+    """What rank 0 has heard of the others."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        calls, now = int(message["calls"]), time.monotonic()
+        known = self._last.get(rank)
+        changed = known[1] if known is not None and known[0].calls == calls else now
+        self._last[rank] = Progress(calls, str(message["at"]), float(message["waits_s"])), changed
+
+    def seen(self, left: set[int]) -> dict[int, Progress]:
+        now = time.monotonic()
+        return {
+            rank: Progress(one.calls, one.at, 0.0 if rank in left else one.waits_s, now - changed, rank in left)
+            for rank, (one, changed) in self._last.items()
+        }
+
+
+def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
+    """The rank that others have been waiting for too long, and why it is the one; None while all goes on.
+
+    stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye.
+    """
+    waiting = max(progress, key=lambda rank: progress[rank].waits_s, default=None)
+    if waiting is None or progress[waiting].waits_s <= min(stall_s, left_s):
+        return None
+    waits = progress[waiting]
+    # The rank that is behind; of ranks at the same call the one that does not wait.
+    late = min(progress, key=lambda rank: (progress[rank].calls, progress[rank].waits_s, rank))
+    one = progress[late]
+    for_it = f"rank {waiting} has waited {waits.waits_s:.0f} s in {waits.at}"
+    if one.left and one.calls < waits.calls and waits.waits_s > left_s:
+        return late, f"left the run after {one.at}, and {for_it}"
+    if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
+        return None
+    if late != waiting and (one.calls < waits.calls or one.waits_s <= stall_s):
+        return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
+    return _in_another_call(progress, waiting, for_it)
+
+
+def _in_another_call(progress: Mapping[int, Progress], waiting: int, for_it: str) -> tuple[int, str]:
+    """All wait in a call of the same number: the rank whose call is another one, as most ranks are in."""
+    names = [one.at for one in progress.values()]
+    odd = min(progress, key=lambda rank: (names.count(progress[rank].at), rank))
+    if names.count(progress[odd].at) < len(names):
+        other = next(rank for rank in sorted(progress) if progress[rank].at != progress[odd].at)
+        return odd, f"waits in {progress[odd].at}, and rank {other} in {progress[other].at}: ranks make different calls"
+    return waiting, f"and all other ranks wait in {progress[waiting].at}: a message was lost"
