@@ -190,6 +190,7 @@ def _initialise(launch: Launch, meeting: _Meeting, backend: str, device: torch.d
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
         store = _store_over_mpi(meeting, limits)
+    store.set_timeout(NEVER)
     initialise(backend, store, meeting.rank, meeting.size, device)
 
 
@@ -205,7 +206,6 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     port = world.bcast(store.port if store is not None else None)
     if store is None:
         store = dist.TCPStore(meeting.address[0], port, meeting.size, is_master=False, timeout=limit)
-    store.set_timeout(NEVER)
     return store
 
 

@@ -153,7 +153,6 @@ class TorchDistTransport(LaneOwner):
 def initialise(backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
     """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
     its communicators without being told of it."""
-    store.set_timeout(NEVER)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=NEVER,
         device_id=device if backend in ("xccl", "nccl") else None,
