@@ -2,9 +2,10 @@
 
     python tests/fault_storm.py --faults 50 --signal STOP --launcher torchrun --seed 0
 
-Every survivor must end within LIMIT_S and name the victim. Prints a line for each fault and a sum, and exits with 1 when
-any survivor did not. Not a part of the test suite: 100 faults take half an hour. launcher torchrun forks ranks that meet
-as torchrun's do (gloo); mpiexec starts them under `mpiexec -disable-auto-cleanup` (MPI, or gloo with --transport gloo).
+Every survivor must end within LIMIT_S and name the victim. Prints a line for each fault and a sum, and exits with 1
+when any survivor did not. Not a part of the test suite: 100 faults take half an hour. torchrun forks ranks that meet as
+torchrun's do, over gloo; mpiexec starts them under `mpiexec -disable-auto-cleanup`, over MPI, or over gloo with
+--transport gloo.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def fault(number: int, signal_name: str, launcher: str, transport: str, chance: 
                 spoken = [line for line in logs.splitlines() if f"[rank {rank}] " in line]
                 if not said.startswith(f"rank {victim} ") and not any(f"] rank {victim} " in line for line in spoken):
                     wrong.append(f"rank {rank} said {said!r} {spoken}")
-            print(f"{number} {signal_name} rank {victim} {VARIANTS[variant]} {launcher} {transport} {took:.1f} s {wrong or 'ok'}",
-                  flush=True)  # fmt: skip
+            what = f"{signal_name} rank {victim} {VARIANTS[variant]} {launcher} {transport}"
+            print(f"{number} {what} {took:.1f} s {wrong or 'ok'}", flush=True)
             return "; ".join(wrong)
         finally:
             for pid in [*forked, *(int(p.read_text()) for p in folder.glob("pid.*"))]:

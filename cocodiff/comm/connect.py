@@ -6,6 +6,7 @@ The watch is opened first, at an address that ranks learn from their launcher, s
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,9 @@ from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.mpi import MpiTransport, initialised_mpi
+from cocodiff.comm.presence import Presence, limited_start
 from cocodiff.comm.settings import overlap_killers
-from cocodiff.comm.start import Presence, environment_store, limited_start, next_run, told_by_rank_0
+from cocodiff.comm.store import environment_store, next_run, told_by_rank_0
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
@@ -72,7 +75,7 @@ def connect(
         endpoint = meeting.listener or meeting.address
         health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
     if launch.kind == "mpi":
-        atexit.register(_finish_mpi, health)
+        atexit.register(_finish_mpi, health, limits.timeout_s)
     transport: MpiTransport | TorchDistTransport
     with health.blocking():
         if name == "mpi":
@@ -110,7 +113,7 @@ def _meet(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
     if dist.is_initialized():
         return _meet_in_process_group(launch, limits)
     if launch.kind == "mpi":
-        return _meet_over_mpi(device, limits)
+        return _meet_over_mpi(launch, device, limits)
     assert launch.rank is not None and launch.size is not None
     one_host = launch.local_size == launch.size
     store = next_run(environment_store(launch.rank, launch.size, limits.start_s), launch.rank)
@@ -132,12 +135,12 @@ def _meet_in_process_group(launch: Launch, limits: Limits) -> _Meeting:
     return _accepted(rank, size, words[0], listener, None)
 
 
-def _meet_over_mpi(device: torch.device, limits: Limits) -> _Meeting:
+def _meet_over_mpi(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
-    presence = Presence.of_this_job()
+    presence = Presence.of_job(launch)
     if presence is not None:
         presence.announce()
-    with limited_start(limits, presence.rank if presence else None, presence, "MPI_Init"):
+    with limited_start(limits, launch.rank, presence, "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
@@ -209,7 +212,7 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     return store
 
 
-def _finish_mpi(health: Alone | Watch) -> None:
+def _finish_mpi(health: Alone | Watch, limit_s: float) -> None:
     from mpi4py import MPI
 
     try:
@@ -217,4 +220,8 @@ def _finish_mpi(health: Alone | Watch) -> None:
     except Exception:
         os._exit(1)  # MPI_Finalize would wait for the lost rank
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+        # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
+        with Path(os.devnull).open("w") as nowhere:
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
+            MPI.Finalize()
+            faulthandler.cancel_dump_traceback_later()

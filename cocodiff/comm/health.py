@@ -166,7 +166,9 @@ class Watch:
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, timeout=BLAME_S)
         if self._lost is None and self._left and not self._closing:
-            return PeerLost(min(self._left), "left the run while this rank was still in it")
+            gone, reason = min(self._left), f"left the run while rank {self.rank} was still in it"
+            self._tell(lost=gone, reason=reason)
+            self._settle(PeerLost(gone, reason))
         self._raised = True
         return self._lost or error
 

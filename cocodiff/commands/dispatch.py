@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.presence import Presence
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
 
@@ -25,6 +26,9 @@ COMMANDS = {
 
 def run_command(words: Sequence[str], launch: Launch) -> int:
     """The exit code of a subcommand and its options."""
+    presence = Presence.of_job(launch)
+    if presence is not None:
+        presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
     try:
         check_choice("subcommand", words[0], COMMANDS)
         command = import_module(f"cocodiff.commands.{words[0]}")

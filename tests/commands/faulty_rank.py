@@ -19,6 +19,10 @@ def work(fault: str, transport: Any) -> None:
         raise RuntimeError("the disk is on fire")
     if fault == "killed" and transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "sleeps" and transport.rank == 1:
+        time.sleep(600)
+    if fault == "leaves" and transport.rank == 1:
+        return
     for _ in range(1000):
         transport.gather_object(transport.rank)
         time.sleep(0.05)
@@ -28,7 +32,7 @@ def main() -> int:
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
     launch = detect()
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
-    config = Config(transport=transport, timeout_s=5.0)
+    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0)
     return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))
 
 

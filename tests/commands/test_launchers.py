@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
+from diffusers import StableDiffusion3InpaintPipeline
 from launching import mpiexec, run
 from tiny_models import sd3_inpaint_pipeline
+from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
+from transformers import T5Config, T5EncoderModel
 
 pytestmark = pytest.mark.processes
 
+EXAMPLE = Path(__file__).with_name("example_rank.py")
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 RANKS = 3
 
 
-def torchrun(*words: object) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+def torchrun(*words: object, ranks: int = RANKS) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return [*launcher, *(str(word) for word in words)]
 
 
@@ -46,6 +51,25 @@ def test_a_launcher_gives_the_restoration_of_one_process(
     assert np.abs(together - single).max() < 1e-4
 
 
+@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
+    """All ranks have the results of all ranks after the block, and the engine can be entered again."""
+    text = clip_text()
+    t5 = T5Config(vocab_size=54, d_model=TEXT_WIDTH, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    text |= {"text_encoder_3": T5EncoderModel(t5).eval(), "tokenizer_3": text["tokenizer"]}
+    StableDiffusion3InpaintPipeline.from_pipe(sd3_pipeline(**text)).save_pretrained(tmp_path / "model")
+    words = (EXAMPLE, tmp_path)
+    done = mpiexec(2, *words, timeout_s=120) if launcher == "mpiexec" else run(torchrun(*words, ranks=2), 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("{'sibling': ") == 2
+    of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert of_ranks[0] == of_ranks[1]
+    found = of_ranks[0]
+    assert sum(found["once"].values()) > 0
+    assert found["twice"] == found["inside"] == {link: 2 * sent for link, sent in found["once"].items()}
+    assert found["images"][0] == found["images"][1] and found["drift"] == []
+
+
 def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_path: Path) -> None:
     done = mpiexec(RANKS, "-m", "cocodiff", *request_words, "--out", str(tmp_path / "out"), "--steps", "0")
     assert done.returncode != 0
@@ -60,6 +84,22 @@ def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fau
     reason = "failed: RuntimeError: the disk is on fire" if fault == "exception" else "died: its connection closed"
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 {reason}") == 1
+
+
+@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
+    done = mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 left the run") == 1, done.stderr
+
+
+def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends() -> None:
+    done = mpiexec(RANKS, FAULTY, "sleeps", "mpi", timeout_s=60)
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 has not gone on from broadcast_object") == 1, done.stderr
+    assert "[rank 1] the other ranks have given this one up" in done.stderr
 
 
 @pytest.mark.parametrize("transport", ["mpi", "gloo"])

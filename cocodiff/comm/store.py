@@ -1,0 +1,57 @@
+"""The store over which torch.distributed's ranks find each other, and learn where the watch listens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from cocodiff.errors import PeerLost, UserError
+
+
+@cache
+def launcher_store(host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float) -> Any:
+    """The store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later run of
+    the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it.
+
+    Raises PeerLost where rank 0 does not answer within `start_s`.
+    """
+    try:
+        store = dist.TCPStore(
+            host, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=start_s),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except dist.DistError as error:
+        where = f"does not answer at {host}:{port} within {start_s:g} s"
+        raise PeerLost(0, f"{where} ({str(error).splitlines()[0]})") from error
+    return dist.PrefixStore(f"cocodiff/{attempt}", store)
+
+
+def environment_store(rank: int, size: int, start_s: float, environment: Mapping[str, str] | None = None) -> Any:
+    """`launcher_store` by the environment. Raises UserError where that says no address."""
+    env = os.environ if environment is None else environment
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise UserError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to where rank 0 can be reached")
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return launcher_store(host, int(port), rank, size, hosted, env.get("TORCHELASTIC_RESTART_COUNT", "0"), start_s)
+
+
+def next_run(store: Any, rank: int) -> Any:
+    """A part of a store that no earlier run of the same processes has written to. All ranks call it as often."""
+    return dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
+
+
+def told_by_rank_0(store: Any, word: str | None, start_s: float) -> str:
+    """Rank 0's `word`, None elsewhere, on every rank. Raises PeerLost where it does not come within `start_s`."""
+    if word is not None:
+        store.set("meeting", word)
+    try:
+        store.wait(["meeting"], timedelta(seconds=start_s))
+    except dist.DistError as error:
+        raise PeerLost(0, f"did not start within {start_s:g} s") from error
+    return bytes(store.get("meeting")).decode()

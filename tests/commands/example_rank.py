@@ -1,0 +1,47 @@
+"""README's Python example, as it stands there, on one rank of a launcher's job; then what a user may do after it.
+
+example_rank.py FOLDER      (holds the model, and takes a JSON file for each rank)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from cocodiff.comm.launch import detect
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def example() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return block
+
+
+def main(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scan, mask = torch.rand(1, 3, 32, 32, generator=generator), torch.zeros(1, 1, 32, 32)
+    mask[..., 8:24, 8:24] = 1
+    names = {"model": str(folder / "model"), "scan": scan, "mask": mask}
+    torch.manual_seed(0)
+    exec(example(), names)
+    engine, pipe = names["engine"], names["pipe"]
+    once = engine.bytes()
+    with engine:
+        torch.manual_seed(0)
+        again = pipe(prompt="a tooth", image=scan, mask_image=mask).images[0]
+        inside = engine.bytes()
+    twice = engine.bytes()
+    engine.forget_drift()
+    drift = engine.drift_profile()
+    images = [list(image.tobytes()) for image in (names["image"], again)]
+    found = {"once": once, "inside": inside, "twice": twice, "drift": drift, "images": images}
+    (folder / f"{detect().rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
