@@ -3,7 +3,8 @@
     health_rank.py RANK SIZE PORT KEY TIMEOUT_S STALL_S      (rank 0: PORT 0; it prints the port that it got)
 
 Prints "open" when the watch stands. Then reads a line: "close" says goodbye, "leave" exits without a word, "block" is a
-call into a library that no error reaches.
+call into a library that no error reaches, "block after a job" such a call in which another one has ended already,
+"sleep" a main thread that does not go on.
 """
 
 import socket
@@ -23,10 +24,15 @@ def main(rank: int, size: int, port: int, key: str, timeout_s: float, stall_s: f
     word = sys.stdin.readline().strip()
     if word == "close":
         watch.close()
-    if word == "block":
+    if word in ("block", "block after a job"):
         with watch.blocking():
+            if word == "block after a job":
+                with watch.blocking():  # as a wait that runs another one's job, which waits in turn
+                    pass
             print("blocked", flush=True)
             time.sleep(60)
+    if word == "sleep":
+        time.sleep(60)
 
 
 if __name__ == "__main__":

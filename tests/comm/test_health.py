@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ def open_all(
 
     port: of a rank 0 elsewhere. meet: called with the port before the ranks join.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=size) if 0 in ranks else None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=size + 64) if 0 in ranks else None
     address = ("127.0.0.1", port if listener is None else listener.getsockname()[1])
     if meet is not None:
         meet(address[1])
@@ -145,7 +145,8 @@ def test_a_silent_rank_is_lost_after_the_timeout(victim):
     assert {str(error) for error in errors} == {f"rank {victim} has been silent for 3 s"}
 
 
-def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(capfd):
+@pytest.mark.parametrize("word", ["block", "block after a job"])
+def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(capfd, word):
     contexts = []
 
     def meet(port: int) -> None:
@@ -154,7 +155,7 @@ def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(cap
 
     (watch,) = open_all(range(1), 2, meet=meet)
     process = contexts[0].process
-    process.stdin.write("block\n")
+    process.stdin.write(f"{word}\n")
     process.stdin.flush()
     assert [process.stdout.readline() for _ in range(2)] == ["open\n", "blocked\n"]
     watch.fail("out of memory")
@@ -164,6 +165,79 @@ def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(cap
     with pytest.raises(PeerLost), watch.blocking():
         raise AssertionError("a rank is lost already")
     contexts[0].__exit__(None, None, None)
+
+
+def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(capfd):
+    """It sends heartbeats, but does not come to a call that another rank waits in."""
+    contexts = []
+
+    def meet(port: int) -> None:
+        contexts.append(process_rank(1, 3, port, 20.0, stall_s=1.0))
+        contexts[0].process = contexts[0].__enter__()
+
+    watches = open_all(range(0, 3, 2), 3, meet=meet, stall_s=1.0)
+    process = contexts[0].process
+    process.stdin.write("sleep\n")
+    process.stdin.flush()
+    for watch in watches:
+        watch.arrive("attention blocks.0")
+    error = lost_while_waiting(watches[1])
+    assert isinstance(error, PeerLost) and error.rank == 1
+    assert str(error).startswith("rank 1 has not gone on from the start for ")
+    assert " s, and rank 2 has waited " in str(error) and "s in attention blocks.0" in str(error)
+    assert awaited_error(watches[0]).rank == 1
+    assert process.wait(20) == 1
+    assert "[rank 1] the other ranks have given this one up: rank 1 has not gone on" in capfd.readouterr().err
+    contexts[0].__exit__(None, None, None)
+
+
+def test_a_rank_that_left_while_others_go_on_is_lost():
+    """Its goodbye exempts it from heartbeats, not from the calls that the others still make."""
+    watches = open_all(range(3), 3, timeout_s=1.0)
+    watches[1].close()
+    for watch in (watches[0], watches[2]):
+        watch.arrive("gather_object")
+    error = lost_while_waiting(watches[2])
+    assert str(error).startswith("rank 1 left the run after the start, and rank 2 has waited ")
+    assert awaited_error(watches[0]).rank == 1
+
+
+def test_ranks_that_make_different_calls_are_named():
+    watches = open_all(range(3), 3, stall_s=0.5, timeout_s=1.0)
+    for watch, call in zip(watches, ("gather_object", "attention x", "attention x"), strict=True):
+        watch.arrive(call)
+    with ExitStack() as all_wait:
+        for watch in watches:
+            all_wait.enter_context(watch.blocking())
+        error = awaited_error(watches[1])
+    assert str(error) == (
+        "rank 0 waits in gather_object, and rank 1 in attention x: ranks make different calls"
+    )  # fmt: skip
+    awaited_error(watches[2])
+    awaited_error(watches[0])
+
+
+def lost_while_waiting(watch: Watch, within_s: float = 20.0) -> BaseException:
+    """What ends a wait of this thread, which notes four times a second that it goes on."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            watch.still_waiting()
+        except PeerLost as error:
+            return error
+        time.sleep(0.25)
+    raise AssertionError(f"rank {watch.rank} waits for ever")
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
+    """After Ctrl-Z and fg all heartbeats are late, for no rank sent any."""
+    watches = open_all(range(2), 2, timeout_s=1.0)
+    later = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: later() + 100.0)
+    time.sleep(1.0)
+    for watch in watches:
+        watch.check()
+    close_all(watches)
 
 
 def test_a_busy_rank_is_not_lost():
@@ -274,10 +348,65 @@ def test_a_stranger_is_turned_away(word):
     close_all(watches)
 
 
+@pytest.mark.parametrize(
+    ("data", "ends"),
+    [(b"[" * 60_000, True), (b"x" * 100_000, True), (b"", False), (b'{"hello": 1, "ke', False)],
+    ids=["deeply nested", "a line without end", "silent", "half a line"],
+)
+def test_strangers_hold_nobody_up(data, ends):
+    """More connections than there is room for, which say nothing of use: the ranks meet at once all the same."""
+    strangers: list[socket.socket] = []
+
+    def meet(port: int) -> None:
+        for _ in range(60):
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+            with suppress(OSError):
+                strangers[-1].sendall(data)
+
+    watches = open_all(range(3), 3, meet=meet, start_s=4.0)  # a stranger has 5 s to say who it is
+    assert all(isinstance(watch, Watch) for watch in watches), watches
+    for stranger in strangers:
+        stranger.settimeout(10)
+        with suppress(ConnectionError):
+            assert stranger.recv(100) == b""
+        stranger.close()
+    close_all(watches)
+
+
+def test_who_joins_as_a_rank_that_is_there_is_turned_away():
+    late: list[socket.socket] = []
+
+    def meet(port: int) -> None:
+        for _ in range(2):
+            late.append(socket.create_connection(("127.0.0.1", port)))
+            late[-1].sendall(json.dumps({"hello": 1, "key": KEY}).encode() + b"\n")
+            late[-1].settimeout(10)
+            time.sleep(0.1)
+
+    errors = open_all(range(1), 3, meet=meet, start_s=2.0)
+    assert b"welcome" in late[0].recv(100) and late[1].recv(100) == b""
+    assert str(errors[0]) == "rank 1 did not start within 2 s, nor did rank 2"
+
+
 def test_a_rank_that_never_starts_is_named():
     errors = open_all(range(2), 3, start_s=1.5)
     assert [str(error) for error in errors] == ["rank 2 did not start within 1.5 s"] * 2
     assert {type(error) for error in errors} == {PeerLost}
+
+
+def test_a_rank_that_is_lost_during_the_start_is_named_before_the_limit():
+    """One that has joined and is stopped, while another one is still missing."""
+    contexts = []
+
+    def meet(port: int) -> None:
+        contexts.append(process_rank(1, 3, port, 1.0))
+        process = contexts[0].__enter__()
+        time.sleep(1.0)  # it joins
+        process.send_signal(signal.SIGSTOP)
+
+    (error,) = open_all(range(1), 3, meet=meet, timeout_s=1.0, start_s=60.0)
+    assert str(error) == "rank 1 has been silent for 1 s"
+    contexts[0].__exit__(None, None, None)
 
 
 def test_no_rank_0_to_join():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cocodiff.comm.health import Alone
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import StreamMark
 
@@ -35,3 +36,12 @@ def test_a_job_that_itself_times_out_says_so():
     late = TimeoutError("no answer from the store")
     with pytest.raises(TimeoutError, match="no answer from the store"):
         LanePending(DoneTooLate(lambda future: future.set_exception(late)), Alone()).wait()
+
+
+def test_a_closed_lane_refuses_jobs_that_nobody_would_run():
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    transport.close()
+    transport.close()  # leaving twice is leaving
+    assert transport.closed
+    with pytest.raises(RuntimeError, match="lane control is closed"):
+        transport.blocking(lambda: None)

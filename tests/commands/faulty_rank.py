@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from cocodiff.comm.launch import detect
+from cocodiff.comm.presence import Presence
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
 
@@ -31,6 +32,11 @@ def work(fault: str, transport: Any) -> None:
 def main() -> int:
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
     launch = detect()
+    presence = Presence.of_job(launch)
+    if presence is not None:
+        presence.announce()  # as the command line does
+    if fault == "killed at the start" and launch.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
     config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0)
     return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))

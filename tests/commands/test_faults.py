@@ -102,6 +102,29 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(slice_file: Path, tmp_p
     run.assert_nothing_left(ranks)
 
 
+@pytest.mark.parametrize("victims", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_ranks_that_are_stopped_right_after_the_fork_end_the_run(
+    slice_file: Path, tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS))
+    ranks = run.ranks()
+    for victim in victims:
+        ranks[victim].send_signal(signal.SIGSTOP)
+    assert run.end(TIMEOUT_S + 10) == 1
+    assert f"rank {victims[0]} was stopped for more than {TIMEOUT_S:g} s" in run.text()
+    run.assert_nothing_left(ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_stops_all_ranks(slice_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
+    ranks = run.ranks()
+    os.killpg(run.process.pid, number)
+    assert run.end(10) == 130
+    assert "interrupted; nothing was written" in run.text()
+    run.assert_nothing_left(ranks)
+
+
 def test_no_rank_outlives_its_launcher(slice_file: Path, tmp_path: Path) -> None:
     run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
     ranks = run.ranks()

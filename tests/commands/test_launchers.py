@@ -94,6 +94,13 @@ def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
         assert done.stderr.count(f"[rank {survivor}] rank 1 left the run") == 1, done.stderr
 
 
+def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
+    done = mpiexec(RANKS, FAULTY, "killed at the start", "mpi", timeout_s=60)
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
+
+
 def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends() -> None:
     done = mpiexec(RANKS, FAULTY, "sleeps", "mpi", timeout_s=60)
     assert done.returncode != 0

@@ -1,0 +1,35 @@
+"""The folder of forked ranks is gone with the job, and the next job clears what a killed one has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cocodiff.commands.job_folder import OWNER, PREFIX, YOUNG_S, job_folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_gone_afterwards(temporary: Path) -> None:
+    with pytest.raises(RuntimeError), job_folder() as folder:
+        assert folder.parent == temporary
+        raise RuntimeError
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_a_killed_job_left_is_cleared_and_a_running_one_is_left_alone(temporary: Path) -> None:
+    for name in (f"{PREFIX}killed", f"{PREFIX}young", f"{PREFIX}old", "another"):
+        (temporary / name).mkdir()
+    (temporary / f"{PREFIX}killed" / OWNER).touch()
+    long_ago = (temporary / "another").stat().st_mtime - 2 * YOUNG_S
+    os.utime(temporary / f"{PREFIX}old", (long_ago, long_ago))
+    (temporary / f"{PREFIX}link").symlink_to(temporary / "another")
+    with job_folder() as running, job_folder() as second:
+        kept = {f"{PREFIX}young", f"{PREFIX}link", "another", running.name, second.name}
+        assert {path.name for path in temporary.iterdir()} == kept
