@@ -74,9 +74,7 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
         tmp_path, "aurora.pbs", WEIGHTS="/flare/models/sd3.5", SCRATCH="/tmp/scratch", MPIEXEC_FLAGS="--no-vni"
     )
     (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
-    lines = dry_run(
-        script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server"
-    )
+    lines = dry_run(script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server")
     each = f"mpiexec --hostfile {tmp_path / 'nodes'} -n 2 --ppn 1"
     assert lines[1] == f"{each} mkdir -p -- /tmp/scratch"
     ours = lines[2].removeprefix(f"{each} mkdir -m 700 -- ")
