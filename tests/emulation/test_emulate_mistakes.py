@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from cocodiff.commands import oneccl
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.bench_alltoall import tuned_rows
 from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
+from cocodiff.commands.emulate import cocodiff_of, is_this_one
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
 
@@ -36,6 +39,38 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert main(["emulate", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_cocodiff_is_known_by_its_path_and_as_a_module_too(tmp_path, capsys):
+    """Each of these gets the machine; only what runs here is forked from here."""
+    ours, others = Path(sys.executable).parent, tmp_path / "other" / "bin"
+    (tmp_path / "link").symlink_to(ours / "cocodiff")
+    (others / "python3").parent.mkdir(parents=True)
+    (others / "python3").symlink_to(sys.executable)
+    (others / "cocodiff").write_text("#!/bin/sh\n")
+    (others / "cocodiff").chmod(0o755)
+    forked = [
+        ["cocodiff"], [str(ours / "cocodiff")], [str(tmp_path / "link")], [sys.executable, "-m", "cocodiff"],
+        [str(ours / "python3"), "-m", "cocodiff"],
+    ]  # fmt: skip
+    executed = [
+        [str(others / "cocodiff")], [str(others / "python3"), "-m", "cocodiff"],
+        [sys.executable, "-u", "-m", "cocodiff"],
+    ]  # fmt: skip
+    for program in forked + executed:
+        assert cocodiff_of([*program, "bench", "alltoall"]) == program
+        assert is_this_one(program) == (program in forked), program
+        assert main(["emulate", "--", *program, "bench", "alltoall", "--machine", "local"]) == 2
+        assert "--machine local on an emulated aurora: leave it away" in capsys.readouterr().err
+    (tmp_path / "folder" / "cocodiff").mkdir(parents=True)
+    for other in (
+        ["true"],
+        [str(tmp_path / "folder" / "cocodiff")],
+        ["python3", "x.py"],
+        ["python3", "-m", "cocodiff_eval"],
+        ["sh", "-m", "cocodiff"],
+    ):
+        assert cocodiff_of(other) == []
 
 
 def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
