@@ -33,6 +33,8 @@ pytestmark = pytest.mark.processes
         (("--", "cocodiff"), "add a subcommand"),
         (("--", "cocodiff", "plan"), "runs on no ranks"),
         (("--", "cocodiff", "bench", "alltoall", "--machine", "local"), "on an emulated aurora: leave it away"),
+        (("--", sys.executable, "-m", "cocodiff", "plan"), "runs on no ranks"),
+        (("--", str(Path(sys.executable).with_name("cocodiff")), "plan"), "runs on no ranks"),
     ],
 )
 def test_mistakes_are_one_line(words, said, capsys):
