@@ -22,6 +22,7 @@ from typing import Any
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.commands.dispatch import COMMANDS, run_command
 from cocodiff.commands.options import Option, parse
+from cocodiff.commands.room import check_room
 from cocodiff.commands.session import EVERY_RANK_IMPORTS
 from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
 from cocodiff.config import check_choice, load_machine
@@ -69,6 +70,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check_host(values)
     quiet_libraries(values["log_level"])
     limit_threads(topology.size)
+    check_room(topology.size)
     with registered() as token:
         return run_emulated(values, topology, command, own, token)
 
