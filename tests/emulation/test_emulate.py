@@ -105,12 +105,15 @@ def started(machine, script):
     raise AssertionError("the ranks did not start")
 
 
-def test_an_interrupt_ends_all(machine):
-    process, space = started(machine, "sleep 71.25")
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_an_interrupt_ends_all(machine, number, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process, space = started(machine, "sleep 71.25 & sleep 71.25")
+    process.send_signal(number)
     assert process.wait(timeout=30) == 130
     process.stdout.close()
     assert space not in namespaces() and processes("71.25") == 0
+    assert list(next(tmp_path.glob("cocodiff-emulations-*")).iterdir()) == []
 
 
 def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):

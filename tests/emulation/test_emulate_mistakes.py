@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cocodiff.commands.bench_alltoall import tuned_rows
 from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
 from cocodiff.commands.emulate import cocodiff_of, is_this_one
 from cocodiff.config import Config, load_exchange_table
+from cocodiff.emulation.leftovers import registered
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
@@ -81,6 +83,34 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
     assert main(["emulate", "--", "true"]) == 2
     said = capsys.readouterr().err
     assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "another's", "open", "link", "file"])
+def test_records_of_emulations_are_kept_where_no_other_may_write(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        folder.touch()
+    elif kind != "folder":
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "open" else 0o755)
+    if kind == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 12345, 12345)
+    if kind == "folder":
+        with registered() as token:
+            assert [path.name for path in folder.iterdir()] == [token]
+        assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
+        return
+    with (
+        pytest.raises(UserError, match=f"{folder}.* (can be written by others|is no folder but).*: remove it"),
+        registered(),
+    ):
+        pytest.fail("an emulation ran")
 
 
 def test_shared_memory_is_refused(monkeypatch, capsys):

@@ -160,3 +160,21 @@ def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sy
     words = [sys.executable, "-c", ONE_THREAD]
     done = subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "True"]
+
+
+@pytest.mark.parametrize("which", ["COCODIFF_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_on_cpu, monkeypatch, tmp_path, caplog):
+    """`sycl` is an error that says why; `auto` runs torch, and says so once."""
+    tmp_path.chmod(0o777)
+    for name in ("COCODIFF_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(which, str(tmp_path))
+    dispatch._open.cache_clear()
+    monkeypatch.setattr(dispatch, "open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
+    try:
+        with pytest.raises(UserError, match=rf"no SYCL kernels on cpu: .*{tmp_path} has mode 0777: .*COCODIFF_CACHE"):
+            dispatch.sycl_ops(sycl_on_cpu.device, required=True)
+        assert dispatch.sycl_ops(sycl_on_cpu.device) is None
+    finally:
+        dispatch._open.cache_clear()
+    assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]

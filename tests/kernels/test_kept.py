@@ -50,7 +50,6 @@ def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl: SyclOps,
     (whole,) = of.folder.glob(f"saved-*_{of.lanes}")
     monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
     folder = runtime_and_folder()[1]
-    folder.mkdir()
     shutil.copy(of.folder / "libcocodiff_sycl.so", folder)
     kept = folder / whole.name
     shutil.copy(whole, kept)
