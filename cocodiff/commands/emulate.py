@@ -58,7 +58,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("emulate", "Runs a command on an emulated machine: emulate [options] -- COMMAND.", OPTIONS, options)
     if launch.kind != "alone":
         raise UserError("emulate starts the ranks itself: use it without mpiexec and torchrun")
-    if not command:
+    if not command or not command[0]:
         raise UserError("emulate has no command to run: cocodiff emulate [options] -- cocodiff bench alltoall")
     topology = topology_of(values)
     program = cocodiff_of(command)
@@ -76,8 +76,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def emulated() -> dict[str, Any]:
-    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing."""
-    return dict(json.loads(os.environ.get(EMULATED, "{}")))
+    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing. Raises UserError."""
+    try:
+        return dict(json.loads(os.environ.get(EMULATED) or "{}"))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{EMULATED}={os.environ[EMULATED][:40]!r}: cocodiff emulate alone sets it: unset it"
+        ) from error
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
@@ -259,9 +264,12 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
     assert launcher is not None, "checked before"
     words = [launcher, "-n", str(network.topology.size), sys.executable, "-m", "cocodiff.emulation.enter", *program]
 
+    # With the address that all ranks are told of these would make each of them the rank that they name.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
     def run() -> int:
         process = subprocess.Popen(
-            words, env=os.environ | environment | over_tcp | {TILES: tiles},
+            words, env=inherited | environment | over_tcp | {TILES: tiles},
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         return process.wait()

@@ -14,7 +14,7 @@ from cocodiff.commands import oneccl
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.bench_alltoall import tuned_rows
 from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
-from cocodiff.commands.emulate import cocodiff_of, is_this_one
+from cocodiff.commands.emulate import cocodiff_of, emulated, is_this_one
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.emulation.leftovers import registered
 from cocodiff.errors import UserError
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.processes
     [
         ((), "has no command to run"),
         (("--",), "has no command to run"),
+        (("--", ""), "has no command to run"),
         (("--machine", "aurrora", "--", "true"), "did you mean aurora?"),
         (("--nodes", "0", "--", "true"), "at least 1 is needed"),
         (("--scale", "0", "--", "true"), "give a number above 0"),
@@ -152,6 +153,19 @@ def test_selection_is_set_beside_what_it_saves(tmp_path, capsys):
 def test_only_names_of_shapes_are_benched_as_shapes():
     assert module_of(["step", "--model", "qwen-image"]) == module_of(["step", "--model=flux.1"]) == "bench_model_step"
     assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "bench_step"
+
+
+def test_one_card_has_one_phase(tmp_path, capfd):
+    words = ["--ranks", "2", "--sizes_mb", "0.01", "--repeats", "1", "--quiet", "--variants", "tapa"]
+    assert main(["bench", "alltoall", *words, "--out", str(tmp_path / "out")]) == 0
+    said = capfd.readouterr().out
+    assert "phase 1" in said and "phase 2" not in said
+
+
+def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):
+    monkeypatch.setenv("COCODIFF_EMULATED", "abc")
+    with pytest.raises(UserError, match="COCODIFF_EMULATED='abc': cocodiff emulate alone sets it: unset it"):
+        emulated()
 
 
 def test_limits_lie_between_sizes():
