@@ -114,7 +114,7 @@ stage_weights() {
 # Whether one folder is or lies in another; neither needs to exist.
 lies_in() {
     local inner outer
-    inner=$(cd -- "$1" 2>/dev/null && pwd -P) && outer=$(cd -- "$2" 2>/dev/null && pwd -P) || return 1
+    inner=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd -P) && outer=$(CDPATH='' cd -- "$2" 2>/dev/null && pwd -P) || return 1
     [[ $inner/ == "${outer%/}"/* ]]
 }
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from cocodiff.errors import UserError
 
 PROC = Path("/proc")
+FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 and 12 ranks over gloo
 
 
 def check_room(ranks: int) -> None:
-    """Raises UserError where so many forked ranks would take more memory, or more processes, than there are."""
+    """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
     from cocodiff.memory import LIBRARIES  # numpy: not before threads are limited
 
     memory = _available_memory()
@@ -25,6 +26,12 @@ def check_room(ranks: int) -> None:
     if processes is not None and ranks >= processes:
         raise UserError(
             f"--ranks {ranks}: this host lets you have {processes} processes (ulimit -u, kernel.pid_max): start fewer"
+        )
+    files, allowed = FILES + FILES_OF_A_PEER * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if ranks > 1 and allowed != resource.RLIM_INFINITY and files > allowed:
+        raise UserError(
+            f"--ranks {ranks}: each has at least {files} files open, connections to the others, and may have {allowed}: "
+            f"allow more with ulimit -n {2 * files}, or start fewer"
         )
 
 

@@ -39,16 +39,23 @@ def test_too_many_ranks_are_refused_in_a_line(words, capsys, monkeypatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_limits_are_those_of_memory_and_processes(monkeypatch):
+def test_limits_are_those_of_memory_processes_and_files(monkeypatch):
     monkeypatch.setattr(room, "_available_memory", lambda: 100 << 20)
     room.check_room(3)
     with pytest.raises(UserError, match=r"--ranks 4: each takes 26 MiB .* 100 MiB are available: start up to 3 here"):
         room.check_room(4)
     monkeypatch.setattr(room, "_available_memory", lambda: None)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
+    limits = {resource.RLIMIT_NPROC: (50, 50), resource.RLIMIT_NOFILE: (resource.RLIM_INFINITY,) * 2}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
     room.check_room(49)
     with pytest.raises(UserError, match="--ranks 50: this host lets you have 50 processes"):
         room.check_room(50)
+    limits[resource.RLIMIT_NOFILE] = (64, 1024)
+    room.check_room(12)
+    with pytest.raises(UserError, match="--ranks 13: .* 68 files open, .* may have 64: allow more with ulimit -n 136"):
+        room.check_room(13)
+    limits[resource.RLIMIT_NOFILE] = (8, 8)
+    room.check_room(1)
 
 
 def test_the_largest_topology_is_larger_than_any_machine():
