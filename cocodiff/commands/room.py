@@ -30,7 +30,7 @@ def check_room(ranks: int) -> None:
     files, allowed = FILES + FILES_OF_A_PEER * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if ranks > 1 and allowed != resource.RLIM_INFINITY and files > allowed:
         raise UserError(
-            f"--ranks {ranks}: each has at least {files} files open, connections to the others, and may have {allowed}: "
+            f"--ranks {ranks}: each has at least {files} files open, as connections, and may have {allowed}: "
             f"allow more with ulimit -n {2 * files}, or start fewer"
         )
 

@@ -52,7 +52,7 @@ def test_limits_are_those_of_memory_processes_and_files(monkeypatch):
         room.check_room(50)
     limits[resource.RLIMIT_NOFILE] = (64, 1024)
     room.check_room(12)
-    with pytest.raises(UserError, match="--ranks 13: .* 68 files open, .* may have 64: allow more with ulimit -n 136"):
+    with pytest.raises(UserError, match=r"--ranks 13: .* 68 files open, .* may have 64: allow more with ulimit -n 136"):
         room.check_room(13)
     limits[resource.RLIMIT_NOFILE] = (8, 8)
     room.check_room(1)
