@@ -41,16 +41,27 @@ def _folder() -> Path:
 def registered() -> Iterator[str]:
     """The token of a new emulation, on record for as long as this process lives. First ends what others left."""
     folder = _folder()
-    end_leftovers()
     token = secrets.token_hex(8)
     path = folder / token
-    with path.open("w") as record:
-        fcntl.flock(record, fcntl.LOCK_EX)
-        os.set_inheritable(record.fileno(), False)
+    with contextlib.ExitStack() as stack:
+        with _locked(folder):  # until it is locked itself, a new record looks like one that was left
+            end_leftovers()
+            record = stack.enter_context(path.open("w"))
+            fcntl.flock(record, fcntl.LOCK_EX)
         try:
             yield token
         finally:
             path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def end_leftovers() -> int:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_records_of_emulations_are_kept_where_no_other_may_write(kind, tmp_path,
         registered(),
     ):
         pytest.fail("an emulation ran")
+
+
+def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
+
+    def start_often(_: int) -> bool:
+        found = []
+        for _ in range(30):
+            with registered() as token:
+                found.append((folder / token).exists())
+        return all(found)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(start_often, range(8)))
+    assert list(folder.iterdir()) == []
 
 
 def test_shared_memory_is_refused(monkeypatch, capsys):
