@@ -68,6 +68,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if own:
         command = ["cocodiff", *command[len(program) :]]
     check_host(values)
+    if not own and shutil.which(command[0]) is None:
+        raise UserError(f"emulate cannot run {command[0]}: there is no such program, or it is not executable")
     quiet_libraries(values["log_level"])
     limit_threads(topology.size)
     check_room(topology.size)

@@ -68,18 +68,18 @@ def _top_folder() -> Path:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds in a folder, and removes what killed ones left there half written."""
+    """Waits until no other process builds in a folder, and removes what killed ones left there half written. Raises
+    Unavailable where the folder, in here or inside, cannot be written."""
     try:
-        file = (folder / "lock").open("w")
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # By age, because locks of some network file systems hold for one host alone.
+            for path in folder.glob("*.[0-9]*"):
+                if path.suffix[1:].isdecimal() and time.time() - path.stat().st_mtime > LEFT_S:
+                    path.unlink(missing_ok=True)
+            yield
     except OSError as error:
         raise Unavailable(f"cannot write the kernels' cache {folder}: {error.strerror}; set COCODIFF_CACHE") from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        # By age, because locks of some network file systems hold for one host alone.
-        for path in folder.glob("*.[0-9]*"):
-            if path.suffix[1:].isdecimal() and time.time() - path.stat().st_mtime > LEFT_S:
-                path.unlink(missing_ok=True)
-        yield
 
 
 def host_library(runtime: Runtime, folder: Path) -> Path:

@@ -131,6 +131,17 @@ def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch
     assert list(folder.iterdir()) == []
 
 
+def test_a_program_that_is_not_there_is_told_before_anything_is_built(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in ("ip", "tc") else None)
+    for program in ("no-such-program", str(tmp_path)):
+        assert main(["emulate", "--machine", "local", "--ranks", "2", "--", program]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err == (
+            f"cocodiff: emulate cannot run {program}: there is no such program, or it is not executable\n"
+        )
+
+
 def test_shared_memory_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -108,6 +109,11 @@ def test_a_user_without_a_home_is_told(monkeypatch):
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(Unavailable, match="no home folder to keep kernels in: set HOME or COCODIFF_CACHE"):
         runtime_and_folder()
+
+
+def test_a_full_disk_is_an_error_with_words(cache):
+    with pytest.raises(Unavailable, match=rf"{cache}: No space left on device; set COCODIFF_CACHE"), lock(cache):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_killed_builds_left_is_removed(cache):
