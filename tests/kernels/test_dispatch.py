@@ -18,6 +18,7 @@ from worlds import topology_of
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
+from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
@@ -178,3 +179,14 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
     finally:
         dispatch._open.cache_clear()
     assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]
+
+
+@pytest.mark.processes
+def test_a_benchmark_without_kernels_is_a_mistake_in_words(monkeypatch, tmp_path, capfd):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
+    words = ["--op", "pack", "--sizes_mb", "1", "--repeats", "1", "--threads", "1", "--out", str(tmp_path / "out")]
+    assert main(["bench", "kernels", *words]) == 2
+    said = capfd.readouterr().err
+    assert f"{tmp_path} has mode 0777" in said and "Traceback" not in said
+    assert said.splitlines()[-1] == "cocodiff: nothing was measured with 1 thread(s): the line above says why"
