@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from cocodiff import __version__
-from cocodiff.comm.launch import detect
 from cocodiff.commands.dispatch import COMMANDS, run_command
 
 
@@ -18,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"cocodiff {__version__}")
         return 0
-    return run_command(words, detect())
+    return run_command(words)
 
 
 def _usage() -> str:

@@ -16,6 +16,8 @@ from functools import cached_property
 
 from cocodiff.errors import UserError
 
+MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them takes a second and 50 MB
+
 
 @dataclass(frozen=True)
 class Links:
@@ -133,10 +135,12 @@ class Topology:
         """Places `size` ranks, node by node and card by card.
 
         ranks_per_node: what the launcher says, for machines of no fixed size; default: all ranks on one node.
-        Raises UserError when a machine of fixed size is not filled exactly.
+        Raises UserError when a machine of fixed size is not filled exactly, and for more than MOST_RANKS.
         """
         if size < 1:
             raise UserError(f"{size} ranks: at least 1 is needed")
+        if size > MOST_RANKS:
+            raise UserError(f"{size} ranks: up to {MOST_RANKS} can be placed, more than any machine has tiles")
         fixed = machine.tiles_per_node
         if fixed is not None and (size % fixed or (machine.nodes and size > machine.nodes * fixed)):
             whole = f"{machine.nodes} node(s) of {fixed}" if machine.nodes else f"nodes of {fixed}"

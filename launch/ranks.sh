@@ -5,7 +5,7 @@
 # VENV      the folder of cocodiff's environment
 # HOSTFILE  the job's nodes, a line each; not for srun
 # CPU_BIND  cores of each local rank, as 4-7:8-11; for pals. The others bind by themselves.
-# WEIGHTS, SCRATCH   a model's folder, and where on each node it is copied to; without WEIGHTS nothing is
+# WEIGHTS, SCRATCH   a model's folder, and where on each node a folder for its copy is made; without WEIGHTS none is
 # PROXY     how compute nodes reach the world
 # HSN_SUFFIX   what makes the first node's name that of its address on the fast network
 # MPIEXEC_FLAGS   more words for the launcher
@@ -86,14 +86,36 @@ on_each_node() {
     esac
 }
 
-# One copy of the weights on each node's own storage, gone when the job ends. MODEL becomes the copy.
+# One copy of the weights on each node's own storage, in a new folder that goes when the job ends. MODEL becomes the copy.
+# Nothing else is ever removed, and nothing that lies there already is added to. Weights in SCRATCH are used where they are.
 stage_weights() {
     [ -n "${WEIGHTS:-}" ] || return 0
     [ -n "${DRY_RUN:-}" ] || [ -d "$WEIGHTS" ] || fail "no folder $WEIGHTS: set WEIGHTS to a model in diffusers' layout"
-    MODEL=$SCRATCH/$(basename "$WEIGHTS")
-    on_each_node mkdir -p "$SCRATCH"
-    if [ -z "${DRY_RUN:-}" ]; then trap 'on_each_node rm -rf "$MODEL"' EXIT; fi
-    on_each_node cp -r "$WEIGHTS" "$SCRATCH/"
+    [ -n "${SCRATCH:-}" ] || fail "SCRATCH is empty: name a folder of each node for a copy of $WEIGHTS"
+    if lies_in "$WEIGHTS" "$SCRATCH"; then
+        MODEL=$WEIGHTS
+        on_each_node test -d "$MODEL" || fail "$MODEL lies in SCRATCH=$SCRATCH but not on every node: copy it to all of them"
+        return 0
+    fi
+    # The number is drawn here, so that the folder has one name on all nodes and nobody else can have made it.
+    local job=${PBS_JOBID:-${SLURM_JOB_ID:-$$}} drawn
+    drawn=$(od -An -N8 -tx8 /dev/urandom)
+    STAGED=$SCRATCH/cocodiff-${job//[^A-Za-z0-9_.-]/_}-${drawn// /}
+    MODEL=$STAGED/$(basename -- "$WEIGHTS")
+    on_each_node mkdir -p -- "$SCRATCH"
+    if [ -z "${DRY_RUN:-}" ]; then
+        trap 'on_each_node rm -rf -- "$STAGED" || echo "$0: $STAGED may be left on some node: remove it" >&2' EXIT
+    fi
+    on_each_node mkdir -m 700 -- "$STAGED"
+    # Links are followed: a downloaded model may be a folder of links into another one.
+    on_each_node cp -rL -- "$WEIGHTS" "$MODEL"
+}
+
+# Whether one folder is or lies in another; neither needs to exist.
+lies_in() {
+    local inner outer
+    inner=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd -P) && outer=$(CDPATH='' cd -- "$2" 2>/dev/null && pwd -P) || return 1
+    [[ $inner/ == "${outer%/}"/* ]]
 }
 
 # cocodiff with these words, on all ranks. Sources of the flags: PALS' mpiexec(1) and ALCF's guide to running jobs; Intel MPI's

@@ -74,10 +74,13 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
         tmp_path, "aurora.pbs", WEIGHTS="/flare/models/sd3.5", SCRATCH="/tmp/scratch", MPIEXEC_FLAGS="--no-vni"
     )
     (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
-    lines = dry_run(script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path))
+    lines = dry_run(script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server")
     each = f"mpiexec --hostfile {tmp_path / 'nodes'} -n 2 --ppn 1"
-    assert lines[1:3] == [f"{each} mkdir -p /tmp/scratch", f"{each} cp -r /flare/models/sd3.5 /tmp/scratch/"]
-    assert "-n 24 --ppn 12" in lines[-1] and "--model /tmp/scratch/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
+    assert lines[1] == f"{each} mkdir -p -- /tmp/scratch"
+    ours = lines[2].removeprefix(f"{each} mkdir -m 700 -- ")
+    assert re.fullmatch(r"/tmp/scratch/cocodiff-7_1_.server-[0-9a-f]{16}", ours)
+    assert lines[3] == f"{each} cp -rL -- /flare/models/sd3.5 {ours}/sd3.5"
+    assert "-n 24 --ppn 12" in lines[-1] and f"--model {ours}/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
 
 
 def test_words_with_blanks_stay_whole(tmp_path):
@@ -100,11 +103,15 @@ def fake(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-def job(tmp_path: Path, **fakes: str) -> subprocess.CompletedProcess[str]:
+ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec ${@:7};; esac'  # an mpiexec that runs what is for each node
+
+
+def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
     """Runs aurora.pbs for real, with a module command, an mpiexec and an environment that are fakes."""
     record = tmp_path / "record"
-    script = edited(tmp_path, "aurora.pbs", WEIGHTS=str(tmp_path / "model"), SCRATCH=str(tmp_path / "scratch"))
-    (tmp_path / "model").mkdir()
+    script = edited(tmp_path, "aurora.pbs", WEIGHTS=str(tmp_path / weights), SCRATCH=str(tmp_path / "scratch"))
+    (tmp_path / weights).mkdir(parents=True, exist_ok=True)
+    (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
     fake(tmp_path / "bin/module", "true")
     fake(tmp_path / "bin/mpiexec", f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>{record}; '
@@ -122,9 +129,49 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path):
     done = job(tmp_path)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "record").read_text().splitlines()
-    assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "12", "12", "1"]
+    assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
     assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov none ") for call in calls)
-    assert calls[-1].endswith(f"rm -rf {tmp_path}/scratch/model")
+    assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("weights", ["scratch/model", "scratch", "link"])
+def test_weights_in_scratch_are_used_there_and_stay(tmp_path, weights):
+    (tmp_path / "scratch/model").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch/model")
+    done = job(tmp_path, weights, mpiexec=ON_A_NODE)
+    assert done.returncode == 0, done.stderr
+    assert set(contents(tmp_path / weights).values()) == {"the user's"}
+    calls = (tmp_path / "record").read_text()
+    assert f"--model {tmp_path / weights} " in calls and "rm" not in calls.split() and "cp" not in calls.split()
+
+
+def test_a_folder_of_the_models_name_in_scratch_is_neither_added_to_nor_removed(tmp_path):
+    (tmp_path / "scratch/model").mkdir(parents=True)
+    (tmp_path / "scratch/model/config.json").write_text("another's")
+    done = job(tmp_path, mpiexec=ON_A_NODE)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "scratch") == {"model/config.json": "another's"}
+    assert contents(tmp_path / "model") == {"weights": "the user's"}
+
+
+@pytest.mark.parametrize("ending", ["exit 3", "kill -TERM $PPID; sleep 0.2", "kill -HUP $PPID; sleep 0.2"])
+def test_only_the_copy_goes_however_a_job_ends(tmp_path, ending):
+    there = f'find {tmp_path}/scratch -type f -printf "copied %P\\n"'
+    done = job(tmp_path, mpiexec=f'case "$*" in *"cocodiff doctor"*) {there}; {ending};; esac; {ON_A_NODE}')
+    assert done.returncode != 0 and re.search(r"copied cocodiff-\d+-\w{16}/model/weights", done.stdout)
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert contents(tmp_path / "model") == {"weights": "the user's"}
+
+
+def test_a_copy_that_fails_ends_the_job_and_leaves_nothing(tmp_path):
+    broken = f'case "$*" in *" cp "*) mkdir $(echo "$*" | sed "s/.* //"); exit 1;; esac; {ON_A_NODE}'
+    done = job(tmp_path, mpiexec=broken)
+    assert done.returncode == 1 and "12" not in (tmp_path / "record").read_text().split()
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_a_fault_that_doctor_finds_ends_the_job(tmp_path):

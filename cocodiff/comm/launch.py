@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from cocodiff.errors import UserError
 
 # A rank's own number on its node, by launcher; asked in this order.
 LOCAL_RANK = (
@@ -49,16 +52,33 @@ class Launch:
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that the environment shows: torchrun, an MPI launcher, else none."""
+    """The launcher that the environment shows: torchrun, an MPI launcher, else none. Raises UserError where what it
+    tells is not a rank and a size."""
     env = os.environ if environment is None else environment
-
-    def number(names: tuple[str, ...]) -> int | None:
-        return next((int(env[name]) for name in names if env.get(name, "").isdigit()), None)
-
-    local_rank, local_size = number(LOCAL_RANK) or 0, number(LOCAL_SIZE)
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
-        return Launch("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]), local_rank, local_size)
-    rank = number(MPI_RANK)
-    if rank is not None:
-        return Launch("mpi", rank, number(MPI_SIZE), local_rank, local_size)
-    return Launch()
+        rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
+        if rank is None or size is None:
+            raise UserError("TORCHELASTIC_RUN_ID is set without RANK and WORLD_SIZE: unset it, or start with torchrun")
+        if (_number(env, ("MASTER_PORT",)) or 0) > 65535:
+            raise UserError(f"MASTER_PORT={env['MASTER_PORT']!r} in the environment: give a port up to 65535")
+        kind = "torchrun"
+    else:
+        rank = _number(env, MPI_RANK)
+        if rank is None:
+            return Launch()
+        kind, size = "mpi", _number(env, MPI_SIZE)
+    if size is not None and rank >= size:
+        raise UserError(f"the launcher's environment has rank {rank} of {size}: ranks go from 0 to {size - 1}")
+    return Launch(kind, rank, size, _number(env, LOCAL_RANK) or 0, _number(env, LOCAL_SIZE))
+
+
+def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
+    """The first of some variables that is set. Raises UserError where it is no number from 0 on."""
+    name = next((name for name in names if env.get(name)), None)
+    if name is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", env[name]):
+        raise UserError(
+            f"{name}={env[name][:40]!r} in the environment: launchers set a number from 0 on; unset it to use none"
+        )
+    return int(env[name])

@@ -306,8 +306,8 @@ def say_case(measured: Sequence[Mapping[str, Any]], size: float) -> None:
             line += f"  {row['efficiency']:.3f} of the bound"
         line += "".join(f"  {key.removeprefix('ratio_')} {row[key]:.3f}" for key in ("ratio_vs_flat", "ratio_vs_tapa")
                         if row.get(key) is not None)  # fmt: skip
-        if row.get("phase1_s") is not None:
-            line += f"  phase 1 {row['phase1_s'] * 1e3:.2f} ms, phase 2 {row['phase2_s'] * 1e3:.2f} ms"
+        phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]  # one card alone has no second
+        line += "".join(f"  phase {number} {time_s * 1e3:.2f} ms" for number, time_s in phases if time_s is not None)
         say(line)
 
 

@@ -94,6 +94,8 @@ def measure_apart(values: Values, threads: int) -> list[dict[str, Any]]:
         own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
         command = [sys.executable, "-m", "cocodiff", "bench", "kernels", *map(str, words)]
         done = subprocess.run(command, env={**os.environ, **own}, check=False)
+        if done.returncode == 2:
+            raise UserError(f"nothing was measured with {threads} thread(s): the line above says why")
         if done.returncode:
             raise RuntimeError(f"bench kernels with {threads} threads left with code {done.returncode}")
         measured: list[dict[str, Any]] = json.loads((Path(folder) / "out" / "bench.json").read_text())["rows"]

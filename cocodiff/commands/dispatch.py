@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
@@ -24,20 +24,21 @@ COMMANDS = {
 }
 
 
-def run_command(words: Sequence[str], launch: Launch) -> int:
-    """The exit code of a subcommand and its options."""
-    presence = Presence.of_job(launch)
-    if presence is not None:
-        presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
+def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
+    """The exit code of a subcommand and its options. launch: by default what the environment tells."""
     try:
+        launch = launch or detect()
+        presence = Presence.of_job(launch)
+        if presence is not None:
+            presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
         check_choice("subcommand", words[0], COMMANDS)
         command = import_module(f"cocodiff.commands.{words[0]}")
         return int(command.start(words[1:], launch))
     except UserError as error:
-        if launch.speaks:
+        if launch is None or launch.speaks:
             print(f"cocodiff: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if launch.speaks:
+        if launch is None or launch.speaks:
             print("cocodiff: interrupted", file=sys.stderr)
         return 130

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.commands.dispatch import COMMANDS, run_command
 from cocodiff.commands.options import Option, parse
+from cocodiff.commands.room import check_room
 from cocodiff.commands.session import EVERY_RANK_IMPORTS
 from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
 from cocodiff.config import check_choice, load_machine
@@ -56,22 +58,33 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("emulate", "Runs a command on an emulated machine: emulate [options] -- COMMAND.", OPTIONS, options)
     if launch.kind != "alone":
         raise UserError("emulate starts the ranks itself: use it without mpiexec and torchrun")
-    if not command:
+    if not command or not command[0]:
         raise UserError("emulate has no command to run: cocodiff emulate [options] -- cocodiff bench alltoall")
     topology = topology_of(values)
-    own = command[0] == "cocodiff"
+    program = cocodiff_of(command)
+    if program:
+        command = [*program, *settle_command(command[len(program) :], values)]
+    own = is_this_one(program)
     if own:
-        command = ["cocodiff", *settle_command(command[1:], values)]
+        command = ["cocodiff", *command[len(program) :]]
     check_host(values)
+    if not own and shutil.which(command[0]) is None:
+        raise UserError(f"emulate cannot run {command[0]}: there is no such program, or it is not executable")
     quiet_libraries(values["log_level"])
     limit_threads(topology.size)
+    check_room(topology.size)
     with registered() as token:
         return run_emulated(values, topology, command, own, token)
 
 
 def emulated() -> dict[str, Any]:
-    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing."""
-    return dict(json.loads(os.environ.get(EMULATED, "{}")))
+    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing. Raises UserError."""
+    try:
+        return dict(json.loads(os.environ.get(EMULATED) or "{}"))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{EMULATED}={os.environ[EMULATED][:40]!r}: cocodiff emulate alone sets it: unset it"
+        ) from error
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
@@ -93,6 +106,37 @@ def topology_of(values: dict[str, Any]) -> Topology:
             f"--ranks {values['ranks']}: {values['nodes']} node(s) of {machine.name} have {a_node * values['nodes']}"
         )
     return Topology.build(machine, a_node * values["nodes"])
+
+
+def cocodiff_of(command: Sequence[str]) -> list[str]:
+    """The words of a command that start cocodiff: `cocodiff`, a path or link to it, or Python's `-m cocodiff`.
+    None where it is another program."""
+    file = found_at(command[0])
+    if command[0] == "cocodiff" or (os.path.realpath(file).endswith("/cocodiff") and not file.is_dir()):
+        return [command[0]]
+    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", command[1:]))
+    module = command[1 + len(flags) : 3 + len(flags)]
+    if Path(command[0]).name.startswith("python") and list(module) == ["-m", "cocodiff"]:
+        return [command[0], *flags, *module]
+    return []
+
+
+def is_this_one(program: Sequence[str]) -> bool:
+    """Whether the words of `cocodiff_of` start the cocodiff that runs here: its ranks can be forked from this process.
+    One of another environment, or with flags for Python, is executed as it stands."""
+    if list(program) == ["cocodiff"]:
+        return True
+    if len(program) not in (1, 3):
+        return False
+    # The links of an environment's Python lead out of it, those to its cocodiff lead into it.
+    file = found_at(program[0])
+    folder = file.resolve().parent if len(program) == 1 else file.parent.resolve()
+    return folder == Path(sys.executable).parent.resolve()
+
+
+def found_at(word: str) -> Path:
+    """The file that a command's first word runs."""
+    return Path(shutil.which(word) or word)
 
 
 def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
@@ -222,9 +266,12 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
     assert launcher is not None, "checked before"
     words = [launcher, "-n", str(network.topology.size), sys.executable, "-m", "cocodiff.emulation.enter", *program]
 
+    # With the address that all ranks are told of these would make each of them the rank that they name.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
     def run() -> int:
         process = subprocess.Popen(
-            words, env=os.environ | environment | over_tcp | {TILES: tiles},
+            words, env=inherited | environment | over_tcp | {TILES: tiles},
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         return process.wait()

@@ -19,6 +19,7 @@ from cocodiff.commands.options import engine_settings
 from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.room import check_room
 from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
 from cocodiff.config import Config
 
@@ -71,10 +72,13 @@ Work = Callable[[Job, Any], None]  # called on every rank with its transport
 
 
 def settle(values: dict[str, Any], launch: Launch) -> int:
-    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks."""
+    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks.
+    Raises UserError where this host has no room for so many."""
     quiet_libraries(values["log_level"])
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
     limit_threads(launch.local_size or ranks)
+    if launch.kind == "alone":
+        check_room(ranks)
     return ranks
 
 

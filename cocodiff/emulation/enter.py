@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from cocodiff.comm.launch import detect
 from cocodiff.emulation.namespaces import enter_path
 from cocodiff.emulation.processes import die_with_parent
+from cocodiff.errors import UserError
 
 TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by rank
 
 
 def main(words: Sequence[str]) -> None:
-    rank = detect().rank
+    try:
+        rank = detect().rank
+    except UserError as error:
+        raise SystemExit(f"cocodiff: {error}") from error
     if rank is None:
         raise SystemExit("cocodiff: the MPI launcher does not say which rank this is")
     die_with_parent(os.getppid())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, it ends all ranks
 
 
 class StopRequest:
@@ -34,12 +35,13 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
     """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end.
 
     A job returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed;
-    on SIGINT or SIGTERM they are told with SIGTERM first.
+    on STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     stop, parent = StopRequest(), os.getpid()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     children: dict[int, int] = {}
     try:
         for rank, job in enumerate(jobs):
@@ -61,7 +63,8 @@ def _child(job: Callable[[], int], parent: int) -> None:
     code = 1
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+        for number in STOPS:  # Ctrl-C and a hangup reach the whole terminal group; the parent decides
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = job()
     except BaseException as error:

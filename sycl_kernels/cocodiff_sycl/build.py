@@ -2,7 +2,7 @@
 
 The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, what a CPU's
 kernels were compiled to (`kept.py`), what icpx made for a GPU if it was asked to, and SYCL's own cache. One process
-builds under a lock; others wait and load.
+builds under a lock; others wait and load. All of it is executed, so the folder is this user's own (`private.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
+from cocodiff_sycl.private import private_folder
 
 __all__ = [
     "Unavailable", "ahead_library", "build_ahead", "cache_folder", "host_library", "kernel_options", "kernel_source",
@@ -30,6 +32,7 @@ SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.c
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl")
 COMPILE_TIMEOUT_S = 300
+LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
 
 
 def kernel_source(lanes: int) -> str:
@@ -44,27 +47,39 @@ def kernel_options(runtime: Runtime) -> tuple[str, ...]:
 
 
 def cache_folder(runtime: Runtime) -> Path:
-    """Where this version's library and kernels are kept: below $COCODIFF_CACHE, or the user's cache folder."""
-    top = os.environ.get("COCODIFF_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Where this version's library and kernels are kept: below $COCODIFF_CACHE, or the user's cache folder. Raises
+    Unavailable where there is none of them."""
     content = hashlib.sha256()
     host = [(HERE / name).read_text() for name in HOST]
     for text in (kernel_source(0), *host, *COMPILE_OPTIONS, runtime.version):
         content.update(text.encode() + b"\0")
-    return (Path(top) if top else user / "cocodiff") / f"sycl-{content.hexdigest()[:16]}"
+    return _top_folder() / f"sycl-{content.hexdigest()[:16]}"
+
+
+def _top_folder() -> Path:
+    if os.environ.get("COCODIFF_CACHE"):
+        return Path(os.environ["COCODIFF_CACHE"])
+    try:
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise Unavailable("no home folder to keep kernels in: set HOME or COCODIFF_CACHE") from error
+    return user / "cocodiff"
 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds in a folder, which is made if need be."""
+    """Waits until no other process builds in a folder, and removes what killed ones left there half written. Raises
+    Unavailable where the folder, in here or inside, cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
+        with (folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # By age, because locks of some network file systems hold for one host alone.
+            for path in folder.glob("*.[0-9]*"):
+                if path.suffix[1:].isdecimal() and time.time() - path.stat().st_mtime > LEFT_S:
+                    path.unlink(missing_ok=True)
+            yield
     except OSError as error:
         raise Unavailable(f"cannot write the kernels' cache {folder}: {error.strerror}; set COCODIFF_CACHE") from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def host_library(runtime: Runtime, folder: Path) -> Path:
@@ -132,6 +147,6 @@ def _run(command: list[str], what: str) -> None:
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:
-    """The SYCL runtime and the cache that belongs to it."""
+    """The SYCL runtime and the cache that belongs to it. Raises Unavailable."""
     runtime = find_runtime()
-    return runtime, cache_folder(runtime)
+    return runtime, private_folder(cache_folder(runtime))

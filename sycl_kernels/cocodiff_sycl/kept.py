@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Kept:
             fresh.write_bytes(self._digest(compiled) + compiled)
             fresh.replace(self.path)
         except OSError as error:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
             raise Unavailable(
                 f"cannot write the kernels' cache {self.path.parent}: {error.strerror}; set COCODIFF_CACHE"
             ) from error

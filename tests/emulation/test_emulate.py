@@ -105,12 +105,15 @@ def started(machine, script):
     raise AssertionError("the ranks did not start")
 
 
-def test_an_interrupt_ends_all(machine):
-    process, space = started(machine, "sleep 71.25")
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_an_interrupt_ends_all(machine, number, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process, space = started(machine, "sleep 71.25 & sleep 71.25")
+    process.send_signal(number)
     assert process.wait(timeout=30) == 130
     process.stdout.close()
     assert space not in namespaces() and processes("71.25") == 0
+    assert list(next(tmp_path.glob("cocodiff-emulations-*")).iterdir()) == []
 
 
 def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):
@@ -161,7 +164,8 @@ def test_mpi_runs_over_the_emulated_links(tmp_path):
     ours = emulate(
         "--machine", "local", "--ranks", "2", "--launcher", "mpiexec", "--", "cocodiff", "bench", "alltoall", *words
     )
-    done = run(["env", "-u", "I_MPI_FABRICS", *ours])  # which the tests of MPI set to shm
+    # The tests of MPI set I_MPI_FABRICS to shm; RANK and WORLD_SIZE are of some other job.
+    done = run(["env", "-u", "I_MPI_FABRICS", "RANK=0", "WORLD_SIZE=1", *ours])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "b" / "bench.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["mpi", "split"]  # no figures, no bound

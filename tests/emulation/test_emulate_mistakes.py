@@ -3,6 +3,10 @@
 import json
 import os
 import shutil
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +15,9 @@ from cocodiff.commands import oneccl
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.bench_alltoall import tuned_rows
 from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
+from cocodiff.commands.emulate import cocodiff_of, emulated, is_this_one
 from cocodiff.config import Config, load_exchange_table
+from cocodiff.emulation.leftovers import registered
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
@@ -22,6 +28,7 @@ pytestmark = pytest.mark.processes
     [
         ((), "has no command to run"),
         (("--",), "has no command to run"),
+        (("--", ""), "has no command to run"),
         (("--machine", "aurrora", "--", "true"), "did you mean aurora?"),
         (("--nodes", "0", "--", "true"), "at least 1 is needed"),
         (("--scale", "0", "--", "true"), "give a number above 0"),
@@ -30,6 +37,8 @@ pytestmark = pytest.mark.processes
         (("--", "cocodiff"), "add a subcommand"),
         (("--", "cocodiff", "plan"), "runs on no ranks"),
         (("--", "cocodiff", "bench", "alltoall", "--machine", "local"), "on an emulated aurora: leave it away"),
+        (("--", sys.executable, "-m", "cocodiff", "plan"), "runs on no ranks"),
+        (("--", str(Path(sys.executable).with_name("cocodiff")), "plan"), "runs on no ranks"),
     ],
 )
 def test_mistakes_are_one_line(words, said, capsys):
@@ -38,12 +47,99 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
 
 
+def test_cocodiff_is_known_by_its_path_and_as_a_module_too(tmp_path, capsys):
+    """Each of these gets the machine; only what runs here is forked from here."""
+    ours, others = Path(sys.executable).parent, tmp_path / "other" / "bin"
+    (tmp_path / "link").symlink_to(ours / "cocodiff")
+    (others / "python3").parent.mkdir(parents=True)
+    (others / "python3").symlink_to(sys.executable)
+    (others / "cocodiff").write_text("#!/bin/sh\n")
+    (others / "cocodiff").chmod(0o755)
+    forked = [
+        ["cocodiff"], [str(ours / "cocodiff")], [str(tmp_path / "link")], [sys.executable, "-m", "cocodiff"],
+        [str(ours / "python3"), "-m", "cocodiff"],
+    ]  # fmt: skip
+    executed = [
+        [str(others / "cocodiff")], [str(others / "python3"), "-m", "cocodiff"],
+        [sys.executable, "-u", "-m", "cocodiff"],
+    ]  # fmt: skip
+    for program in forked + executed:
+        assert cocodiff_of([*program, "bench", "alltoall"]) == program
+        assert is_this_one(program) == (program in forked), program
+        assert main(["emulate", "--", *program, "bench", "alltoall", "--machine", "local"]) == 2
+        assert "--machine local on an emulated aurora: leave it away" in capsys.readouterr().err
+    (tmp_path / "folder" / "cocodiff").mkdir(parents=True)
+    for other in (
+        ["true"],
+        [str(tmp_path / "folder" / "cocodiff")],
+        ["python3", "x.py"],
+        ["python3", "-m", "cocodiff_eval"],
+        ["sh", "-m", "cocodiff"],
+    ):
+        assert cocodiff_of(other) == []
+
+
 def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert main(["emulate", "--", "true"]) == 2
     said = capsys.readouterr().err
     assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "another's", "open", "link", "file"])
+def test_records_of_emulations_are_kept_where_no_other_may_write(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        folder.touch()
+    elif kind != "folder":
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "open" else 0o755)
+    if kind == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 12345, 12345)
+    if kind == "folder":
+        with registered() as token:
+            assert [path.name for path in folder.iterdir()] == [token]
+        assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
+        return
+    with (
+        pytest.raises(UserError, match=f"{folder}.* (can be written by others|is no folder but).*: remove it"),
+        registered(),
+    ):
+        pytest.fail("an emulation ran")
+
+
+def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
+
+    def start_often(_: int) -> bool:
+        found = []
+        for _ in range(30):
+            with registered() as token:
+                found.append((folder / token).exists())
+        return all(found)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(start_often, range(8)))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_program_that_is_not_there_is_told_before_anything_is_built(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in ("ip", "tc") else None)
+    for program in ("no-such-program", str(tmp_path)):
+        assert main(["emulate", "--machine", "local", "--ranks", "2", "--", program]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err == (
+            f"cocodiff: emulate cannot run {program}: there is no such program, or it is not executable\n"
+        )
 
 
 def test_shared_memory_is_refused(monkeypatch, capsys):
@@ -85,6 +181,19 @@ def test_selection_is_set_beside_what_it_saves(tmp_path, capsys):
 def test_only_names_of_shapes_are_benched_as_shapes():
     assert module_of(["step", "--model", "qwen-image"]) == module_of(["step", "--model=flux.1"]) == "bench_model_step"
     assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "bench_step"
+
+
+def test_one_card_has_one_phase(tmp_path, capfd):
+    words = ["--ranks", "2", "--sizes_mb", "0.01", "--repeats", "1", "--quiet", "--variants", "tapa"]
+    assert main(["bench", "alltoall", *words, "--out", str(tmp_path / "out")]) == 0
+    said = capfd.readouterr().out
+    assert "phase 1" in said and "phase 2" not in said
+
+
+def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):
+    monkeypatch.setenv("COCODIFF_EMULATED", "abc")
+    with pytest.raises(UserError, match="COCODIFF_EMULATED='abc': cocodiff emulate alone sets it: unset it"):
+        emulated()
 
 
 def test_limits_lie_between_sizes():

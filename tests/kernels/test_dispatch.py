@@ -18,6 +18,7 @@ from worlds import topology_of
 
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import Layout
+from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
@@ -160,3 +161,32 @@ def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sy
     words = [sys.executable, "-c", ONE_THREAD]
     done = subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "True"]
+
+
+@pytest.mark.parametrize("which", ["COCODIFF_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_on_cpu, monkeypatch, tmp_path, caplog):
+    """`sycl` is an error that says why; `auto` runs torch, and says so once."""
+    tmp_path.chmod(0o777)
+    for name in ("COCODIFF_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(which, str(tmp_path))
+    dispatch._open.cache_clear()
+    monkeypatch.setattr(dispatch, "open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
+    try:
+        with pytest.raises(UserError, match=rf"no SYCL kernels on cpu: .*{tmp_path} has mode 0777: .*COCODIFF_CACHE"):
+            dispatch.sycl_ops(sycl_on_cpu.device, required=True)
+        assert dispatch.sycl_ops(sycl_on_cpu.device) is None
+    finally:
+        dispatch._open.cache_clear()
+    assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]
+
+
+@pytest.mark.processes
+def test_a_benchmark_without_kernels_is_a_mistake_in_words(monkeypatch, tmp_path, capfd):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
+    words = ["--op", "pack", "--sizes_mb", "1", "--repeats", "1", "--threads", "1", "--out", str(tmp_path / "out")]
+    assert main(["bench", "kernels", *words]) == 2
+    said = capfd.readouterr().err
+    assert f"{tmp_path} has mode 0777" in said and "Traceback" not in said
+    assert said.splitlines()[-1] == "cocodiff: nothing was measured with 1 thread(s): the line above says why"

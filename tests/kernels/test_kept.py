@@ -42,6 +42,10 @@ def test_what_is_of_another_machine_is_not_taken(tmp_path, monkeypatch):
 def test_a_folder_that_takes_no_file_is_an_error_with_words(tmp_path):
     with pytest.raises(Unavailable, match=r"cannot write the kernels' cache .*: No such file.*; set COCODIFF_CACHE"):
         Kept(tmp_path / "away" / "saved", "a CPU").write(b"program")
+    (tmp_path / "saved").mkdir()
+    with pytest.raises(Unavailable, match="Is a directory"):
+        Kept(tmp_path / "saved", "a CPU").write(b"program")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl: SyclOps, monkeypatch, tmp_path):
@@ -50,7 +54,6 @@ def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl: SyclOps,
     (whole,) = of.folder.glob(f"saved-*_{of.lanes}")
     monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
     folder = runtime_and_folder()[1]
-    folder.mkdir()
     shutil.copy(of.folder / "libcocodiff_sycl.so", folder)
     kept = folder / whole.name
     shutil.copy(whole, kept)

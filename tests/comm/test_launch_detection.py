@@ -1,0 +1,49 @@
+"""What is understood of a launcher's environment, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from cocodiff.cli import main
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.errors import UserError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+
+
+def test_launchers_are_known_by_what_they_set():
+    assert detect(TORCHRUN) == Launch("torchrun", 1, 2, 1, None)
+    assert detect({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}) == Launch("mpi", 0, 4)
+    assert detect({"PMIX_RANK": "3"}) == Launch("mpi", 3, None)
+    assert detect({}) == detect({"PMI_RANK": "", "LOCAL_RANK": "abc", "PMI_SIZE": "abc", "RANK": "abc"}) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (TORCHRUN | {"RANK": "abc"}, "RANK='abc' in the environment: launchers set a number"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK='-1'"),
+        (TORCHRUN | {"RANK": "9" * 5000}, "RANK='9999999999999999999999999999999999999999' in"),
+        (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
+        (TORCHRUN | {"RANK": "2"}, "has rank 2 of 2: ranks go from 0 to 1"),
+        (TORCHRUN | {"LOCAL_RANK": "one\ntwo"}, r"LOCAL_RANK='one\ntwo'"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
+        ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),
+        ({"PMI_RANK": "²"}, "PMI_RANK='²'"),
+        ({"PALS_RANKID": "0", "PALS_SIZE": "many"}, "PALS_SIZE='many'"),
+        ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "has rank 4 of 4"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_refused(environment, said):
+    with pytest.raises(UserError) as error:
+        detect(environment)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_line_says_it_in_a_line(monkeypatch, capsys):
+    for name, value in (TORCHRUN | {"RANK": "abc"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("cocodiff: RANK='abc'") and len(said.err.splitlines()) == 1
