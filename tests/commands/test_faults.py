@@ -113,8 +113,8 @@ def test_ranks_that_are_stopped_right_after_the_fork_end_the_run(
     for victim in victims:
         ranks[victim].send_signal(signal.SIGSTOP)
     assert run.end(HANGS_S) == 1
-    # On a slow machine they may have met by then.
-    assert re.search(rf"rank \d (was stopped for more than|has been silent for) {TIMEOUT_S:g} s", run.text()), run.text()
+    said = run.text()  # on a slow machine they may have met by then
+    assert re.search(rf"rank \d (was stopped for more than|has been silent for) {TIMEOUT_S:g} s", said), said
     run.assert_nothing_left(ranks)
 
 
