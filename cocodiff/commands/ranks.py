@@ -157,7 +157,13 @@ def _fork_in(
     before = {number: signal.signal(number, stop) for number in asked}
     try:
         for rank in range(ranks):
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                _signal_all(children, signal.SIGKILL)
+                raise UserError(
+                    f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
+                ) from error
             if pid == 0:
                 own = Meeting(meeting.store_file, meeting.port, meeting.key, listener if rank == 0 else None)
                 if rank:
