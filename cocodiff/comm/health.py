@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cocodiff.comm.admission import Admission, Line
-from cocodiff.comm.progress import OwnProgress, ProgressOfPeers, find_stalled
+from cocodiff.comm.stalls import OwnProgress, ProgressOfPeers, find_stalled
 from cocodiff.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
