@@ -44,6 +44,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
+from cocodiff.progress import StepCounter
 from cocodiff.topology import Machine, Topology
 from cocodiff.trace import Trace
 
@@ -104,28 +105,6 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(
         config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
     )  # fmt: skip
-
-
-class StepCounter:
-    """Counts denoising steps and guidance branches from the timesteps that a transformer is called with.
-
-    A new timestep is a new step; further calls at one timestep are branches; a rise of the timestep is a new run, and
-    so is another schedule: the timesteps that a scheduler makes anew for every run.
-    """
-
-    def __init__(self) -> None:
-        self.run, self.step, self.branch = -1, -1, 0
-        self._timestep: float | None = None
-        self._schedule: object = None
-
-    def call(self, timestep: float, schedule: object = None) -> None:
-        same_run = schedule is self._schedule
-        if timestep == self._timestep and same_run:
-            self.branch += 1
-            return
-        if self._timestep is None or timestep > self._timestep or not same_run:
-            self.run, self.step = self.run + 1, -1
-        self.step, self.branch, self._timestep, self._schedule = self.step + 1, 0, timestep, schedule
 
 
 class RankShard:
@@ -224,16 +203,20 @@ class Engine:
         if self._owns_transport and error is None:
             self.transport.close()
 
+    def new_run(self) -> None:
+        """The next call of the transformer begins a new image: nothing of the last one is used for it, and its steps
+        count from 0. A pipeline tells this by itself. A bare transformer is taken to begin anew where the timestep
+        rises, or where it is the first one again with other noise; this says so in every case. Every rank calls it."""
+        self.counter.new_run()
+
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = self._signature.bind(*args, **kwargs).arguments
         self.adapter.check_call(arguments)
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
-        timestep = arguments.get("timestep")
-        if isinstance(timestep, Tensor):
-            scheduler = getattr(self._pipe, "scheduler", None)
-            self.counter.call(float(timestep.flatten()[0]), getattr(scheduler, "timesteps", None))
+        scheduler = getattr(self._pipe, "scheduler", None)
+        self.counter.call(arguments.get("timestep"), arguments["hidden_states"], scheduler)
         if isinstance(self.strategy, VMajor) and self.size > 1:
             self._check_memory(self.strategy, arguments["hidden_states"])
 
