@@ -8,7 +8,7 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from types import TracebackType
@@ -32,6 +32,7 @@ from cocodiff.attention.torus import LocalPart
 from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.part import Part
@@ -151,7 +152,7 @@ class Engine:
         self.model: nn.Module = model
         self._pipe = target if target is not model else None
         self.config = config
-        _check_not_compiled(self.model)
+        check_not_compiled(self.model.named_modules())
         self.adapter: Adapter = adapter_for(self.model)
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
@@ -174,6 +175,7 @@ class Engine:
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
+        self._check_model(self.model.named_modules())
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
@@ -211,9 +213,18 @@ class Engine:
 
     # What happens during a model call -------------------------------------------------------------------------------
 
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        found = list(modules)
+        check_not_compiled(found)
+        if self.size > 1:
+            check_no_deciding_cache(found)
+
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = self._signature.bind(*args, **kwargs).arguments
+        self._check_model(called_often(self.model))
         self.adapter.check_call(arguments)
+        if self.size > 1:
+            check_no_gradients(self.model, arguments)
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         self.counter.call(arguments.get("timestep"), arguments["hidden_states"], scheduler)
@@ -323,15 +334,6 @@ def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
             return Chunking()
 
     return lambda part: on_nodes(part.machine, part.nodes)
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise UserError(
-                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
-                f"parallelize the model that is not compiled"
-            )
 
 
 def _ranks_per_node() -> int | None:
