@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cocodiff.agreement import check_agreement
 from cocodiff.attention.choice import Chunking, ExchangeTable
 from cocodiff.attention.chunks import sequence_of
 from cocodiff.attention.drift import merge_drift
@@ -49,6 +50,7 @@ from cocodiff.progress import StepCounter
 from cocodiff.topology import Machine, Topology
 from cocodiff.trace import Trace
 
+COMPARED_CALLS = 2  # at the start of each run
 ORDERS = {"joint": joint, "v_first": v_first}
 
 
@@ -228,8 +230,21 @@ class Engine:
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         self.counter.call(arguments.get("timestep"), arguments["hidden_states"], scheduler)
+        if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
+            self._compare_with_others(arguments)
         if isinstance(self.strategy, VMajor) and self.size > 1:
             self._check_memory(self.strategy, arguments["hidden_states"])
+
+    def _compare_with_others(self, arguments: Arguments) -> None:
+        """Refuses a call whose inputs differ between ranks. The second call of a run tells who guides in two calls."""
+        facts = {
+            "settings": repr(self.config),
+            "number of steps": self._steps(),
+            "guidance_scale": getattr(self._pipe, "guidance_scale", None),
+            "step and branch": (self.counter.step, self.counter.branch),
+        }
+        device = arguments["hidden_states"].device
+        check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
 
     def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
         """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
@@ -252,10 +267,13 @@ class Engine:
 
     def _moment(self) -> Moment:
         """Where denoising stands. How many steps run is known from the settings or from the pipeline."""
-        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        steps = self._steps()
         if not steps:
             raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
         return Moment(self.counter.run, self.counter.step, int(steps))
+
+    def _steps(self) -> int | None:
+        return getattr(self._pipe, "num_timesteps", None) or self.config.steps
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
