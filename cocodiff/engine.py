@@ -229,7 +229,8 @@ class Engine:
             check_no_gradients(self.model, arguments)
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
-        self.counter.call(arguments.get("timestep"), arguments["hidden_states"], scheduler)
+        sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
+        self.counter.call(arguments.get("timestep"), sample, text, scheduler)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
         if isinstance(self.strategy, VMajor) and self.size > 1:

@@ -202,11 +202,20 @@ def test_a_call_of_another_size_is_a_branch():
         assert (counter.step, counter.branch) == (0, number)
 
 
+def test_a_text_that_the_step_has_not_seen_is_a_branch():
+    """Whatever comes with it: guidance by images calls with samples that differ in part."""
+    counter, seen = StepCounter(), []
+    for timestep, value, text in ((1, 9, 0), (0.5, 5, 0), (0.5, 4, 1), (0.5, 4.9, 0), (0.5, 3.9, 1)):
+        counter.call(torch.full((1,), timestep), torch.full((3,), value), torch.full((2,), text))
+        seen.append((counter.step, counter.branch))
+    assert seen == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 def test_runs_of_one_step_are_told_apart_by_their_schedules():
     counter, seen = StepCounter(), []
     for schedule in (torch.ones(1), torch.ones(1)):
         for _ in range(2):
-            counter.call(torch.ones(1), torch.ones(3), SimpleNamespace(timesteps=schedule, step_index=None))
+            counter.call(torch.ones(1), torch.ones(3), None, SimpleNamespace(timesteps=schedule, step_index=None))
             seen.append((counter.run, counter.step, counter.branch))
     assert seen == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
 
