@@ -1,4 +1,4 @@
-"""The engine in torch's modes: inference mode, and what it says where gradients are wanted."""
+"""The engine in torch's inference mode: the same bits as without, whichever mode a call is made in."""
 
 from __future__ import annotations
 
