@@ -8,8 +8,8 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cocodiff.agreement import check_agreement
 from cocodiff.attention.choice import Chunking, ExchangeTable
 from cocodiff.attention.chunks import sequence_of
-from cocodiff.attention.drift import merge_drift
 from cocodiff.attention.exchange import Exchange
 from cocodiff.attention.layout import share_image, share_text, slices
 from cocodiff.attention.mesh import Mesh
@@ -32,6 +32,7 @@ from cocodiff.attention.torus import LocalPart
 from cocodiff.attention.ulysses import Local, Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
@@ -45,9 +46,12 @@ from cocodiff.kernels import Kernels
 from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
+from cocodiff.progress import StepCounter
+from cocodiff.results import Results
 from cocodiff.topology import Machine, Topology
 from cocodiff.trace import Trace
 
+COMPARED_CALLS = 2  # at the start of each run
 ORDERS = {"joint": joint, "v_first": v_first}
 
 
@@ -112,28 +116,6 @@ def schedule_of(config: Config) -> Schedule:
     )  # fmt: skip
 
 
-class StepCounter:
-    """Counts denoising steps and guidance branches from the timesteps that a transformer is called with.
-
-    A new timestep is a new step; further calls at one timestep are branches; a rise of the timestep is a new run, and
-    so is another schedule: the timesteps that a scheduler makes anew for every run.
-    """
-
-    def __init__(self) -> None:
-        self.run, self.step, self.branch = -1, -1, 0
-        self._timestep: float | None = None
-        self._schedule: object = None
-
-    def call(self, timestep: float, schedule: object = None) -> None:
-        same_run = schedule is self._schedule
-        if timestep == self._timestep and same_run:
-            self.branch += 1
-            return
-        if self._timestep is None or timestep > self._timestep or not same_run:
-            self.run, self.step = self.run + 1, -1
-        self.step, self.branch, self._timestep, self._schedule = self.step + 1, 0, timestep, schedule
-
-
 class RankShard:
     """One rank's tokens of the current call, cut out of all tokens."""
 
@@ -168,14 +150,6 @@ def _register(hook: Hook) -> Any:
     return hook.module.register_forward_pre_hook(rewrite, with_kwargs=True)
 
 
-@dataclass(frozen=True)
-class Results:
-    """What the ranks of an engine have done together; see `Engine.bytes` and `Engine.drift_profile`."""
-
-    bytes: dict[str, int]
-    drift: list[dict[str, float | None]]
-
-
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
@@ -186,7 +160,7 @@ class Engine:
         self.model: nn.Module = model
         self._pipe = target if target is not model else None
         self.config = config
-        _check_not_compiled(self.model)
+        check_not_compiled(self.model.named_modules())
         self.adapter: Adapter = adapter_for(self.model)
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
@@ -222,7 +196,7 @@ class Engine:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
             self.transport = open_transport(self.config)
             self._set_up_exchange()
-        self._inside = True
+        self._check_model(self.model.named_modules())
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
@@ -238,6 +212,7 @@ class Engine:
             pipe.vae = OneRankVAE(vae, self.transport)
             self._restore.append(lambda: setattr(pipe, "vae", vae))
         self.counter = StepCounter()
+        self._inside = True
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -250,22 +225,49 @@ class Engine:
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
-        self._results = self._results_of_all_ranks() if error is None else self._own_results()
+        self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
 
+    def new_run(self) -> None:
+        """The next call of the transformer begins a new image: nothing of the last one is used for it, and its steps
+        count from 0. A pipeline tells this by itself. A bare transformer is taken to begin anew where the timestep
+        rises, or where it is the first one again with other noise; this says so in every case. Every rank calls it."""
+        self.counter.new_run()
+
     # What happens during a model call -------------------------------------------------------------------------------
+
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        found = list(modules)
+        check_not_compiled(found)
+        if self.size > 1:
+            check_no_deciding_cache(found)
 
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = self._signature.bind(*args, **kwargs).arguments
+        self._check_model(called_often(self.model))
         self.adapter.check_call(arguments)
+        if self.size > 1:
+            check_no_gradients(self.model, arguments)
         self._shard.tokens = self.adapter.tokens(self.model, arguments)
-        timestep = arguments.get("timestep")
-        if isinstance(timestep, Tensor):
-            scheduler = getattr(self._pipe, "scheduler", None)
-            self.counter.call(float(timestep.flatten()[0]), getattr(scheduler, "timesteps", None))
+        scheduler = getattr(self._pipe, "scheduler", None)
+        sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
+        self.counter.call(arguments.get("timestep"), sample, text, scheduler)
+        if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
+            self._compare_with_others(arguments)
         if isinstance(self.strategy, VMajor) and self.size > 1:
             self._check_memory(self.strategy, arguments["hidden_states"])
+
+    def _compare_with_others(self, arguments: Arguments) -> None:
+        """Refuses a call whose inputs differ between ranks. The second call of a run tells who guides in two calls."""
+        facts = {
+            "settings": repr(self.config),
+            "number of steps": self._steps(),
+            "guidance_scale": getattr(self._pipe, "guidance_scale", None),
+            "step and branch": (self.counter.step, self.counter.branch),
+        }
+        device = arguments["hidden_states"].device
+        check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
 
     def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
         """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
@@ -288,10 +290,13 @@ class Engine:
 
     def _moment(self) -> Moment:
         """Where denoising stands. How many steps run is known from the settings or from the pipeline."""
-        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        steps = self._steps()
         if not steps:
             raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
         return Moment(self.counter.run, self.counter.step, int(steps))
+
+    def _steps(self) -> int | None:
+        return getattr(self._pipe, "num_timesteps", None) or self.config.steps
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         self.transport.health.arrive(f"attention {layer}")
@@ -336,21 +341,16 @@ class Engine:
     def _current_results(self) -> Results:
         if self._inside:
             return self._results_of_all_ranks()
-        return self._results or self._own_results()
+        return self._results or Results.merged([self._own_results()])
 
-    def _own_results(self) -> Results:
-        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
-        return Results(self.trace.bytes(), merge_drift([own]))
+    def _own_results(self) -> tuple[dict[str, int], Any]:
+        drift = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
+        return self.trace.bytes(), drift
 
     def _results_of_all_ranks(self) -> Results:
         """All ranks call it."""
-        own = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
-        gathered = self.transport.gather_object((self.trace.bytes(), own))
-        merged = None
-        if gathered is not None:
-            sums = {link: sum(sent[link] for sent, _ in gathered) for link in gathered[0][0]}
-            merged = Results(sums, merge_drift([drift for _, drift in gathered]))
-        results: Results = self.transport.broadcast_object(merged)
+        gathered = self.transport.gather_object(self._own_results())
+        results: Results = self.transport.broadcast_object(Results.merged(gathered) if gathered else None)
         return results
 
 
@@ -393,15 +393,6 @@ def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
             return Chunking()
 
     return lambda part: on_nodes(part.machine, part.nodes)
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise UserError(
-                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
-                f"parallelize the model that is not compiled"
-            )
 
 
 def _ranks_per_node() -> int | None:

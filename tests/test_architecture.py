@@ -36,10 +36,14 @@ MAY_IMPORT = {
     "cocodiff.roofline": ("cocodiff.topology", "cocodiff.attention.layout", "cocodiff.memory"),
     "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.kernels"),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
+    "cocodiff.progress": (),
+    "cocodiff.checks": (),
+    "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device"),
+    "cocodiff.results": ("cocodiff.attention.drift",),
     "cocodiff.engine": (
         "cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.config", "cocodiff.comm",
         "cocodiff.kernels", "cocodiff.attention", "cocodiff.models", "cocodiff.decoding",
-        "cocodiff.memory",
+        "cocodiff.memory", "cocodiff.progress", "cocodiff.checks", "cocodiff.agreement", "cocodiff.results",
     ),
     "cocodiff.planning": (
         "cocodiff.topology", "cocodiff.links", "cocodiff.trace", "cocodiff.config", "cocodiff.comm", "cocodiff.kernels",

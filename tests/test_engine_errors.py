@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_input
 from torch import nn
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
-from cocodiff.engine import StepCounter, parallelize
+from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 
 
@@ -224,23 +224,6 @@ def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
 def test_an_unknown_preset_is_refused(alone):
     with pytest.raises(UserError, match="did you mean flat"):
         parallelize(sd3_transformer(3), preset="flatt", transport=alone)
-
-
-def test_steps_branches_and_runs_are_counted_from_timesteps():
-    counter, seen = StepCounter(), []
-    for timestep in (900.0, 900.0, 500.0, 500.0, 100.0, 100.0, 900.0, 900.0, 500.0):
-        counter.call(timestep)
-        seen.append((counter.step, counter.branch))
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0)]
-
-
-def test_runs_of_one_step_are_told_apart_by_their_schedules():
-    counter, seen = StepCounter(), []
-    for schedule in (object(), object()):
-        for _ in range(2):
-            counter.call(900.0, schedule)
-            seen.append((counter.run, counter.step, counter.branch))
-    assert seen == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
 
 
 def test_the_engine_counts_a_models_calls(alone):

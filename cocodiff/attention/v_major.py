@@ -42,11 +42,13 @@ class Moment(NamedTuple):
 
 @dataclass
 class SiteCache:
-    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D]."""
+    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
+    inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
 
     shape: tuple[int, ...] = ()
     layout: Layout | None = None
     last_step: int = -2
+    inference: bool = False
     reference: Tensor | None = None
     received: dict[str, Tensor] = field(default_factory=dict)
 
@@ -128,13 +130,15 @@ class SelectiveCall(FullCall):
 
     def begin(self, v_BLHD: Tensor) -> None:
         """Decides whether all tokens travel, now that v's shape is known."""
-        cache, step = self.cache, self.moment.step
-        known = cache.last_step == step - 1 and cache.shape == v_BLHD.shape and cache.layout == self.layout
+        cache, step, inference = self.cache, self.moment.step, torch.is_inference_mode_enabled()
+        same = cache.shape == v_BLHD.shape and cache.layout == self.layout and cache.inference == inference
+        known = same and cache.last_step == step - 1
         self.strategy.drift.see(step)
         self.full = not known or self.strategy.schedule.is_full(step, self.moment.steps)
         if not known:
             cache.reference, cache.received = None, {}
         cache.last_step, cache.shape, cache.layout = step, tuple(v_BLHD.shape), self.layout
+        cache.inference = inference
 
     def image_rows(self, rank: int) -> slice:
         """Where a rank's image tokens stand among its rows."""

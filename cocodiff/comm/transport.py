@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -179,6 +179,7 @@ class Job(NamedTuple):
     work: Callable[[], Any]
     submitted: StreamMark
     future: Future[Any]
+    inference: bool  # whether its submitter is in torch's inference mode, which is a mode of each thread
 
 
 class LanePending(Generic[T]):
@@ -249,7 +250,7 @@ class Lane:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.append(Job(work, StreamMark(self._device), future))
+        self._jobs.append(Job(work, StreamMark(self._device), future, torch.is_inference_mode_enabled()))
         return future
 
     def _run_up_to(self, future: Future[Any]) -> None:
@@ -267,7 +268,9 @@ class Lane:
     def _run(self, job: Job) -> None:
         try:
             job.submitted.wait()
-            job.future.set_result((job.work(), StreamMark(self._device)))
+            # Tensors made in inference mode are changed in place in that mode alone, on whichever thread.
+            with torch.inference_mode() if job.inference else nullcontext():
+                job.future.set_result((job.work(), StreamMark(self._device)))
         except BaseException as error:
             job.future.set_exception(error)
 

@@ -121,7 +121,7 @@ def image_sides(session: Session) -> tuple[int, int]:
 def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int, int]) -> Image:
     """One image in one mode, on all ranks."""
     import torch
-    from cocodiff_eval.pipeline_inpainter import silent
+    from cocodiff_eval.pipeline_inpainter import drawing_from, silent
 
     pipe, values, engine = session.model.pipe, session.job.values, session.engines[mode]
     bar = progress_bar(f"{name} {mode}", values["steps"], session.shows_bars)
@@ -130,7 +130,7 @@ def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int,
         bar.update()
         return tensors
 
-    with bar, silent(pipe), measured(engine) as cost:
+    with bar, silent(pipe), drawing_from(values["seed"]), measured(engine) as cost:
         image_YXC = pipe(
             height=sides[0],
             width=sides[1],

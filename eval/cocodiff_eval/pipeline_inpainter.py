@@ -32,7 +32,8 @@ class PipelineInpainter:
     arguments  called with the batch size: the call's further arguments, those of the prompt (embeddings, or `prompt=`
                lists) and of guidance, by the names that the pipeline has for them
     steps      denoising steps that run at strength 1
-    seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank
+    seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
+               first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
     on_step    called after each denoising step
     native_size, multiple  taken from the pipeline unless given
     """
@@ -72,7 +73,8 @@ class PipelineInpainter:
                 self.on_step()
             return tensors
 
-        with silent(self.pipe):
+        generators = self._generators(noise_keys)
+        with silent(self.pipe), drawing_from(generators[0].initial_seed()):
             result = self.pipe(
                 image=images_BHW.clamp(0, 1)[:, None].expand(-1, 3, -1, -1).contiguous(),
                 mask_image=masks_BHW[:, None].contiguous(),
@@ -80,7 +82,7 @@ class PipelineInpainter:
                 width=width,
                 strength=start,
                 num_inference_steps=total,
-                generator=self._generators(noise_keys),
+                generator=generators,
                 output_type="pt",
                 callback_on_step_end=after_step,
                 **self.arguments(batch),
@@ -128,3 +130,16 @@ def silent(pipe: Any) -> Iterator[None]:
             del pipe._progress_bar_config
         else:
             pipe.set_progress_bar_config(**before)
+
+
+@contextlib.contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Whatever draws from torch's global generators inside draws the same for the same seed, as a scheduler does that
+    adds noise at each step: on every rank, and in every mode that is compared. Their states are put back afterwards."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind, devices = ("cpu", []) if found is None else (found.type, [torch.accelerator.current_device_index()])
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield

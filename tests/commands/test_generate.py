@@ -45,6 +45,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     for name, build in FAMILIES.items():
         plan(name, build(), "--quiet")
+    noisy = tiny_pipelines.sd3_pipeline()
+    noisy.scheduler.register_to_config(stochastic_sampling=True)
+    plan("noisy", noisy, "--preset", "flat,tapa", "--quiet")
     encoders = {"prompt-sd3": tiny_pipelines.clip_text(), "prompt-klein": tiny_pipelines.qwen3_text()}
     plan(
         "prompt-sd3",
@@ -74,6 +77,12 @@ def alone(pipe: Any, **arguments: Any) -> np.ndarray:
     noise = torch.Generator().manual_seed(0)
     image = pipe(num_inference_steps=2, generator=noise, output_type="np", **SIDES, **arguments).images[0]
     return np.rint(image * 255).astype(int)
+
+
+def test_noise_of_each_step_is_the_same_in_every_mode(made: Path) -> None:
+    """By a scheduler that draws it from torch's global generator: exact modes give the same bits."""
+    rows = json.loads((made / "noisy" / "metrics.json").read_text())["images"]
+    assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,7 +139,7 @@ def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
 
 def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
     lines = (made / "output").read_text()
-    assert lines.count("2 rank(s) ready after") == 7 and lines.count("report: ") == 7
+    assert lines.count("2 rank(s) ready after") == 8 and lines.count("report: ") == 8
     errors = (made / "errors").read_text()
     assert errors.count("a_tooth flat:") == 1 and "warn" not in errors.lower()
 

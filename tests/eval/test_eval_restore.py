@@ -183,6 +183,21 @@ def test_pipeline_noise_belongs_to_the_tile(tiny: TinyPipeline) -> None:
     assert (seeded - inpainter(images[1:2], masks[1:2], 1.0, [1])).abs().max() > 1e-4
 
 
+def test_noise_of_each_step_is_the_same_every_time(tiny: TinyPipeline) -> None:
+    """A scheduler that draws from torch's global generator, whose state is as it was afterwards."""
+    noisy = InpaintPipeline(**tiny.pipe.components | {"scheduler": FlowMatchEulerDiscreteScheduler()})
+    noisy.scheduler.register_to_config(stochastic_sampling=True)
+    call = (torch.zeros(1, 32, 32), torch.ones(1, 32, 32), 1.0, [3])
+    inpainter = PipelineInpainter(noisy, tiny.prompt, 4, 7)
+    before = torch.get_rng_state()
+    first = inpainter(*call)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.randn(5)
+    assert torch.equal(inpainter(*call), first)
+    assert not torch.equal(PipelineInpainter(tiny.pipe, tiny.prompt, 4, 7)(*call), first)
+    assert not torch.equal(PipelineInpainter(noisy, tiny.prompt, 4, 8)(*call), first)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 7, 20])
 @pytest.mark.parametrize("strength", [0.1, 0.4, 0.5, 1.0])
 def test_pipeline_runs_the_promised_steps(tiny: TinyPipeline, steps: int, strength: float) -> None:

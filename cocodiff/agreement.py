@@ -1,0 +1,127 @@
+"""Whether all ranks call their transformers with the same inputs: only then is what they compute one image.
+
+What a rank calls with becomes a table of numbers of fixed size, so that ranks whose inputs differ in shape can compare
+it too: two 64-bit digests for each argument, computed where the argument lies, in one small message to each peer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import Group, Lane, Transport
+from cocodiff.device import used_on_current_stream
+from cocodiff.errors import UserError
+
+ROWS = 32  # of the table: more than any call has arguments
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MULTIPLIER = -0x61C8864680B583EB  # odd, of 64 bits: 2^64 over the golden ratio
+NAMED_RANKS = 8  # in an error; of more only the number
+SHOWN_VALUES = 4  # of a tensor, in an error
+
+
+def check_agreement(
+    values: dict[str, Any], device: torch.device, transport: Transport, group: Group, lane: Lane
+) -> None:
+    """Compares what ranks call with. All ranks call it and wait for each other.
+
+    values: tensors, and numbers, texts and containers of them, by the same names on every rank. device: what the table
+    is sent from. group, lane: of all ranks.
+
+    Raises UserError on every rank, which names what differs and the ranks that have something else than most.
+    """
+    own = table(values, device)
+
+    def gather() -> Tensor:
+        parts = [torch.empty_like(own) for _ in group.ranks]
+        group.all_gather(own, parts).wait()
+        return torch.stack(parts)
+
+    of_ranks = used_on_current_stream(lane.submit_and_wait_soon(gather).wait()).tolist()
+    differing = [row for row in range(ROWS) if any(rows[row] != of_ranks[0][row] for rows in of_ranks)]
+    if not differing:
+        return
+    # Every rank has come to this line, so there is time for words. Names are those of rank 0.
+    told = transport.gather_object([described(value) for value in values.values()])
+    message = None
+    if told is not None:
+        names = [name for row, name in enumerate(values) if row in differing]
+        row = differing[0]
+        message = disagreement(names, [rows[row] for rows in of_ranks], [(*words, *[""] * ROWS)[row] for words in told])
+    raise UserError(transport.broadcast_object(message))
+
+
+def disagreement(names: Sequence[str], digests: Sequence[Sequence[int]], words: Sequence[str]) -> str:
+    """The line that says who differs. names: of what differs; of the first of them every rank's digests and words."""
+    of_ranks = [tuple(one) for one in digests]
+    count = Counter(of_ranks)
+    usual = max(of_ranks, key=lambda one: count[one])  # rank 0's where as many have another
+    others = [rank for rank, one in enumerate(of_ranks) if one != usual]
+    ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
+    other, most = words[others[0]], words[of_ranks.index(usual)]
+    how = f"{other} instead of {most}" if other != most else f"{most} with other values"
+    return (
+        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {', '.join(names)} than "
+        f"the rest (on rank {others[0]} {names[0]} is {how}): give every rank the same inputs, seeds and settings"
+    )
+
+
+def table(values: dict[str, Any], device: torch.device) -> Tensor:
+    """[ROWS, 2], int64: for each value the digest of its name and form, and of the bits of its tensors."""
+    if len(values) > ROWS:
+        raise ValueError(f"{len(values)} values to compare, there is room for {ROWS}")
+    forms = [_hash(f"{name} {form(value)}") for name, value in values.items()]
+    bits = []
+    for value in values.values():
+        found = [digest(tensor).to(device) * (2 * number + 1) for number, tensor in enumerate(tensors_in(value))]
+        bits.append(torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64, device=device))
+    columns = torch.stack([torch.tensor(forms, device=device), torch.stack(bits)], dim=1)
+    return torch.cat([columns, columns.new_zeros(ROWS - len(forms), 2)])
+
+
+def digest(x: Tensor) -> Tensor:
+    """A tensor's bits in one number, int64 []: a sum of mixed values and places, the same in any order of summation."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().contiguous().flatten()
+    size = flat.element_size()
+    if flat.nbytes % 8 == 0:  # several elements at a time
+        flat, size = (flat.clone() if flat.storage_offset() * size % 8 else flat), 8
+    bits = flat.view(INTEGERS[size]).to(torch.int64)
+    mixed = (bits + torch.arange(1, len(bits) + 1, device=x.device) * MULTIPLIER) * MULTIPLIER
+    return ((mixed ^ (mixed >> 32)) * MULTIPLIER).sum()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors of a value, in an order that its form tells."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def form(value: Any) -> str:
+    """A value in words, without what is in its tensors."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {form(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(form, value)) + "]"
+    plain = value is None or isinstance(value, bool | int | float | complex | str)
+    return repr(value) if plain else type(value).__name__  # others' texts may hold addresses, which differ
+
+
+def described(value: Any) -> str:
+    """A value's form, and the values of a tensor that has few."""
+    if isinstance(value, Tensor) and value.numel() <= SHOWN_VALUES:
+        return f"{form(value)} {value.flatten().tolist()}"
+    return form(value)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,61 @@
+"""What a transformer may not be or do where ranks share it, in words that help: when it is made parallel, and at each
+of its calls, since a user may change it in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.errors import UserError
+
+# Caches of diffusers that go by the number of calls, which all ranks have in common, and were seen to give one
+# process's images on several ranks. Others decide by what a rank sees of its own tokens, or are not known.
+COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
+
+
+def check_not_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """modules: with their names; the transformer's own is empty. Raises UserError for one that is compiled."""
+    for name, module in modules:
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise UserError(
+                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
+                f"parallelize the model that is not compiled"
+            )
+
+
+def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """modules: with their names, the transformer first. Raises UserError for one with a cache of diffusers that lets
+    every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+    for name, module in modules:
+        registry: Any = vars(module).get("_diffusers_hook")
+        for hook in () if registry is None else registry.hooks.values():
+            kind, config = type(hook).__name__, getattr(hook, "config", None)
+            if hook._is_stateful and (kind not in COUNTING_CACHES or getattr(config, "calibrate", False)):
+                raise UserError(
+                    f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
+                    f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first"
+                )
+
+
+def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer and its blocks: what compilers and caches are put on, few enough to be looked at in each call."""
+    lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
+    return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
+
+
+def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raises UserError for a call whose gradients somebody wants: none pass from rank to rank. That is an argument
+    which requires them, or a model in training; parameters alone do so in every script that forgets `no_grad`."""
+    if not torch.is_grad_enabled():
+        return
+    wanted = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted and model.training and any(x.requires_grad for x in model.parameters()):
+        wanted = ["the parameters of a model in training mode"]
+    if wanted:
+        raise UserError(
+            f"gradients are wanted for {', '.join(wanted)}, but none pass between ranks: call the transformer in "
+            f"torch.no_grad(), or on one rank"
+        )

@@ -1,0 +1,129 @@
+"""Ranks that call their transformers with different inputs are told so, by name, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from tiny_pipelines import PIPELINES, TEXT_WIDTH
+
+from cocodiff.agreement import digest, form
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+SIZE = 3
+
+
+def refusals(call: Callable[[Any, bool], Any], pipe: Any, differing: int, **settings: Any) -> list[str]:
+    """Every rank's error where `call(pipe, whether it is to differ)` differs on one rank."""
+
+    def work(transport: Any) -> str:
+        own = copy.deepcopy(pipe)
+        with torch.no_grad(), pytest.raises(UserError) as caught, parallelize(own, transport=transport, **settings):
+            call(own, transport.rank == differing)
+        return str(caught.value)
+
+    return run_ranks(SIZE, work, timeout_s=20.0)
+
+
+def painting(other: dict[str, Any], seed: int = 0) -> Callable[[Any, bool], Any]:
+    """A call of a FLUX.1 pipeline, with other arguments on the rank that differs."""
+    arguments: dict[str, Any] = {
+        "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1), "pooled_prompt_embeds": torch.zeros(1, 16),
+        "negative_prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.2),
+        "negative_pooled_prompt_embeds": torch.zeros(1, 16),
+        "height": 32, "width": 32, "num_inference_steps": 3, "output_type": "pt",
+    }  # fmt: skip
+
+    def call(pipe: Any, differs: bool) -> Any:
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(seed if differs else 0)
+        return pipe(**arguments | (other if differs else {}), generator=generator)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (painting({}, seed=1), r"another hidden_states than the rest \(on rank 1 hidden_states is float32 "
+                               r"\[1, 64, 16\] with other values\): give every rank the same inputs, seeds"),
+        (painting({"prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.3)}), "another encoder_hidden_states than"),
+        (painting({"num_inference_steps": 4}), r"\(on rank 1 number of steps is 4 instead of 3\)"),
+        (painting({"height": 48}), r"hidden_states is float32 \[1, 96, 16\] instead of float32 \[1, 64, 16\]"),
+        (painting({"guidance_scale": 9.0}), r"guidance_scale is 9\.0 instead of 3\.5"),
+        (painting({"true_cfg_scale": 3.0}), r"step and branch is \[0, 1\] instead of \[1, 0\]"),
+    ],
+    ids=["seed", "prompt", "steps", "size", "scale", "guidance"],
+)  # fmt: skip
+def test_a_rank_that_differs_is_named(call, message):
+    """Also where it would be hidden, since one rank decodes the image for all."""
+    for said in refusals(call, PIPELINES["flux"](heads=12), differing=1):
+        assert re.match(r"1 of 3 ranks \(1\) call the transformer with", said) and re.search(message, said), said
+
+
+def test_the_first_rank_may_be_the_one_that_differs():
+    for said in refusals(painting({}, seed=1), PIPELINES["flux"](heads=12), differing=0):
+        assert said.startswith("1 of 3 ranks (0) call the transformer with another hidden_states than the rest")
+
+
+def test_other_settings_are_told_where_the_transport_is_given():
+    model, inputs = FAMILIES["sd3"][0](6), FAMILIES["sd3"][1](1, 4, 5, 3)
+
+    def work(transport: Any) -> str:
+        own, preset = copy.deepcopy(model), "flat" if transport.rank == 2 else "tapa"
+        with torch.no_grad(), pytest.raises(UserError) as caught, parallelize(own, preset, transport=transport):
+            own(**inputs)
+        return str(caught.value)
+
+    for said in run_ranks(SIZE, work, timeout_s=20.0):
+        assert said.startswith("1 of 3 ranks (2) call the transformer with another settings than the rest")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_argument_of_a_transformer_counts(family):
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(6), inputs_of(1, 4, 5, 3)
+
+    def call(own: Any, differs: bool, name: str) -> None:
+        x = inputs[name]
+        other = x if isinstance(x, list) else torch.cat([x.flatten()[:-1], x.flatten()[-1:] + 1]).view_as(x)
+        own(**inputs | ({name: [[(1, 5, 4)]] if isinstance(x, list) else other} if differs else {}))
+
+    for name in inputs:
+        for said in refusals(lambda own, differs, name=name: call(own, differs, name), model, differing=2):
+            assert f"ranks (2) call the transformer with another {name} than" in said
+
+
+def test_later_runs_are_compared_as_well():
+    """The second image, after a first one on which ranks agree."""
+    pipe = PIPELINES["flux"](heads=12)
+
+    def call(own: Any, differs: bool) -> None:
+        painting({})(own, False)
+        painting({}, seed=5)(own, differs)
+
+    assert all("another hidden_states" in said for said in refusals(call, pipe, differing=1))
+
+
+def test_digests_tell_values_places_and_types_apart():
+    x = torch.arange(24.0)
+    seen = [x, x.flip(0), x + 1e-6, -x, x.bfloat16(), x.long(), x > 3, x.to(torch.complex64), x[:23], x[1:]]
+    assert len({int(digest(one)) for one in seen}) == len(seen)
+    assert int(digest(x.view(4, 6).t().contiguous().t())) == int(digest(x))
+    short = x.bfloat16()
+    assert int(digest(short[2:22])) == int(digest(short[2:22].clone()))  # not where a 64-bit word begins
+    assert int(digest(x[:0])) == 0 and int(digest(x.sum())) == int(digest(x.sum().clone()))
+
+
+def test_forms_hold_no_addresses():
+    assert form({"scale": 1.5, "more": [None, torch.ones(2), object()]}) == (
+        "{'scale': 1.5, 'more': [None, float32 [2], object]}"
+    )
