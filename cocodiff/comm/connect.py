@@ -115,7 +115,7 @@ def _meet(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
     if launch.kind == "mpi":
         return _meet_over_mpi(launch, device, limits)
     assert launch.rank is not None and launch.size is not None
-    one_host = launch.local_size == launch.size
+    one_host = _on_one_host(launch, launch.size)
     store = next_run(environment_store(launch.rank, launch.size, limits.start_s), launch.rank)
     listener = _listen(one_host, launch.size) if launch.rank == 0 else None
     own_word = json.dumps(_invitation(listener, one_host)) if listener is not None else None
@@ -126,7 +126,7 @@ def _meet(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
 def _meet_in_process_group(launch: Launch, limits: Limits) -> _Meeting:
     """The process group that the caller has initialised tells rank 0's word."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    one_host = launch.local_size == size
+    one_host = _on_one_host(launch, size)
     listener = _listen(one_host, size) if rank == 0 else None
     words = [_invitation(listener, one_host) if listener is not None else None]
     with limited_start(limits, rank, None, "the first broadcast of the process group"):
@@ -152,6 +152,12 @@ def _meet_over_mpi(launch: Launch, device: torch.device, limits: Limits) -> _Mee
     if one_host and device.type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return _accepted(rank, size, word, listener, None)
+
+
+def _on_one_host(launch: Launch, size: int) -> bool:
+    """Whether the launcher shows that all ranks are on one host: by their number, or as they meet on its loopback."""
+    address = os.environ.get("MASTER_ADDR", "")
+    return launch.local_size == size or address == "localhost" or address.startswith("127.")
 
 
 def _reachable_host(one_host: bool) -> str:

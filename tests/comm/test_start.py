@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cocodiff.comm import connect
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
 
@@ -137,3 +138,13 @@ def test_peers_that_never_come_are_named_without_an_agent() -> None:
     assert end_of(alone) == (1, "rank 1 did not start within 4 s, nor did rank 2\n")
     code, said = end_of(lost)
     assert code == 1 and "rank 0 does not answer at 127.0.0.1:" in said and "within 4 s" in said
+
+
+def test_ranks_of_one_host_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect._listen(True, 2) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert connect._on_one_host(Launch("torchrun", 0, 2), 2)
+    monkeypatch.setenv("MASTER_ADDR", "node0.cluster")
+    assert connect._on_one_host(Launch("torchrun", 0, 2, 0, 2), 2)
+    assert not connect._on_one_host(Launch("torchrun", 0, 4, 0, 2), 4)
