@@ -46,13 +46,13 @@ class End:
 
 def run_ranks(
     ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work,
-    left: str = "nothing was written",
+    left: Callable[[], str] = lambda: "nothing was written",
 ) -> int:  # fmt: skip
     """Runs `work` on every rank and returns the exit code.
 
     ranks: how many to fork; under a launcher None or its own number.
     settings: what all ranks must have been started with alike, beside `config`.
-    left: what a run that ends badly leaves behind, in words.
+    left: says what a run that ended badly has left behind, in words.
     """
     if launch.kind != "alone":
         if ranks is not None and launch.size is not None and ranks != launch.size:
@@ -134,7 +134,7 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 # Forked ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: str) -> int:
+def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="cocodiff-"))
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
@@ -207,7 +207,9 @@ class _StopRequest:
         self.asked = True
 
 
-def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: str) -> int:
+def _attend_children(
+    children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: Callable[[], str]
+) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed."""
     ends: dict[int, End] = {}
     deadline: float | None = None
@@ -233,9 +235,9 @@ def _attend_children(children: dict[int, int], ranks: int, folder: Path, stop: _
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
-        print(f"cocodiff: interrupted; {left}", file=sys.stderr)
+        print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
-    return _report(ends, ranks, left)
+    return _report(ends, ranks, left())
 
 
 def _signal_all(children: dict[int, int], number: signal.Signals) -> None:

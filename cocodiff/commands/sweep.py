@@ -77,8 +77,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
         import_before_fork(sweep.request)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"} | {"sweep": str(sweep.settings)}
     config = sweep.grid.points[0].config
-    left = "finished runs are kept: start again to go on"
-    code = run_ranks(values["ranks"], launch, config, alike, partial(work, sweep), left)
+    code = run_ranks(
+        values["ranks"],
+        launch,
+        config,
+        alike,
+        partial(work, sweep),
+        lambda: "finished runs are kept: start again to go on",
+    )
     if code == 0 and launch.speaks:
         report(Path(values["out"]))
     return code
