@@ -8,7 +8,7 @@ from importlib import import_module
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config import check_choice
-from cocodiff.errors import UserError
+from cocodiff.errors import OwnRankError, UserError
 
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
@@ -32,7 +32,7 @@ def run_command(words: Sequence[str], launch: Launch) -> int:
     except UserError as error:
         if launch.speaks:
             print(f"cocodiff: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OwnRankError) else 2
     except KeyboardInterrupt:
         if launch.speaks:
             print("cocodiff: interrupted", file=sys.stderr)

@@ -48,6 +48,44 @@ class Manifest(NamedTuple):
         unfinished.replace(folder / MANIFEST)
 
 
+def shown(out: str) -> str:
+    """`--out` as an error names it."""
+    return out if len(out) <= 80 else f"{out[:77]}..."
+
+
+@contextlib.contextmanager
+def refusing(out: str) -> Iterator[None]:
+    """Turns what the file system refuses into a line about --out. Raises UserError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"--out {shown(out)}: no results can be written there ({reason}): choose another folder"
+        ) from error
+
+
+def check_place(out: str, final: Path, hidden: Path) -> None:
+    """Raises UserError where no folder `final`, and none called `hidden` beside or in it, can be made or written to."""
+    with refusing(out):
+        if final.exists() and not final.is_dir():
+            raise UserError(f"--out {shown(out)} is a file: name a folder")
+        above = next(path for path in (final, *final.parents) if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
+        longest = os.pathconf(above, "PC_NAME_MAX")
+        for part in (*hidden.relative_to(above).parts, final.name):
+            if len(os.fsencode(part)) > longest:
+                raise UserError(
+                    f"--out {shown(out)}: with the hidden folder beside it ({len(os.fsencode(part))} bytes), the name "
+                    f"is too long for {above}, which takes {longest}: choose a shorter one"
+                )
+        with tempfile.TemporaryFile(dir=above):  # /proc and full disks show only when something is written
+            pass
+
+
 def _is_below(name: str) -> bool:
     return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
@@ -65,32 +103,17 @@ class OutputFolder:
 
     def __init__(self, out: str, overwrite: bool) -> None:
         """Checks that results may go to `out`, and writes nothing. Raises UserError where they may not."""
-        self._out, self._overwrite = out if len(out) <= 80 else f"{out[:77]}...", overwrite
+        self._out, self._overwrite = shown(out), overwrite
         self.run = secrets.token_hex(8)
-        with self._refusing():
+        with refusing(self._out):
             self.final = Path(out).resolve()
             self._inside = self.final.is_dir()
             hidden = (_PARTIAL, _LOCK) if self._inside else (f".{self.final.name}.partial", f".{self.final.name}.lock")
             place = self.final if self._inside else self.final.parent
             self.partial, self._lock_file = (place / name for name in hidden)
-            self._check_place()
+        check_place(out, self.final, self.partial)
+        with refusing(self._out):
             self._check_free()
-
-    def _check_place(self) -> None:
-        if self.final.exists() and not self._inside:
-            raise UserError(f"--out {self._out} is a file: name a folder")
-        above = next(path for path in (self.final, *self.final.parents) if path.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--out {self._out}: no permission to write in {above}: choose another folder")
-        longest = os.pathconf(above, "PC_NAME_MAX")
-        for part in (*self.partial.relative_to(above).parts, self.final.name):
-            if len(os.fsencode(part)) > longest:
-                raise UserError(
-                    f"--out {self._out}: with the hidden folder beside it ({len(os.fsencode(part))} bytes), the name "
-                    f"is too long for {above}, which takes {longest}: choose a shorter one"
-                )
-        with tempfile.TemporaryFile(dir=above):  # /proc and full disks show only when something is written
-            pass
 
     def _check_free(self) -> None:
         if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
@@ -102,19 +125,6 @@ class OutputFolder:
                 f"--out {self._out} holds no {MANIFEST}, so it is not ours to overwrite: choose another folder, or "
                 f"delete it yourself if it holds results of an older version"
             )
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Turns what the file system refuses into a line about --out."""
-        try:
-            yield
-        except (OSError, RuntimeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise UserError(
-                f"--out {self._out}: no results can be written there ({reason}): choose another folder"
-            ) from error
 
     def keep_apart(self, paths: Sequence[str]) -> None:
         """Raises UserError where one of the run's inputs is among the files that it would replace."""
@@ -129,12 +139,12 @@ class OutputFolder:
     def held(self) -> Iterator[None]:
         """Keeps every other run out while the block lasts, and clears what no living run owns: first of earlier ones
         that were killed, at the end of this one if it failed. Raises UserError where another run is at work."""
-        with self._refusing():
+        with refusing(self._out):
             made = [path for path in self._lock_file.parents if not path.exists()]
             self._lock_file.parent.mkdir(parents=True, exist_ok=True)
         lock = None
         try:
-            with self._refusing():
+            with refusing(self._out):
                 lock = self._take_lock()
                 self._clear_leftover()
                 self._check_free()
@@ -191,7 +201,7 @@ class OutputFolder:
 
     def open(self) -> Path:
         """An empty `partial`; what a killed run left behind goes first."""
-        with self._refusing():
+        with refusing(self._out):
             self._clear_leftover()
             self.partial.mkdir(parents=True)
             Manifest(self.run, False, []).write(self.partial)

@@ -219,7 +219,7 @@ def _write_results(
 
     values, ranks = session.job.values, session.transport.size
     document = metrics_document(values, ranks, rows)
-    (folder / "metrics.json").write_text(json.dumps(document, indent=1))
+    (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     save_traces(folder / "trace.json", records)
     facts = {
         "model": session.model.name,
