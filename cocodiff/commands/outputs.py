@@ -114,6 +114,12 @@ class OutputFolder:
         check_place(out, self.final, self.partial)
         with refusing(self._out):
             self._check_free()
+            if self._lock_file.is_file():  # so that nobody prepares a run for nothing; `held` is what counts
+                lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    self._lock(lock, fcntl.LOCK_SH)
+                finally:
+                    os.close(lock)
 
     def _check_free(self) -> None:
         if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
@@ -164,22 +170,28 @@ class OutputFolder:
         while True:
             lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+                self._lock(lock, fcntl.LOCK_EX)
+            except BaseException:
                 os.close(lock)
-                raise UserError(
-                    f"--out {self._out}: another run ({who}) writes there: wait for its end, or choose another folder"
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise  # some shared file systems have no locks; then nobody is kept out
+                raise
             with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it before we had it
                 if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
                     os.truncate(lock, 0)
                     os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
                     return lock
             os.close(lock)
+
+    def _lock(self, lock: int, kind: int) -> None:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            raise UserError(
+                f"--out {self._out}: another run ({who}) writes there: wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise  # some shared file systems have no locks; then nobody is kept out
 
     def _clear_leftover(self) -> None:
         """What a killed run left: finished results are put in place, others are removed."""

@@ -311,6 +311,8 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
         partial = open_with_image(first, "first")
         with pytest.raises(UserError, match=rf"another run \(pid {os.getpid()} on .*\) writes there"), second.held():
             pass
+        with pytest.raises(UserError, match="another run"):
+            OutputFolder(str(out), overwrite=True)
         second.discard()
         assert (partial / "images" / "a.png").read_text() == "first"
         (partial / MARK).write_text("first")
