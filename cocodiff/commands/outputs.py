@@ -34,6 +34,8 @@ class Manifest(NamedTuple):
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """None where there is none, or no whole one."""
+        if not (folder / MANIFEST).is_file():
+            return None
         try:
             found = json.loads((folder / MANIFEST).read_text())
             files = [str(name) for name in found["files"]]
@@ -198,12 +200,13 @@ class OutputFolder:
         if not os.path.lexists(self.partial):
             return
         manifest = Manifest.read(self.partial)
-        if manifest is None:
+        if manifest is None or self.partial.lstat().st_uid != os.geteuid():
             try:
                 self.partial.rmdir()
             except OSError:
                 raise UserError(
-                    f"--out {self._out}: {self.partial} is in the way and holds no {MANIFEST}: move it elsewhere"
+                    f"--out {self._out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
+                    f"another user's): move it elsewhere"
                 ) from None
         elif manifest.ready:
             self._put_in_place(manifest)

@@ -86,11 +86,16 @@ def run_job(job: Job, launch: Launch, work: Work, compared: dict[str, str] | Non
     alike = {name: str(value) for name, value in job.values.items() if name != "ranks"} | (compared or {})
     config = next(iter(job.presets.values()))
 
-    def imports() -> None:
+    def say_import() -> None:
         if launch.speaks and not job.values["quiet"]:
             note("importing torch and diffusers")
+
+    def imports() -> None:
+        say_import()
         import_before_fork(job.request)
 
+    if launch.kind != "alone":
+        say_import()
     return run_holding(job.output, job.values["ranks"], launch, config, alike, partial(work, job), imports)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cocodiff.commands.outputs import MANIFEST, MARK, OutputFolder, beside_the_record, write_settings
+from cocodiff.commands.outputs import MANIFEST, MARK, Manifest, OutputFolder, beside_the_record, write_settings
 from cocodiff.errors import OwnRankError, UserError
 
 
@@ -190,6 +190,10 @@ def test_a_manifest_reaches_nothing_outside_its_folder(tmp_path, name):
 def test_a_damaged_manifest_counts_as_none(tmp_path, text):
     publish(tmp_path / "out", "old")
     (tmp_path / "out" / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match="not ours to overwrite"):
+        OutputFolder(str(tmp_path / "out"), overwrite=True)
+    (tmp_path / "out" / MANIFEST).unlink()
+    os.mkfifo(tmp_path / "out" / MANIFEST)
     with pytest.raises(UserError, match="not ours to overwrite"):
         OutputFolder(str(tmp_path / "out"), overwrite=True)
 
@@ -384,6 +388,18 @@ def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
     ):
         pass
     assert names(tmp_path) == [".out.partial/thesis.tex"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder another user's")
+def test_another_users_hidden_folder_is_not_taken_for_results(tmp_path):
+    """Where all may write, as in /tmp."""
+    planted = tmp_path / ".out.partial"
+    planted.mkdir()
+    Manifest("planted", True, []).write(planted)
+    os.chown(planted, 12345, 12345)
+    with pytest.raises(UserError, match="another user's"), OutputFolder(str(tmp_path / "out"), False).held():
+        pass
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_that_fails_leaves_no_folders(tmp_path):
