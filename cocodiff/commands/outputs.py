@@ -21,6 +21,7 @@ from cocodiff.errors import OwnRankError, UserError
 MARK = "run.yaml"
 MANIFEST = ".cocodiff-files.json"
 _PARTIAL, _LOCK = ".cocodiff.partial", ".cocodiff.lock"  # inside a folder that is there already
+_UNFINISHED = f"{MANIFEST}.partial"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
@@ -45,7 +46,7 @@ class Manifest(NamedTuple):
 
     def write(self, folder: Path) -> None:
         about = "what cocodiff wrote here: --overwrite removes these files and no others"
-        unfinished = folder / f"{MANIFEST}.partial"
+        unfinished = folder / _UNFINISHED
         unfinished.write_text(json.dumps({"about": about, **self._asdict()}, indent=1))
         unfinished.replace(folder / MANIFEST)
 
@@ -90,6 +91,23 @@ def check_place(out: str, final: Path, hidden: Path) -> None:
 
 def _is_below(name: str) -> bool:
     return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _remove_hidden(partial: Path) -> None:
+    """Its manifest goes last, so that what a kill leaves of it is known as ours."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
+            path.unlink()
+    shutil.rmtree(partial)
+
+
+def _is_hollow(folder: Path) -> bool:
+    """Whether a kill left no more than this of a hidden folder: folders without files."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(path.name == _UNFINISHED or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*"))
 
 
 class OutputFolder:
@@ -201,18 +219,17 @@ class OutputFolder:
             return
         manifest = Manifest.read(self.partial)
         if manifest is None or self.partial.lstat().st_uid != os.geteuid():
-            try:
-                self.partial.rmdir()
-            except OSError:
+            if not _is_hollow(self.partial):
                 raise UserError(
                     f"--out {self._out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
                     f"another user's): move it elsewhere"
-                ) from None
+                )
+            shutil.rmtree(self.partial)
         elif manifest.ready:
             self._put_in_place(manifest)
             self._inside = self.final.is_dir()
         else:
-            shutil.rmtree(self.partial)
+            _remove_hidden(self.partial)
 
     def open(self) -> Path:
         """An empty `partial`; what a killed run left behind goes first."""
@@ -255,7 +272,7 @@ class OutputFolder:
         for name in set(old) - set(manifest.files):
             self._remove(name)
         manifest.write(self.final)
-        shutil.rmtree(self.partial)
+        _remove_hidden(self.partial)
 
     def _remove(self, name: str) -> None:
         """Removes a file of an older run and the folders that it leaves empty; nothing outside `final`."""
@@ -272,7 +289,8 @@ class OutputFolder:
         """Removes what this run has written and not finished."""
         manifest = Manifest.read(self.partial)
         if manifest is not None and manifest.run == self.run and not manifest.ready:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove_hidden(self.partial)
 
     def left(self) -> str:
         """What a run that ended badly has left, in words."""

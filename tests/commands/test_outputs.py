@@ -379,6 +379,17 @@ def test_a_move_that_was_cut_short_is_completed(tmp_path, monkeypatch):
     assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
 
 
+@pytest.mark.parametrize("left", [[], ["images"], [f"{MANIFEST}.partial"]])
+def test_a_hidden_folder_without_files_is_cleared(tmp_path, left):
+    """A kill may strike before its manifest is written, or while it is removed."""
+    (tmp_path / ".out.partial").mkdir()
+    for name in left:
+        path = tmp_path / ".out.partial" / name
+        path.write_text("{") if name.startswith(".") else path.mkdir()
+    with OutputFolder(str(tmp_path / "out"), False).held():
+        assert names(tmp_path) == [".out.lock"]
+
+
 def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "thesis.tex").write_text("precious")
