@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from launching import mpiexec, run
+from launching import mpiexec, run, with_options
 from tiny_models import sd3_inpaint_pipeline
 
 pytestmark = pytest.mark.processes
@@ -47,7 +47,9 @@ def test_a_launcher_gives_the_restoration_of_one_process(
 
 
 def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_path: Path) -> None:
-    done = mpiexec(RANKS, "-m", "cocodiff", *request_words, "--out", str(tmp_path / "out"), "--steps", "0")
+    done = mpiexec(
+        RANKS, "-m", "cocodiff", *with_options(request_words, "--steps", "0"), "--out", str(tmp_path / "out")
+    )
     assert done.returncode != 0
     assert done.stderr.count("at least 1 is needed") == 1
     assert not (tmp_path / "out").exists()
