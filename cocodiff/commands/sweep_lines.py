@@ -158,8 +158,8 @@ class LineWriter:
         import yaml
 
         check_folder(out, settings, overwrite)
-        self.folder = Path(out)
         with refusing(out):
+            self.folder = Path(out).resolve()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = (self.folder / LINES).open("ab", buffering=0)
         self._lock(out)

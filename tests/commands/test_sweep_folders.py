@@ -127,6 +127,15 @@ def test_impossible_targets_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert "\n" not in str(caught.value) and "folder" in str(caught.value)
 
 
+def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for overwrite in (False, True):
+        writer = LineWriter(str(tmp_path / "out"), SETTINGS, overwrite)
+        writer.add(LINE)
+        writer._file.close()
+    assert (tmp_path / "out").is_symlink() and len(read_results(tmp_path / "disk").lines) == 1
+
+
 def test_a_full_disk_keeps_finished_lines(tmp_path: Path) -> None:
     writer = LineWriter(str(tmp_path / "out"), SETTINGS, overwrite=False)
     writer.add(LINE)
