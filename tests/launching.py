@@ -13,6 +13,16 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 
 
+def with_options(words: Sequence[str], *more: str) -> list[str]:
+    """A command's words with further options, each in the place of the one of its name if there is one."""
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    return [word for group in groups if group and group[0] not in more for word in group] + list(more)
+
+
 def find_mpiexec() -> str:
     """The mpiexec of this Python's environment, else the one on PATH. Raises where there is none."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"

@@ -11,8 +11,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.commands.bench_common import Benchmark, machine_settings
 from cocodiff.commands.options import parse
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.session import settle
+from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, check_choice, shipped_names
 
@@ -58,13 +57,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = Config(**machine_settings(values))
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
-    if launch.kind == "alone":
-        benchmark.import_before_fork(values)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
-    code = 1
-    try:
-        code = run_ranks(values["ranks"], launch, config, alike, partial(benchmark.measure, values, output))
-    finally:
-        if code:
-            output.discard()
-    return code
+    work, imports = partial(benchmark.measure, values, output), partial(benchmark.import_before_fork, values)
+    return run_holding(output, values["ranks"], launch, config, alike, work, imports)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.commands.options import OF_MACHINE, RUN_OPTIONS, Option
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.terminal import say
 
 Values = dict[str, Any]
@@ -120,10 +120,8 @@ def rows(
 
 def save(folder: Path, measured: Sequence[Mapping[str, Any]], values: Values) -> None:
     """Writes bench.json and the settings that repeat the run."""
-    import yaml
-
     (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": measured}, indent=1))
-    (folder / MARK).write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False))
+    write_settings(folder, values)
 
 
 def say_rows(measured: Sequence[Mapping[str, Any]], unit: str) -> None:

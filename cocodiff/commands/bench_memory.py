@@ -24,7 +24,7 @@ from cocodiff.comm.launch import detect
 from cocodiff.commands.bench_common import Benchmark, Values, machine_settings, meet, with_common_options
 from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
 from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
@@ -257,8 +257,6 @@ def report(
     values: Values, output: OutputFolder, ranks: int, before: Sampler, during: Sampler, predicted: RankMemory,
     seconds: float,
 ) -> None:  # fmt: skip
-    import yaml
-
     measured = during.peak - before.peak
     parts = {
         kind: (sum(one[kind] for one in during.seen) - sum(one[kind] for one in before.seen)) / MIB
@@ -279,7 +277,7 @@ def report(
     }  # fmt: skip
     folder = output.open()
     (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": [row]}, indent=1))
-    (folder / MARK).write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False))
+    write_settings(folder, values)
     output.publish()
     off = predicted.total - measured
     say(f"{row['case']}: {measured / MIB:.0f} MiB above {before.peak / MIB:.0f} MiB of imports; predicted "

@@ -9,7 +9,7 @@ from importlib import import_module
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config import check_choice
-from cocodiff.errors import UserError
+from cocodiff.errors import OwnRankError, UserError
 
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
@@ -37,7 +37,7 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
     except UserError as error:
         if launch is None or launch.speaks:
             print(f"cocodiff: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OwnRankError) else 2
     except KeyboardInterrupt:
         if launch is None or launch.speaks:
             print("cocodiff: interrupted", file=sys.stderr)

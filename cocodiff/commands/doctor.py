@@ -21,9 +21,8 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.bench_common import machine_settings
 from cocodiff.commands.options import Option, check_counts, parse
-from cocodiff.commands.outputs import MARK, OutputFolder
-from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.session import settle
+from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
 from cocodiff.config import DEVICES, KERNELS, TRANSPORTS, Config, load_machine
 from cocodiff.errors import UserError
@@ -62,17 +61,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = Config(**machine_settings(values))
     load_machine(config.machine)
     output = OutputFolder(values["out"], values["overwrite"])
-    if launch.kind == "alone" and (values["ranks"] or 1) > 1:
-        for name in ("cocodiff.engine", "cocodiff.doctor.examine", "cocodiff.doctor.gather", "cocodiff.doctor.trials"):
-            import_module(name)
+
+    def imports() -> None:
+        if (values["ranks"] or 1) > 1:
+            for name in ("engine", "doctor.examine", "doctor.gather", "doctor.trials"):
+                import_module(f"cocodiff.{name}")
+
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     verdict: list[bool] = []
-    code = 1
-    try:
-        code = run_ranks(values["ranks"], launch, config, alike, partial(look, values, launch, output, verdict))
-    finally:
-        if code:
-            output.discard()
+    work = partial(look, values, launch, output, verdict)
+    code = run_holding(output, values["ranks"], launch, config, alike, work, imports)
     if code:
         return code
     healthy = verdict[0] if verdict else json.loads((output.final / FILE).read_text())["healthy"]
@@ -238,8 +236,6 @@ def write(
     output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
 ) -> None:
     """doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts": {...}}."""
-    import yaml
-
     folder = output.open()
     known = {
         "machine": facts.topology.machine.name,
@@ -258,5 +254,5 @@ def write(
         "facts": known,
     }
     (folder / FILE).write_text(json.dumps(document, indent=1))
-    (folder / MARK).write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False))
+    write_settings(folder, values)
     output.publish()

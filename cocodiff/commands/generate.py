@@ -57,7 +57,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     ranks = settle(values, launch)
     job = prepare(values, ranks, started)
     if launch.speaks:
-        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s)")
+        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
     return run_job(job, launch, work)
 
 

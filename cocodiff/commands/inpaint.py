@@ -60,9 +60,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("inpaint", "Restore masked regions of slices with a diffusion transformer.", OPTIONS, words)
     ranks = settle(values, launch)
     job = prepare(values, ranks, started)
-    tasks = find_tasks(values)
     if launch.speaks:
-        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s)")
+        what = f"{', '.join(job.presets)} on {ranks} rank(s)"
+        say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
+    tasks = find_tasks(values)
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return run_job(job, launch, partial(work, tasks), compared)
 
@@ -76,7 +77,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     check_model(request, ranks)
-    return Job(values, request, presets, OutputFolder(values["out"], values["overwrite"]), started)
+    output = OutputFolder(values["out"], values["overwrite"])
+    output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
+    return Job(values, request, presets, output, started)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
@@ -85,7 +88,7 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     from cocodiff_eval.masks import make_mask
     from cocodiff_eval.slices import open_stacks, open_truth
 
-    from cocodiff.commands.restore_stack import Task
+    from cocodiff.commands.restore_stack import Task, file_names
 
     stacks = open_stacks(values["input"])
     if values["truth"] and len(stacks) > 1:
@@ -93,16 +96,17 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not Path(masks[0]).exists():
         masks = list(dict.fromkeys(masks[0].split(",")))
-    tasks: list[Task] = []
+    found: list[tuple[Any, Any, Any, Any]] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack) if values["truth"] else None
         for number, word in enumerate(masks):
             mask = make_mask(word, stack, values["seed"])
-            if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
+            if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
-            tasks.append(Task(stack, mask, intensity_range(stack, mask), known))
-    return tasks
+            found.append((stack, mask, intensity_range(stack, mask), known))
+    names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
+    return [Task(*one, files) for one, files in zip(found, names, strict=True)]
 
 
 def work(tasks: list[Any], job: Job, transport: Any) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
+from cocodiff.commands.outputs import beside_the_record
 from cocodiff.config import (
     DEVICES,
     EXCHANGES,
@@ -109,7 +110,10 @@ def parse(
     given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
     values = {option.name: option.default for option in options} | dict.fromkeys(sections)
     if "config" in given:
-        values |= _from_file(given.pop("config"), options, sections)
+        path = given.pop("config")
+        of_file = _from_file(path, options, sections)
+        # a sweep goes on where it was
+        values |= of_file if sections or given.get("overwrite") else beside_the_record(of_file, path)
     values |= given
     for option in options:
         if option.required and not values[option.name]:
@@ -145,6 +149,7 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
     known = [option.name for option in options] + ["config"]
     normal: list[str] = []
     flags = {option.name for option in options if option.type is bool}
+    many = {option.name for option in options if option.many}
     for position, word in enumerate(words):
         if not word.startswith("--"):
             normal.append(word)
@@ -160,9 +165,32 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
             raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
         normal.append(f"--{name}{equals}{value}")
     try:
-        return parser.parse_args(normal)
+        return parser.parse_args(_gathered(normal, many))
     except ArgumentError as error:
         raise UserError(_one_line(str(error), parser.prog)) from error
+
+
+def _gathered(words: Sequence[str], many: Collection[str]) -> list[str]:
+    """The words with what is given of an option several times in one place, in order. Raises UserError for a repeated
+    option that takes one value: argparse would silently take the last."""
+    groups: list[list[str]] = [[]]  # words before the first option, then each option and its values
+    by_name: dict[str, list[str]] = {}
+    for word in words:
+        if not word.startswith("--") or word == "--":
+            groups[-1].append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        if name not in by_name:
+            groups.append(by_name.setdefault(name, [word]))
+        elif name in many:
+            groups.remove(by_name[name])  # goes on at the end, where its further values come
+            groups.append(by_name[name])
+            _, joined, first = by_name[name][0].partition("=")
+            by_name[name][:1] = [f"--{name}", *([first] if joined else [])]
+            by_name[name] += [value] if equals else []
+        else:
+            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
+    return [word for group in groups for word in group]
 
 
 def _one_line(message: str, program: str) -> str:

@@ -1,52 +1,344 @@
-"""A folder of results that appears whole or not at all."""
+"""A folder of results: it appears whole or not at all, one run at a time writes to it, and of what it held before only
+files that cocodiff wrote are ever removed."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import os
+import secrets
 import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from cocodiff.errors import UserError
+from cocodiff.errors import OwnRankError, UserError
 
-MARK = "run.yaml"  # a folder that holds it was written by us and may be replaced by --overwrite
+MARK = "run.yaml"
+MANIFEST = ".cocodiff-files.json"
+_PARTIAL, _LOCK = ".cocodiff.partial", ".cocodiff.lock"  # inside a folder that is there already
+_UNFINISHED = f"{MANIFEST}.partial"
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
+
+class Manifest(NamedTuple):
+    """What cocodiff wrote into a folder. run: of which run; ready: whether that run has written all it will."""
+
+    run: str
+    ready: bool
+    files: list[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """None where there is none, or no whole one."""
+        if not (folder / MANIFEST).is_file():
+            return None
+        try:
+            found = json.loads((folder / MANIFEST).read_text())
+            files = [str(name) for name in found["files"]]
+            return cls(str(found["run"]), found["ready"] is True, [name for name in files if _is_below(name)])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        about = "what cocodiff wrote here: --overwrite removes these files and no others"
+        unfinished = folder / _UNFINISHED
+        unfinished.write_text(json.dumps({"about": about, **self._asdict()}, indent=1))
+        unfinished.replace(folder / MANIFEST)
+
+
+def shown(out: str) -> str:
+    """`--out` as an error names it."""
+    return out if len(out) <= 80 else f"{out[:77]}..."
+
+
+@contextlib.contextmanager
+def refusing(out: str) -> Iterator[None]:
+    """Turns what the file system refuses into a line about --out. Raises UserError."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"--out {shown(out)}: no results can be written there ({reason}): choose another folder"
+        ) from error
+
+
+def check_place(out: str, final: Path, hidden: Path) -> None:
+    """Raises UserError where no folder `final`, and none called `hidden` beside or in it, can be made or written to."""
+    with refusing(out):
+        if final.exists() and not final.is_dir():
+            raise UserError(f"--out {shown(out)} is a file: name a folder")
+        above = next(path for path in (final, *final.parents) if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
+        longest = os.pathconf(above, "PC_NAME_MAX")
+        for part in (*hidden.relative_to(above).parts, final.name):
+            if len(os.fsencode(part)) > longest:
+                raise UserError(
+                    f"--out {shown(out)}: with the hidden folder beside it ({len(os.fsencode(part))} bytes), the name "
+                    f"is too long for {above}, which takes {longest}: choose a shorter one"
+                )
+        with tempfile.TemporaryFile(dir=above):  # /proc and full disks show only when something is written
+            pass
+
+
+def _is_below(name: str) -> bool:
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _remove_hidden(partial: Path) -> None:
+    """Its manifest goes last, so that what a kill leaves of it is known as ours."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
+            path.unlink()
+    shutil.rmtree(partial)
+
+
+def _is_hollow(folder: Path) -> bool:
+    """Whether a kill left no more than this of a hidden folder: folders without files."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(path.name == _UNFINISHED or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*"))
 
 
 class OutputFolder:
-    """Results are written to `partial`, beside the final folder, and renamed into place by `publish`.
+    """Results are written to `partial`, a hidden folder, and put into `final` by `publish`.
 
-    All ranks make the same object; only rank 0 writes. Whoever outlives a failed run calls `discard`.
+    A folder that is not there yet appears by one rename. Into one that is there (it may be a mount point, somebody's
+    working directory, or hold files of the user's) files are moved one by one, and then the older run's are removed;
+    the next start completes a move that was cut short. Links are followed and stay.
+
+    All ranks make the same object. `held` keeps other runs out; its owner is the process that ranks are forked from, or
+    rank 0 under a launcher. Only rank 0 writes. Whoever outlives a failed run calls `discard`.
     """
 
     def __init__(self, out: str, overwrite: bool) -> None:
-        """Checks that results may go to `out`. Raises UserError where something else is there already."""
-        self.final = Path(out).absolute()
-        self.overwrite = overwrite
-        self.partial = self.final.with_name(f".{self.final.name}.partial")
-        if self.final.is_file():
-            raise UserError(f"--out {out} is a file: name a folder")
-        if self.final.exists() and any(self.final.iterdir()):
-            if not overwrite:
-                raise UserError(f"--out {out} exists already: choose another folder, or replace it with --overwrite")
-            if not (self.final / MARK).exists():
-                raise UserError(f"--out {out} holds no {MARK}, so it is not ours to overwrite: choose another folder")
-        above = next(path for path in self.final.parents if path.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--out {out}: no permission to write in {above}: choose another folder")
+        """Checks that results may go to `out`, and writes nothing. Raises UserError where they may not."""
+        self._out, self._overwrite = shown(out), overwrite
+        self.run = secrets.token_hex(8)
+        with refusing(self._out):
+            self.final = Path(out).resolve()
+            self._inside = self.final.is_dir()
+            hidden = (_PARTIAL, _LOCK) if self._inside else (f".{self.final.name}.partial", f".{self.final.name}.lock")
+            place = self.final if self._inside else self.final.parent
+            self.partial, self._lock_file = (place / name for name in hidden)
+        check_place(out, self.final, self.partial)
+        with refusing(self._out):
+            self._check_free()
+            if self._lock_file.is_file():  # so that nobody prepares a run for nothing; `held` is what counts
+                lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    self._lock(lock, fcntl.LOCK_SH)
+                finally:
+                    os.close(lock)
+
+    def _check_free(self) -> None:
+        if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
+            return
+        if not self._overwrite:
+            raise UserError(f"--out {self._out} exists already: choose another folder, or replace it with --overwrite")
+        if Manifest.read(self.final) is None:
+            raise UserError(
+                f"--out {self._out} holds no {MANIFEST}, so it is not ours to overwrite: choose another folder, or "
+                f"delete it yourself if it holds results of an older version"
+            )
+
+    def keep_apart(self, paths: Sequence[str]) -> None:
+        """Raises UserError where one of the run's inputs is among the files that it would replace."""
+        manifest = Manifest.read(self.final) if self._inside else None
+        replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
+        for path in paths:
+            if Path(path.split(":/")[0]).resolve() in replaced:
+                raise UserError(f"{path} is among the results in --out {self._out}, which --overwrite would replace: "
+                                f"choose another folder")  # fmt: skip
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps every other run out while the block lasts, and clears what no living run owns: first of earlier ones
+        that were killed, at the end of this one if it failed. Raises UserError where another run is at work."""
+        with refusing(self._out):
+            made = [path for path in self._lock_file.parents if not path.exists()]
+            self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = None
+        try:
+            with refusing(self._out):
+                lock = self._take_lock()
+                self._clear_leftover()
+                self._check_free()
+            yield
+        finally:
+            if lock is not None:
+                self.discard()
+                with contextlib.suppress(OSError):
+                    self._lock_file.unlink()
+                os.close(lock)
+            for path in made:
+                with contextlib.suppress(OSError):  # results are in it
+                    path.rmdir()
+
+    def _take_lock(self) -> int:
+        """The lock's descriptor. Ranks forked later share it: it is free when the last process of the run is gone."""
+        while True:
+            lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                self._lock(lock, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(lock)
+                raise
+            with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it before we had it
+                if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
+                    os.truncate(lock, 0)
+                    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    return lock
+            os.close(lock)
+
+    def _lock(self, lock: int, kind: int) -> None:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            raise UserError(
+                f"--out {self._out}: another run ({who}) writes there: wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise  # some shared file systems have no locks; then nobody is kept out
+
+    def _clear_leftover(self) -> None:
+        """What a killed run left: finished results are put in place, others are removed."""
+        if not os.path.lexists(self.partial):
+            return
+        manifest = Manifest.read(self.partial)
+        if manifest is None or self.partial.lstat().st_uid != os.geteuid():
+            if not _is_hollow(self.partial):
+                raise UserError(
+                    f"--out {self._out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
+                    f"another user's): move it elsewhere"
+                )
+            shutil.rmtree(self.partial)
+        elif manifest.ready:
+            self._put_in_place(manifest)
+            self._inside = self.final.is_dir()
+        else:
+            _remove_hidden(self.partial)
 
     def open(self) -> Path:
         """An empty `partial`; what a killed run left behind goes first."""
-        self.discard()
-        self.partial.mkdir(parents=True)
+        with refusing(self._out):
+            self._clear_leftover()
+            self.partial.mkdir(parents=True)
+            Manifest(self.run, False, []).write(self.partial)
         return self.partial
 
     def publish(self) -> None:
         """Puts the results in place. An older result disappears only when the new one stands ready."""
-        old = self.final.with_name(f".{self.final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.final.exists():
-            self.final.rename(old)
-        self.partial.rename(self.final)
-        shutil.rmtree(old, ignore_errors=True)
+        found = (path for path in self.partial.rglob("*") if not path.is_dir())
+        files = sorted(str(path.relative_to(self.partial)) for path in found)
+        manifest = Manifest(self.run, True, [name for name in files if name != MANIFEST])
+        manifest.write(self.partial)
+        try:
+            self._put_in_place(manifest)
+        except (OSError, UserError) as error:
+            reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise OwnRankError(
+                f"the results are finished, in {self.partial}, but could not be put into {self.final} ({reason}): move "
+                f"them by hand"
+            ) from error
+
+    def _put_in_place(self, manifest: Manifest) -> None:
+        if not os.path.lexists(self.final):
+            self.partial.rename(self.final)
+            return
+        older = Manifest.read(self.final)
+        old = older.files if older else []
+        fresh = [name for name in manifest.files if os.path.lexists(self.partial / name)]
+        for name in set(fresh) - set(old):
+            if os.path.lexists(self.final / name):
+                raise UserError(f"{self.final / name} is in the way and was not written by cocodiff: move it elsewhere")
+        # Both runs' files are on record until the older one's are gone.
+        Manifest(older.run if older else "", False, sorted({*old, *manifest.files})).write(self.final)
+        for name in fresh:
+            (self.final / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.partial / name).replace(self.final / name)
+        for name in set(old) - set(manifest.files):
+            self._remove(name)
+        manifest.write(self.final)
+        _remove_hidden(self.partial)
+
+    def _remove(self, name: str) -> None:
+        """Removes a file of an older run and the folders that it leaves empty; nothing outside `final`."""
+        path = self.final / name
+        if not path.parent.resolve().is_relative_to(self.final):
+            return  # the user has put a link in the place of a folder
+        with contextlib.suppress(OSError):  # gone already, or something else has its name now
+            path.unlink()
+        for folder in Path(name).parents[:-1]:
+            with contextlib.suppress(OSError):  # not empty
+                (self.final / folder).rmdir()
 
     def discard(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Removes what this run has written and not finished."""
+        manifest = Manifest.read(self.partial)
+        if manifest is not None and manifest.run == self.run and not manifest.ready:
+            with contextlib.suppress(OSError):
+                _remove_hidden(self.partial)
+
+    def left(self) -> str:
+        """What a run that ended badly has left, in words."""
+        for folder in (self.final, self.partial):
+            manifest = Manifest.read(folder)
+            if manifest is not None and manifest.run == self.run and manifest.ready:
+                return f"the results are finished, in {folder}"
+        return "nothing was written"
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A full or failing disk while results are written: one line, and exit code 1. Raises OwnRankError."""
+        with storage_faults(f"the results for --out {self._out}"):
+            yield
+
+
+@contextlib.contextmanager
+def storage_faults(what: str) -> Iterator[None]:
+    """Turns a full or failing disk into one line about `what` was being written. Raises OwnRankError."""
+    try:
+        yield
+    except OSError as error:
+        short_write = error.errno is None and " written" in str(error)  # numpy's tofile says no more
+        if error.errno not in _STORAGE and not short_write:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        reason = "no space left on the device" if short_write else error.strerror
+        raise OwnRankError(
+            f"{what} could not be written: {reason}{where}: free some space there, or choose another --out"
+        ) from error
+
+
+def write_settings(folder: Path, values: Mapping[str, Any]) -> None:
+    """Writes run.yaml, which repeats the run. That it replaced an older one is not for repeating."""
+    import yaml
+
+    settings = {name: value for name, value in values.items() if value is not None and name != "overwrite"}
+    (folder / MARK).write_text(yaml.safe_dump(settings, sort_keys=False))
+
+
+def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """A settings file's values for repeating the run that wrote it: of a run.yaml in the folder that it names as `out`,
+    `out` becomes the next free folder beside, and nothing is overwritten. Other files' values stay as they are."""
+    out = values.get("out")
+    if not isinstance(out, str) or Path(out).resolve() != Path(path).resolve().parent:
+        return values
+    folder = Path(out) if Path(out).name not in ("", "..") else Path(out).resolve()
+    number = 2
+    while os.path.lexists(beside := folder.with_name(f"{folder.name}-{number}")):
+        number += 1
+    return {**values, "out": str(beside), "overwrite": False}

@@ -12,7 +12,7 @@ from cocodiff.attention.placement import Work
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts, parse
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.plan_memory import as_json, size, table
 from cocodiff.commands.terminal import quiet_libraries, say
 from cocodiff.config import Config, load_machine
@@ -89,15 +89,16 @@ def run_plan(values: dict[str, Any]) -> None:
     unknown = None if values["memory"] else untimed(topology.machine)
     if unknown is not None:
         say(unknown)
-    folder = output.open()
-    if not values["memory"] and unknown is None:
-        from cocodiff.commands.plan_time import add_times
+    with output.held(), output.writing():
+        folder = output.open()
+        if not values["memory"] and unknown is None:
+            from cocodiff.commands.plan_time import add_times
 
-        started = time.monotonic()
-        add_times(values, shape, topology, config, load, plan, folder)
-        say(f"planned in {time.monotonic() - started:.1f} s")
-    write(folder, values, plan)
-    output.publish()
+            started = time.monotonic()
+            add_times(values, shape, topology, config, load, plan, folder)
+            say(f"planned in {time.monotonic() - started:.1f} s")
+        write(folder, values, plan)
+        output.publish()
     say(f"results: {output.final / 'plan.json'}")
 
 
@@ -134,7 +135,5 @@ def load_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Load:
 
 
 def write(folder: Path, values: dict[str, Any], plan: dict[str, Any]) -> None:
-    import yaml
-
     (folder / "plan.json").write_text(json.dumps(plan, indent=1))
-    (folder / MARK).write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False))
+    write_settings(folder, values)

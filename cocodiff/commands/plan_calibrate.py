@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.attention.layout import PLANS
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.links import alltoall_bound
@@ -31,8 +31,6 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
     names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
     fit = calibration.fit(start, names)
     say("\n".join(told(fit, measured, names, scale)))
-    folder = output.open()
-    (folder / "machine.yaml").write_text(yaml.safe_dump(machine_file(fit.constants.machine(machine)), sort_keys=False))
     plan = {
         "schema": 1,
         "calibration": {
@@ -44,9 +42,13 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
             ],
         },
     }  # fmt: skip
-    (folder / "plan.json").write_text(json.dumps(plan, indent=1))
-    (folder / MARK).write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}, sort_keys=False))
-    output.publish()
+    described = yaml.safe_dump(machine_file(fit.constants.machine(machine)), sort_keys=False)
+    with output.held(), output.writing():
+        folder = output.open()
+        (folder / "machine.yaml").write_text(described)
+        (folder / "plan.json").write_text(json.dumps(plan, indent=1))
+        write_settings(folder, values)
+        output.publish()
     say(f"results: {output.final / 'plan.json'}, {output.final / 'machine.yaml'} (use it with --machine)")
 
 

@@ -45,8 +45,9 @@ def run_paper(values: dict[str, Any]) -> None:
             for (reading, baseline), one in readings.items()
         ],
     }  # fmt: skip
-    write(output.open(), values, plan)
-    output.publish()
+    with output.held(), output.writing():
+        write(output.open(), values, plan)
+        output.publish()
     say(f"results: {output.final / 'plan.json'}")
 
 

@@ -52,7 +52,7 @@ def run_ranks(
 
     ranks: how many to fork; under a launcher None or its own number.
     settings: what all ranks must have been started with alike, beside `config`.
-    left: what a run that ends badly leaves behind, in words.
+    left: says what a run that ended badly has left behind, in words.
     """
     if launch.kind != "alone":
         if ranks is not None and launch.size is not None and ranks != launch.size:
@@ -290,7 +290,7 @@ def _attend_children(
     if interrupted:
         print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
-    return _report(ends, ranks, left)
+    return _report(ends, ranks, left())
 
 
 def _signal_all(children: dict[int, int], number: signal.Signals) -> None:
@@ -310,7 +310,7 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     )
 
 
-def _report(ends: dict[int, End], ranks: int, left: Callable[[], str]) -> int:
+def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
     if not bad:
@@ -326,7 +326,7 @@ def _report(ends: dict[int, End], ranks: int, left: Callable[[], str]) -> int:
     message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
     named = sum(other.kind == "lost" for other in bad.values())
     print(
-        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left()}",
+        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}",
         file=sys.stderr,
     )
     return 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,29 @@ from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_row
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.restore import plan_slice, restore_slice
-from cocodiff_eval.slices import Stack, StackWriter, save_preview_png
+from cocodiff_eval.slices import Stack, StackWriter, save_preview_png, unique_names
 from cocodiff_eval.tiling import TilingSettings
 
 from cocodiff.commands.session import Cost, measured
 from cocodiff.commands.terminal import progress_bar
 from cocodiff.engine import Engine
+
+LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """What a stack and a mask are called in the names of result files; no two tasks of a run are called the same."""
+
+    stack: str
+    mask: str
+
+    def result(self, preset: str) -> str:
+        return f"{self.stack}_{self.mask}_{preset}.tif"
+
+    def preview(self, place: str, preset: str) -> str:
+        """place: `[3]` of a stack's slice, nothing of a single one."""
+        return f"{self.stack}{place}_{self.mask}_{preset}.png"
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,22 @@ class Task:
     mask: Mask
     scale: IntensityRange
     truth: Stack | None
+    files: FileNames
+
+
+def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
+    """Names for the files of each stack and mask of a run: their own; numbered where `a` + `b_c` and `a_b` + `c` would
+    be one, and cut where a file system would not take them."""
+    fitting = [
+        (stack, mask) if len(os.fsencode(f"{stack}_{mask}")) <= LONGEST_STEM else (_cut(stack), _cut(mask))
+        for stack, mask in pairs
+    ]
+    stems = unique_names([f"{stack}_{mask}" for stack, mask in fitting])
+    return [FileNames(stack, stem[len(stack) + 1 :]) for (stack, _), stem in zip(fitting, stems, strict=True)]
+
+
+def _cut(name: str) -> str:
+    return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
 @dataclass
@@ -88,7 +123,7 @@ def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restor
         writers = {}
         if folder is not None:
             for preset in restorer.presets:
-                path = folder / "images" / f"{stack.name}_{task.mask.name}_{preset}.tif"
+                path = folder / "images" / task.files.result(preset)
                 writers[preset] = files.enter_context(StackWriter(path, stack.shape, stack.dtype, stack.ndim))
         for index in range(len(stack)):
             original_YX, mask_YX = stack.read(index), task.mask.read(index)
@@ -101,7 +136,7 @@ def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restor
             restored.rows += judged.rows
             if index in shown:
                 restored.pictures.append(judged.picture)
-                save_previews(folder / "images", judged.picture, restorer.presets)
+                save_previews(folder / "images", task, judged.picture, restorer.presets)
     return restored
 
 
@@ -168,7 +203,7 @@ def psnr_vs_exact_db(scale: IntensityRange, exact: Run, run: Run, mask_YX: np.nd
     return distance.psnr_vs_exact_db()
 
 
-def save_previews(folder: Path, picture: Picture, presets: list[str]) -> None:
+def save_previews(folder: Path, task: Task, picture: Picture, presets: list[str]) -> None:
     for preset in presets:
-        path = folder / f"{picture.name}_{picture.mask}_{preset}.png"
+        path = folder / task.files.preview(picture.name.removeprefix(task.stack.name), preset)
         save_preview_png(path, picture.restored[preset], picture.scale.low, picture.scale.high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.options import engine_settings
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.room import check_room
-from cocodiff.commands.terminal import limit_threads, quiet_libraries, say
+from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say
 from cocodiff.config import Config
 
 if TYPE_CHECKING:
@@ -87,17 +87,46 @@ def run_job(job: Job, launch: Launch, work: Work, compared: dict[str, str] | Non
 
     compared: what ranks must agree on, beside the options.
     """
-    if launch.kind == "alone":
-        import_before_fork(job.request)
     alike = {name: str(value) for name, value in job.values.items() if name != "ranks"} | (compared or {})
     config = next(iter(job.presets.values()))
-    code = 1
-    try:
-        code = run_ranks(job.values["ranks"], launch, config, alike, partial(work, job))
-    finally:
-        if code:
-            job.output.discard()
-    return code
+
+    def say_import() -> None:
+        if launch.speaks and not job.values["quiet"]:
+            note("importing torch and diffusers")
+
+    def imports() -> None:
+        say_import()
+        import_before_fork(job.request)
+
+    if launch.kind != "alone":
+        say_import()
+    return run_holding(job.output, job.values["ranks"], launch, config, alike, partial(work, job), imports)
+
+
+def run_holding(
+    output: OutputFolder, ranks: int | None, launch: Launch, config: Config, alike: dict[str, str],
+    work: Callable[[Any], None], import_before_fork: Callable[[], None],
+) -> int:  # fmt: skip
+    """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
+
+    import_before_fork: called in the process that ranks are forked from, if they are forked from here.
+    """
+    if launch.kind != "alone":
+        # Where rank 0 may not have the folder, the others must hear it: they are told once they have met.
+        return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, work))
+    with output.held():
+        import_before_fork()
+        return run_ranks(ranks, launch, config, alike, partial(_write_on_first, output, work), output.left)
+
+
+def _hold_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+    with output.held() if transport.rank == 0 else nullcontext():
+        _write_on_first(output, work, transport)
+
+
+def _write_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+    with output.writing() if transport.rank == 0 else nullcontext():
+        work(transport)
 
 
 def import_before_fork(request: Request) -> None:
@@ -128,13 +157,15 @@ def open_session(job: Job, transport: Any) -> Session:
     from cocodiff.engine import Engine
 
     transport.health.when_lost(lambda error: job.output.discard())
+    if transport.rank == 0 and not job.values["quiet"]:
+        note(f"loading the model: {job.request.model}")
     model = load_on_rank(job, transport)
     modes, exact = with_exact(job)
     engines = {mode: Engine(model.pipe, config, transport) for mode, config in modes.items()}
     folder = job.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir()
-    transport.broadcast_object(None)  # all ranks have their model
+    job.output.run = transport.broadcast_object(job.output.run)  # all ranks have their model
     if folder is not None:
         say(f"{transport.size} rank(s) ready after {time.monotonic() - job.started:.1f} s")
     return Session(job, transport, model, engines, exact, folder)
@@ -189,7 +220,6 @@ def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **rep
 def _write_results(
     session: Session, folder: Path, rows: Sequence[Any], pictures: Sequence[Any], records: Any, report: dict[str, Any]
 ) -> None:
-    import yaml
     from cocodiff_eval.metrics import metrics_document
     from cocodiff_eval.report import write_report
     from cocodiff_eval.table import terminal_table
@@ -198,7 +228,7 @@ def _write_results(
 
     values, ranks = session.job.values, session.transport.size
     document = metrics_document(values, ranks, rows)
-    (folder / "metrics.json").write_text(json.dumps(document, indent=1))
+    (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     save_traces(folder / "trace.json", records)
     facts = {
         "model": session.model.name,
@@ -210,8 +240,7 @@ def _write_results(
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
-    settings = {name: value for name, value in values.items() if value is not None}
-    (folder / MARK).write_text(yaml.safe_dump(settings, sort_keys=False))
+    write_settings(folder, values)
     session.job.output.publish()
     say()
     say(terminal_table(document))

@@ -20,12 +20,13 @@ from cocodiff.commands.families import INPAINT
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
 from cocodiff.commands.options import Option, check_counts, parse
+from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.session import import_before_fork, settle
-from cocodiff.commands.sweep_lines import REPORTS, check_folder, read_results
+from cocodiff.commands.sweep_lines import REPORTS, check_folder, check_reportable, read_results
 from cocodiff.commands.sweep_points import SECTIONS, SETTINGS, Grid, Point, read_grid
-from cocodiff.commands.terminal import say
+from cocodiff.commands.terminal import note, say
 from cocodiff.config import Config, load_chunk_table, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology import Topology
@@ -70,9 +71,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
             report(Path(values["out"]))
         return 0
     ranks = settle(values, launch)
-    sweep = prepare(values, ranks, started)
+    check_request(values)
+    grid = read_grid(values)
     if launch.speaks:
-        say(f"cocodiff {__version__}: sweep of {sweep.settings['lines']} runs on {ranks} rank(s)")
+        what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
+        say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
+    sweep = prepare(values, grid, ranks, started)
+    if launch.speaks and not values["quiet"]:
+        note(f"{sweep.settings['lines']} runs; importing torch and diffusers, loading the model: {values['model']}")
     if launch.kind == "alone":
         import_before_fork(sweep.request)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"} | {"sweep": str(sweep.settings)}
@@ -84,8 +90,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     return code
 
 
-def prepare(values: dict[str, Any], ranks: int, started: float) -> Sweep:
-    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+def check_request(values: dict[str, Any]) -> None:
+    """Raises UserError for what no grid, machine or model need be known for."""
     if not any(values[section] for section in SECTIONS):
         raise UserError("nothing to sweep: name a file with base, grid or points: --config configs/sweeps/quality.yaml")
     if not values["input"]:
@@ -93,7 +99,10 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Sweep:
     check_counts(values, "batch", "ranks")
     if not 0 < values["strength"] <= 1:
         raise UserError(f"--strength {values['strength']}: give a number above 0 and up to 1")
-    grid = read_grid(values)
+
+
+def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> Sweep:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
@@ -169,11 +178,13 @@ def report(folder: Path) -> None:
     results = read_results(folder)
     if not results.lines:
         raise UserError(f"{folder} holds no results yet: start the sweep without --report-only")
-    from cocodiff_eval.sweep_report import write_page
+    from cocodiff_eval.sweep_report import FACTS, write_page
     from cocodiff_eval.sweep_summary import cost_table, quality_table, summarise
 
+    check_reportable(folder, results, FACTS)
     rows = summarise(results.lines)
-    write_page(folder, rows, results.settings, len(results.lines))
+    with storage_faults(f"the reports of {folder}"):
+        write_page(folder, rows, results.settings, len(results.lines))
     say()
     say(quality_table(rows))
     say()

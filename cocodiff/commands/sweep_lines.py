@@ -7,13 +7,16 @@ that was being written has no newline at its end: it is dropped, and the run don
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.commands.outputs import check_place, refusing, storage_faults
 from cocodiff.config import read_yaml
 from cocodiff.errors import UserError
 
@@ -37,18 +40,19 @@ class Key(NamedTuple):
 
 def check_folder(out: str, settings: Mapping[str, Any], overwrite: bool) -> None:
     """Raises UserError where `out` can take no results, holds something else, or a sweep with other settings."""
-    folder = Path(out)
-    if folder.is_file():
-        raise UserError(f"--out {out} is a file: name a folder")
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"--out {out}: no permission to write in {above}: choose another folder")
+    with refusing(out):
+        folder = Path(out).resolve()
+    check_place(out, folder, folder / _UNFINISHED)
+    for name in (SETTINGS, LINES):
+        if os.path.lexists(folder / name) and not (folder / name).is_file():
+            raise UserError(f"--out {out}: its {name} is no file, so it is no sweep's: choose another folder")
     if (folder / SETTINGS).is_file():
         there = read_yaml(folder / SETTINGS)
         if "lines" not in there:
             raise UserError(f"--out {out}: its {SETTINGS} is no record of a sweep's results: choose another folder")
         if not overwrite:
             _compare(out, there, settings)
+            read_results(folder)
         return
     lines = folder / LINES
     begun = lines.is_file() and lines.stat().st_size == 0  # a sweep that was killed before it could say what it is
@@ -61,7 +65,7 @@ def _compare(out: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None
     for name in dict.fromkeys([*now, *there]):
         old, new = there.get(name), now.get(name)
         if old != new:
-            shown = (f"{one!s:.{_SHOWN}}" for one in _difference(old, new))
+            shown = (f"{' '.join(str(one).split()):.{_SHOWN}}" for one in _difference(old, new))
             raise UserError(
                 f"--out {out} holds a sweep with other settings ({name}: {next(shown)} there, {next(shown)} now): "
                 f"choose another folder, or start afresh with --overwrite"
@@ -92,14 +96,21 @@ def read_results(folder: Path) -> Results:
     if not (folder / SETTINGS).is_file():
         raise UserError(f"{folder} holds no {SETTINGS}: give the --out of a sweep")
     path = folder / LINES
-    data = path.read_bytes() if path.exists() else b""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file, so {folder} is no sweep's: give the --out of a sweep")
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     whole = data.rfind(b"\n") + 1
     lines, seen = [], set()
     for number, text in enumerate(data[:whole].splitlines(), 1):
         try:
             line = json.loads(text)
             key = Key.of(line)
-        except (ValueError, KeyError, TypeError) as error:
+            if not (type(key.steps) is int and all(isinstance(one, str) for one in (key.point, key.mask, key.slice))):
+                raise TypeError(f"{key} names no run")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number} is damaged: mend it, or start afresh with --overwrite") from error
         if key in seen:
             raise UserError(
@@ -107,7 +118,35 @@ def read_results(folder: Path) -> Results:
             )
         seen.add(key)
         lines.append(line)
-    return Results(read_yaml(folder / SETTINGS), lines, whole)
+    settings = read_yaml(folder / SETTINGS)
+    if type(settings.get("lines")) is not int:
+        raise UserError(f"{folder / SETTINGS} does not say how many lines there will be: it is no record of a sweep")
+    return Results(settings, lines, whole)
+
+
+def check_reportable(folder: Path, results: Results, facts: Sequence[str]) -> None:
+    """Raises UserError where a line lacks what the reports need, or the settings lack one of `facts`."""
+    lacking = [name for name in facts if name not in results.settings]
+    if lacking:
+        raise UserError(f"{folder / SETTINGS} lacks {', '.join(lacking)}: mend it, or start afresh with --overwrite")
+    for number, line in enumerate(results.lines, 1):
+        exact = line.get("exact")
+        judged = [line, exact] if isinstance(exact, dict) else []
+        measured = [one.get(name, "") for one in judged for name in ("psnr_db", "ssim", "mse")]
+        seconds = [one.get("seconds", "") for one in judged]
+        sent = [one.get("bytes") for one in judged]
+        if not (
+            judged
+            and all(value is None or _is_number(value) for value in (*measured, line.get("psnr_vs_exact_db", "")))
+            and all(_is_number(value) for value in seconds)
+            and min(seconds) > 0
+            and all(isinstance(of, dict) and all(map(_is_number, of.values())) for of in sent)
+        ):
+            raise UserError(f"{folder / LINES}, line {number} is damaged: mend it, or start afresh with --overwrite")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class LineWriter:
@@ -119,9 +158,10 @@ class LineWriter:
         import yaml
 
         check_folder(out, settings, overwrite)
-        self.folder = Path(out)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (self.folder / LINES).open("ab")
+        with refusing(out):
+            self.folder = Path(out).resolve()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self.folder / LINES).open("ab", buffering=0)
         self._lock(out)
         if overwrite:
             self._file.truncate(0)
@@ -129,8 +169,9 @@ class LineWriter:
                 (self.folder / name).unlink(missing_ok=True)
         if overwrite or not (self.folder / SETTINGS).exists():
             unfinished = self.folder / _UNFINISHED
-            unfinished.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
-            unfinished.replace(self.folder / SETTINGS)
+            with storage_faults(f"{self.folder / SETTINGS}"):
+                unfinished.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+                unfinished.replace(self.folder / SETTINGS)
         results = read_results(self.folder)
         self._file.truncate(results.whole)
         self.done = {Key.of(line) for line in results.lines}
@@ -147,7 +188,11 @@ class LineWriter:
     def add(self, line: Mapping[str, Any]) -> None:
         """Returns when the line is on the disk."""
         assert Key.of(line) not in self.done, f"{Key.of(line)} has its line already"
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        from cocodiff_eval.metrics import json_ready
+
+        data = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
+        with storage_faults(f"a line of {self.folder / LINES}"):
+            if self._file.write(data) != len(data):  # the next start drops what was written of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
         self.done.add(Key.of(line))

@@ -13,6 +13,7 @@ settings of a point: every point runs at each number of steps and under each mas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,6 +27,7 @@ SECTIONS = ("base", "grid", "points")
 OF_V_MAJOR = ("scoring", "reference", "schedule", "ratio", "ratios", "threshold", "warmup", "sync_interval")
 SETTINGS = ("preset", "exchange", "order", "ring", "placement", "chunks", "selection", *OF_V_MAJOR)
 OF_RUNS = ("steps", "mask")
+MOST_RUNS = 10_000  # of one slice: points, times numbers of steps, times masks
 DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
 
 
@@ -63,22 +65,38 @@ def read_grid(values: Mapping[str, Any]) -> Grid:
         raise UserError(f"points is {listed!r}: give a list of settings")
     entries = [_mapping(one, f"points, number {n}", ["name", *SETTINGS]) for n, one in enumerate(listed, 1)]
     axes = {key: choices for key, choices in grid.items() if key in SETTINGS}
+    of_runs = {key: _of_runs(key, values, base, grid) for key in OF_RUNS}
+    _check_size({key: len(choices) for key, choices in axes.items()}, len(entries), of_runs)
     if axes or not entries:
         entries = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())] + entries
     settings = {key: value for key, value in base.items() if key in SETTINGS}
     engine = engine_settings(dict(values))
     points = _unique([_point(entry, settings, engine) for entry in entries])
-    of_runs = {}
-    for key in OF_RUNS:
-        of_base = [base[key]] if key in base else None
-        of_runs[key] = list(dict.fromkeys(values[key] or grid.get(key) or of_base or DEFAULTS[key]))
-    for steps in of_runs["steps"]:
-        if type(steps) is not int or steps < 1:
-            raise UserError(f"steps {steps!r}: give a whole number of at least 1")
-    for mask in of_runs["mask"]:
-        if not isinstance(mask, str):
-            raise UserError(f"mask {mask!r}: give block, center or the path of a mask file")
     return Grid(points, of_runs["steps"], of_runs["mask"])
+
+
+def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid: Mapping[str, Any]) -> list[Any]:
+    """The numbers of steps, or the masks: of the command line, else of the grid, of the base, or the usual ones."""
+    found = values[key] or grid.get(key) or ([base[key]] if key in base else DEFAULTS[key])
+    for one in found:
+        if key == "steps" and (type(one) is not int or one < 1):
+            raise UserError(f"steps {one!r}: give a whole number of at least 1")
+        if key == "mask" and not isinstance(one, str):
+            raise UserError(f"mask {one!r}: give block, center or the path of a mask file")
+    return list(dict.fromkeys(found))
+
+
+def _check_size(axes: Mapping[str, int], listed: int, of_runs: Mapping[str, Sequence[Any]]) -> None:
+    """Raises UserError for more runs of a slice than anybody can mean, before they are made."""
+    points = listed + (math.prod(axes.values()) if axes or not listed else 0)
+    runs = points * math.prod(len(choices) for choices in of_runs.values())
+    if runs > MOST_RUNS:
+        sizes = {**axes} | {key: len(choices) for key, choices in of_runs.items() if len(choices) > 1}
+        told = " x ".join(f"{count} of {key}" for key, count in sizes.items())
+        raise UserError(
+            f"the sweep has {runs} runs of each slice ({told or f'{listed} points'}), and at most {MOST_RUNS} are "
+            f"taken: name fewer values, or split it into several sweeps"
+        )
 
 
 def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:

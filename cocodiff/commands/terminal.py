@@ -48,3 +48,8 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
 
 def say(text: str = "") -> None:
     print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """What is going on, for who waits: on stderr as progress bars are, so that results stay alone on stdout."""
+    print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ the input's whole known range. Voxels whose truth is NaN or Inf have no truth: t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from cocodiff_eval.intensity import IntensityRange
 SCHEMA = 1
 LINKS = ("sibling", "plane", "node", "cross_plane")
 SSIM_WINDOW = 7
-_SMALLEST_MSE = 1e-20  # JSON has no infinity: a restoration equal to the truth is written as 200 dB
+# JSON has no infinity: a restoration equal to the truth is written as 200 dB, one beyond all numbers as -3083 dB.
+_SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
 
 
 NOTHING: Mapping[str, float | None] = {"psnr_db": None, "ssim": None, "mse": None}  # quality without a truth
 
 
 def psnr_db(mse: float) -> float:
-    """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero."""
-    return -10.0 * math.log10(max(mse, _SMALLEST_MSE))
+    """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero, never infinite or NaN."""
+    return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
 
 
 def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
@@ -64,7 +66,8 @@ class MaskedQuality:
         if self.voxels == 0:
             return dict(NOTHING)
         mse = self.squares / self.voxels
-        return {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
+        found = {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 class ExactDistance:
@@ -130,6 +133,15 @@ def metrics_row(
     return row
 
 
+def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -> Any:
+    """A value of lists, mappings and scalars where `otherwise` replaces infinities and NaN, which JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: json_ready(one, otherwise) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(one, otherwise) for one in value]
+    return otherwise(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def mean(values: Sequence[float | None]) -> float | None:
     """Mean of the values that are there; None if there are none."""
     present = [value for value in values if value is not None]
@@ -174,11 +186,12 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole of `metrics.json`."""
+    """The whole of `metrics.json`. A setting that JSON has no number for is text: "inf"."""
+    rows = [json_ready(row) for row in rows]
     return {
         "schema": SCHEMA,
-        "config": dict(config),
+        "config": {name: json_ready(value, str) for name, value in config.items()},
         "ranks": ranks,
-        "images": [dict(row) for row in rows],
+        "images": rows,
         "summary": summary(rows),
     }

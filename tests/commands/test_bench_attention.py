@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import mpiexec, run
+from launching import mpiexec, run, with_options
 
 from cocodiff.attention.layout import Layout
 from cocodiff.cli import main
@@ -24,7 +24,8 @@ WORDS = ["bench", "attention", *(str(word) for name, value in TINY.items() for w
 
 
 def bench(out: Path, *words: str) -> str:
-    done = run([sys.executable, "-m", "cocodiff", *WORDS, "--ranks", "2", "--out", str(out), *words])
+    given = with_options([*WORDS, "--ranks", "2"], *words)
+    done = run([sys.executable, "-m", "cocodiff", *given, "--out", str(out)])
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -120,7 +121,7 @@ def test_other_bits_are_an_error() -> None:
 def test_mistakes_are_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*WORDS, "--out", str(tmp_path / "out"), *words]) == 2
+    assert main([*with_options(WORDS, *words), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

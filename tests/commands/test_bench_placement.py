@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import run
+from launching import run, with_options
 
 from cocodiff.attention.placement import Work, by_degree
 from cocodiff.cli import main
@@ -55,7 +55,7 @@ def test_every_mesh_is_measured(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*WORDS, "--out", str(tmp_path / "out"), *words]) == 2
+    assert main([*with_options(WORDS, *words), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
 

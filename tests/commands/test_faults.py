@@ -55,10 +55,10 @@ class Run:
             time.sleep(0.1)
         return self
 
-    def ranks(self, limit_s: float = 120.0) -> list[psutil.Process]:
+    def ranks(self, count: int = RANKS, limit_s: float = 120.0) -> list[psutil.Process]:
         """The forked ranks, in rank order."""
         deadline = time.monotonic() + limit_s
-        while len(found := psutil.Process(self.process.pid).children()) < RANKS:
+        while len(found := psutil.Process(self.process.pid).children()) < count:
             assert time.monotonic() < deadline and self.process.poll() is None, self.text()
             time.sleep(0.02)
         return sorted(found, key=lambda process: process.pid)

@@ -67,7 +67,7 @@ def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Re
     tifffile.imwrite(tmp_path / "scan.tif", noise((64, 64), np.uint16))
     out = restore("--input", tmp_path / "scan.tif", "--mask", "block", "center", "--preset", "flat,tapa")
     assert sorted(path.name for path in out.iterdir()) == [
-        "images", "metrics.json", "report.html", "run.yaml", "trace.json",
+        ".cocodiff-files.json", "images", "metrics.json", "report.html", "run.yaml", "trace.json",
     ]  # fmt: skip
     stems = [f"scan_{mask}_{preset}" for mask in ("block", "center") for preset in ("flat", "tapa")]
     assert sorted(path.name for path in (out / "images").iterdir()) == sorted(
@@ -195,3 +195,36 @@ def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
         assert max(step["stable_fraction"] for step in row["drift"]) > 0
         assert row["psnr_vs_exact_db"] > 0
         assert row["bytes"]["plane"] < row["bytes_exact"]["plane"] + row["bytes_exact"]["cross_plane"]
+
+
+def test_every_input_and_mask_has_files_of_its_own(restore: Restore, tmp_path: Path) -> None:
+    """`scan` under `left_block` and `scan_left` under `block` would both be scan_left_block."""
+    for seed, name in enumerate(("scan", "scan_left")):
+        tifffile.imwrite(tmp_path / f"{name}.tif", noise((2, 64, 64), np.uint16, seed), photometric="minisblack")
+    hole = np.zeros((64, 64), np.uint8)
+    hole[8:24, 8:24] = 1
+    tifffile.imwrite(tmp_path / "left_block.tif", hole)
+    inputs = ("--input", tmp_path / "scan.tif", "--input", tmp_path / "scan_left.tif")
+    out = restore(*inputs, "--mask", tmp_path / "left_block.tif", "block", "--no-exact")
+    found = {path.name: path for path in (out / "images").iterdir()}
+    stems = ["scan_block", "scan_left_block", "scan_left_block-2", "scan_left_left_block"]
+    assert sorted(name for name in found if name.endswith(".tif")) == sorted(f"{stem}_tapa.tif" for stem in stems)
+    assert sum(name.endswith(".png") for name in found) == 8
+    for stem, name in (("scan_left_block", "scan"), ("scan_left_block-2", "scan_left")):
+        restored, given = tifffile.imread(found[f"{stem}_tapa.tif"]), tifffile.imread(tmp_path / f"{name}.tif")
+        outside = restored == given
+        assert outside.mean() > 0.7 and not outside.all()
+    assert len(json.loads((out / "metrics.json").read_text())["images"]) == 8
+
+
+def test_names_of_files_stay_and_fit() -> None:
+    from cocodiff.commands.restore_stack import file_names
+
+    plain = [("scan", "block"), ("scan", "center"), ("a" * 100, "b" * 100)]
+    assert [(files.stack, files.mask) for files in file_names(plain)] == plain
+    names = file_names(
+        [("Schädel" * 14, "Größe" * 20), ("Schädel" * 14, "Größe" * 20 + "2"), ("A", "b_c"), ("a_B", "C")]
+    )
+    results = [files.result("cocodiff+") for files in names]
+    assert len({name.lower() for name in results}) == 4 and results[2] == "A_b_c_cocodiff+.tif"
+    assert max(len(files.preview("[99999]", "cocodiff+").encode()) for files in names) <= 255

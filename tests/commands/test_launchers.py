@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 from diffusers import StableDiffusion3InpaintPipeline
-from launching import mpiexec, run
+from launching import mpiexec, run, with_options
 from tiny_models import sd3_inpaint_pipeline
 from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
@@ -71,7 +71,9 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
 
 
 def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_path: Path) -> None:
-    done = mpiexec(RANKS, "-m", "cocodiff", *request_words, "--out", str(tmp_path / "out"), "--steps", "0")
+    done = mpiexec(
+        RANKS, "-m", "cocodiff", *with_options(request_words, "--steps", "0"), "--out", str(tmp_path / "out")
+    )
     assert done.returncode != 0
     assert done.stderr.count("at least 1 is needed") == 1
     assert not (tmp_path / "out").exists()

@@ -68,6 +68,33 @@ def test_several_values():
     assert parse("inpaint", "", OPTIONS, ("--input", "a.png", "b.tif", "--steps", "3"))["input"] == ["a.png", "b.tif"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--input", "a.png", "--steps", "3", "--input", "b.tif", "c.tif"),
+        ("--input=a.png", "--steps=3", "--input=b.tif", "--input", "c.tif"),
+        ("--input", "a.png", "b.tif", "--input", "c.tif", "--steps", "3"),
+    ],
+)
+def test_a_repeated_option_adds_where_it_takes_several_values(words):
+    found = parse("inpaint", "", OPTIONS, words)
+    assert (found["input"], found["steps"]) == (["a.png", "b.tif", "c.tif"], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("--steps", "3", "--steps", "4"), "steps"),
+        (("--noise-seed=3", "--noise_seed", "3"), "noise_seed"),
+        (("--exact", "--no-exact"), "exact"),
+        (("--mask", "block", "--overwrite", "--mask", "center"), "mask"),
+        (("--config", "a.yaml", "--config", "b.yaml"), "config"),
+    ],
+)
+def test_a_repeated_option_is_refused_where_it_takes_one(words, name):
+    assert mistake("--input", "a.png", *words) == f"--{name} is given more than once: it takes one value, give it once"
+
+
 def test_numbers_are_typed():
     found = values("--steps", "3", "--strength", "0.5")
     assert (found["steps"], found["strength"]) == (3, 0.5)

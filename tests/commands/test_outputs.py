@@ -1,11 +1,17 @@
 """A results folder appears whole or not at all, and nothing that is not ours is replaced."""
 
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cocodiff.commands.outputs import MARK, OutputFolder
-from cocodiff.errors import UserError
+from cocodiff.commands.outputs import MANIFEST, MARK, Manifest, OutputFolder, beside_the_record, write_settings
+from cocodiff.errors import OwnRankError, UserError
 
 
 def open_with_image(folder: OutputFolder, text: str) -> Path:
@@ -13,6 +19,10 @@ def open_with_image(folder: OutputFolder, text: str) -> Path:
     (partial / "images").mkdir(exist_ok=True)
     (partial / "images" / "a.png").write_text(text)
     return partial
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
 def publish(out, text: str, overwrite: bool = False) -> None:
@@ -42,11 +52,14 @@ def test_an_existing_result_is_kept_without_overwrite(tmp_path):
 
 def test_overwrite_replaces_everything_of_the_old_result(tmp_path):
     out = tmp_path / "out"
-    publish(out, "old")
-    (out / "images" / "only_old.png").write_text("old")
+    folder = OutputFolder(str(out), overwrite=False)
+    (open_with_image(folder, "old") / "tables").mkdir()
+    (folder.partial / "tables" / "only_old.txt").write_text("old")
+    folder.publish()
     publish(out, "new", overwrite=True)
-    assert (out / MARK).read_text() == "new"
-    assert [path.name for path in (out / "images").iterdir()] == ["a.png"]
+    assert names(out) == [MANIFEST, "images/a.png", MARK]
+    assert (out / MARK).read_text() == (out / "images" / "a.png").read_text() == "new"
+    assert not (out / "tables").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -100,3 +113,353 @@ def test_what_a_killed_run_left_is_not_published(tmp_path):
     (killed / "images" / "half.png").write_text("half")
     publish(tmp_path / "out", "whole")
     assert [path.name for path in (tmp_path / "out" / "images").iterdir()] == ["a.png"]
+
+
+# What the user has put there ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_a_run_yaml_of_the_users_is_not_ours(tmp_path):
+    (tmp_path / MARK).write_text("input: scan.tif")
+    (tmp_path / "scan.tif").write_text("precious")
+    with pytest.raises(UserError, match=f"holds no {MANIFEST}, so it is not ours to overwrite"):
+        OutputFolder(str(tmp_path), overwrite=True)
+    assert names(tmp_path) == [MARK, "scan.tif"]
+
+
+def test_files_that_the_user_adds_to_results_stay(tmp_path):
+    out = tmp_path / "out"
+    publish(out, "old")
+    (out / "images" / "notes.txt").write_text("precious")
+    (out / ".out.old").mkdir()
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "mine").write_text("precious")
+    publish(out, "new", overwrite=True)
+    assert names(tmp_path) == [
+        ".out.old/mine",
+        f"out/{MANIFEST}",
+        "out/images/a.png",
+        "out/images/notes.txt",
+        f"out/{MARK}",
+    ]
+    assert (out / ".out.old").is_dir() and (out / MARK).read_text() == "new"
+
+
+def test_results_do_not_replace_a_file_of_the_users(tmp_path):
+    out = tmp_path / "out"
+    publish(out, "old")
+    folder = OutputFolder(str(out), overwrite=True)
+    (open_with_image(folder, "new") / "report.html").write_text("new")
+    (out / "report.html").write_text("precious")
+    with pytest.raises(OwnRankError, match=r"the results are finished, in .*report.html is in the way"):
+        folder.publish()
+    assert ((out / "report.html").read_text(), (out / MARK).read_text()) == ("precious", "old")
+    assert folder.left() == f"the results are finished, in {folder.partial}"
+    folder.discard()
+    (out / "report.html").unlink()
+    with pytest.raises(UserError, match="exists already"), OutputFolder(str(out / "."), overwrite=False).held():
+        pass
+    with OutputFolder(str(out), overwrite=True).held():  # it puts them in place before its own run
+        assert (out / "report.html").read_text() == "new"
+
+
+def test_a_link_in_the_place_of_a_folder_protects_what_it_leads_to(tmp_path):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    folder = OutputFolder(str(out), overwrite=False)
+    (open_with_image(folder, "old") / MARK).write_text("old")
+    folder.publish()
+    (out / "images").rename(elsewhere)
+    (out / "images").symlink_to(elsewhere)
+    again = OutputFolder(str(out), overwrite=True)
+    (again.open() / MARK).write_text("new")
+    again.publish()
+    assert (elsewhere / "a.png").read_text() == "old" and (out / MARK).read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["../scan.tif", "/etc/passwd", "images/../../scan.tif"])
+def test_a_manifest_reaches_nothing_outside_its_folder(tmp_path, name):
+    out = tmp_path / "out"
+    publish(out, "old")
+    (tmp_path / "scan.tif").write_text("precious")
+    manifest = json.loads((out / MANIFEST).read_text())
+    (out / MANIFEST).write_text(json.dumps(manifest | {"files": [*manifest["files"], name]}))
+    publish(out, "new", overwrite=True)
+    assert (tmp_path / "scan.tif").read_text() == "precious"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run": "a", "ready": true, "files": 3}', "[" * 100_000])
+def test_a_damaged_manifest_counts_as_none(tmp_path, text):
+    publish(tmp_path / "out", "old")
+    (tmp_path / "out" / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match="not ours to overwrite"):
+        OutputFolder(str(tmp_path / "out"), overwrite=True)
+    (tmp_path / "out" / MANIFEST).unlink()
+    os.mkfifo(tmp_path / "out" / MANIFEST)
+    with pytest.raises(UserError, match="not ours to overwrite"):
+        OutputFolder(str(tmp_path / "out"), overwrite=True)
+
+
+def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    publish(tmp_path / "out", "old")
+    folder = OutputFolder("out", overwrite=True)
+    folder.keep_apart(["block", "scan.tif", "volume.h5:/data", str(tmp_path / "out" / "mine.tif")])
+    for path in ("out/images/a.png", "out/../out/images/a.png:/data"):
+        with pytest.raises(UserError, match="among the results in --out out, which --overwrite would replace"):
+            folder.keep_apart([path])
+
+
+# Where results may go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed_and_stays(tmp_path, exists):
+    target, link = tmp_path / "disk" / "results", tmp_path / "out"
+    (target if exists else target.parent).mkdir(parents=True)
+    link.symlink_to(target)
+    for text in ("first", "second", "third"):
+        publish(link, text, overwrite=True)
+        assert link.is_symlink() and (target / MARK).read_text() == text
+    assert names(tmp_path) == [f"disk/results/{MANIFEST}", "disk/results/images/a.png", f"disk/results/{MARK}"]
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/", "choose another folder"),
+        ("a/..", "choose another folder"),
+        (".", "choose another folder"),
+        ("/dev/null", "is a file: name a folder"),
+        ("/dev/null/a", "no permission to write in /dev/null"),
+        ("/proc/x", "choose another folder"),
+        ("/proc/x/y", "choose another folder"),
+        ("loop", "choose another folder"),
+        ("n" * 247, "takes 255: choose a shorter one"),
+        ("n" * 300, "File name too long"),
+        ("é" * 125, "takes 255: choose a shorter one"),
+        ("d/" * 3000, "File name too long"),
+        ("a\0b", "choose another folder"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_impossible_targets_are_refused_in_one_line(tmp_path, monkeypatch, out, said, overwrite):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=said) as caught:
+        OutputFolder(out, overwrite)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+def test_a_name_with_dots_means_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    publish("a/../out", "new")
+    publish("n" * 246, "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "n" * 246}
+
+
+def test_results_go_into_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    publish(".", "old")
+    (tmp_path / "here" / "scan.tif").write_text("precious")
+    publish(".", "new", overwrite=True)
+    assert Path.cwd() == tmp_path / "here" and names(Path()) == [MANIFEST, "images/a.png", MARK, "scan.tif"]
+
+
+MOUNTED = """
+import sys
+from cocodiff.commands.outputs import OutputFolder
+for text in ("old", "new"):
+    folder = OutputFolder(sys.argv[1], overwrite=True)
+    with folder.held():
+        (folder.open() / "run.yaml").write_text(text)
+        folder.publish()
+"""
+
+
+def test_a_mount_point_is_published_into(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").mkdir()
+    script = f'mount --bind {tmp_path}/disk {tmp_path}/out && exec "$@"'
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount points: needs root and unshare")
+    command = ["unshare", "-m", "bash", "-c", script, "bash", sys.executable, "-c", MOUNTED, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert names(tmp_path) == [f"disk/{MANIFEST}", f"disk/{MARK}"] and (tmp_path / "disk" / MARK).read_text() == "new"
+
+
+def test_a_folder_that_cannot_be_renamed_away_is_published_into(tmp_path, monkeypatch):
+    """As a mount point, which needs root to be made."""
+    publish(tmp_path / "out", "old")
+    busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    def rename(source, target):
+        raise busy
+
+    monkeypatch.setattr(Path, "rename", rename)
+    publish(tmp_path / "out", "new", overwrite=True)
+    assert (tmp_path / "out" / MARK).read_text() == "new"
+
+
+# One run at a time, and what killed ones leave ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
+    out = tmp_path / "out"
+    if exists:
+        publish(out, "old")
+    first, second = (OutputFolder(str(out), overwrite=True) for _ in range(2))
+    with first.held():
+        partial = open_with_image(first, "first")
+        with pytest.raises(UserError, match=rf"another run \(pid {os.getpid()} on .*\) writes there"), second.held():
+            pass
+        with pytest.raises(UserError, match="another run"):
+            OutputFolder(str(out), overwrite=True)
+        second.discard()
+        assert (partial / "images" / "a.png").read_text() == "first"
+        (partial / MARK).write_text("first")
+        first.publish()
+    assert (out / MARK).read_text() == "first"
+    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
+    with OutputFolder(str(out), overwrite=True).held():
+        pass
+    assert (out / MARK).read_text() == "first"
+
+
+def killed_while_writing(out: str, finished: bool) -> None:
+    folder = OutputFolder(out, overwrite=True)
+    with folder.held():
+        (open_with_image(folder, "killed") / MARK).write_text("killed")
+        if finished:
+            folder._put_in_place = lambda manifest: os._exit(1)
+            folder.publish()
+        os._exit(1)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_next_start_clears_what_a_killed_one_left_but_no_finished_results(tmp_path, exists, finished):
+    out = tmp_path / "out"
+    if exists:
+        publish(out, "old")
+    process = multiprocessing.get_context("fork").Process(target=killed_while_writing, args=(str(out), finished))
+    process.start()
+    process.join()
+    assert [name for name in names(tmp_path) if "partial" in name]
+    folder = OutputFolder(str(out), overwrite=True)
+    with folder.held():
+        assert not folder.partial.exists()
+        found = (out / MARK).read_text() if out.exists() else None
+        assert found == ("killed" if finished else "old" if exists else None)
+    assert not [name for name in names(tmp_path) if "partial" in name or "lock" in name]
+
+
+def test_a_move_that_was_cut_short_is_completed(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    publish(out, "old")
+    folder, moved, whole = OutputFolder(str(out), overwrite=True), [], Path.replace
+
+    def replace(source, target):
+        if source.name in ("a.png", MARK):
+            moved.append(source)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        return whole(source, target)
+
+    with pytest.raises(KeyboardInterrupt), folder.held():
+        (open_with_image(folder, "new") / MARK).write_text("new")
+        monkeypatch.setattr(Path, "replace", replace)
+        folder.publish()
+    monkeypatch.undo()
+    assert {(out / MARK).read_text(), (out / "images" / "a.png").read_text()} == {"old", "new"}
+    with OutputFolder(str(out), overwrite=True).held():
+        assert (out / MARK).read_text() == (out / "images" / "a.png").read_text() == "new"
+    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
+
+
+@pytest.mark.parametrize("left", [[], ["images"], [f"{MANIFEST}.partial"]])
+def test_a_hidden_folder_without_files_is_cleared(tmp_path, left):
+    """A kill may strike before its manifest is written, or while it is removed."""
+    (tmp_path / ".out.partial").mkdir()
+    for name in left:
+        path = tmp_path / ".out.partial" / name
+        path.write_text("{") if name.startswith(".") else path.mkdir()
+    with OutputFolder(str(tmp_path / "out"), False).held():
+        assert names(tmp_path) == [".out.lock"]
+
+
+def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "thesis.tex").write_text("precious")
+    with (
+        pytest.raises(UserError, match=r"\.out\.partial is in the way"),
+        OutputFolder(str(tmp_path / "out"), False).held(),
+    ):
+        pass
+    assert names(tmp_path) == [".out.partial/thesis.tex"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder another user's")
+def test_another_users_hidden_folder_is_not_taken_for_results(tmp_path):
+    """Where all may write, as in /tmp."""
+    planted = tmp_path / ".out.partial"
+    planted.mkdir()
+    Manifest("planted", True, []).write(planted)
+    os.chown(planted, 12345, 12345)
+    with pytest.raises(UserError, match="another user's"), OutputFolder(str(tmp_path / "out"), False).held():
+        pass
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_leaves_no_folders(tmp_path):
+    folder = OutputFolder(str(tmp_path / "deep" / "down" / "out"), overwrite=False)
+    with pytest.raises(RuntimeError), folder.held():
+        open_with_image(folder, "half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == [] and folder.left() == "nothing was written"
+
+
+def test_what_a_fault_after_publishing_says_is_true(tmp_path):
+    folder = OutputFolder(str(tmp_path / "out"), overwrite=False)
+    with pytest.raises(RuntimeError), folder.held():
+        (folder.open() / MARK).write_text("new")
+        folder.publish()
+        raise RuntimeError
+    assert folder.left() == f"the results are finished, in {tmp_path / 'out'}"
+    assert OutputFolder(str(tmp_path / "out"), overwrite=True).left() == "nothing was written"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG])
+def test_a_full_or_failing_disk_is_one_line(tmp_path, number):
+    publish(tmp_path / "out", "old")
+    folder = OutputFolder(str(tmp_path / "out"), overwrite=True)
+    said = rf"{os.strerror(number)}.*choose another --out"
+    with pytest.raises(OwnRankError, match=said), folder.held(), folder.writing():
+        folder.open()
+        raise OSError(number, os.strerror(number), "a.tif")
+    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
+    with pytest.raises(FileNotFoundError), folder.writing():  # not the disk's fault
+        (tmp_path / "absent").read_text()
+
+
+# Repeating a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = OutputFolder("restored", overwrite=False)
+    write_settings(folder.open(), {"out": "restored", "steps": 3, "overwrite": True, "batch": None})
+    folder.publish()
+    assert (tmp_path / "restored" / MARK).read_text() == "out: restored\nsteps: 3\n"
+    old = {"out": "restored", "steps": 3, "overwrite": True}  # as older versions wrote it
+    assert beside_the_record(old, "restored/run.yaml") == {"out": "restored-2", "steps": 3, "overwrite": False}
+    (tmp_path / "restored-2").mkdir()
+    assert beside_the_record({"out": str(tmp_path / "restored")}, f"restored/{MARK}")["out"] == str(
+        tmp_path / "restored-3"
+    )
+    assert beside_the_record(old, "settings.yaml") == old
+    assert beside_the_record({"steps": 3}, f"restored/{MARK}") == {"steps": 3}
+    monkeypatch.chdir(tmp_path / "restored")
+    assert beside_the_record({"out": "."}, MARK)["out"] == str(tmp_path / "restored-3")

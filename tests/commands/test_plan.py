@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import with_options
 from tiny_models import sd3_transformer
 from worlds import topology_of
 
@@ -46,7 +47,7 @@ def test_branches_are_the_models_usual(plan):
 
 
 def test_exact_presets_keep_nothing(plan):
-    told, _ = plan(*QWEN, "--preset", "tapa")
+    told, _ = plan(*with_options(QWEN, "--preset", "tapa"))
     assert told["memory_mib"]["rank"]["cache"] == 0 < told["memory_mib"]["rank"]["activations"]
 
 
@@ -56,7 +57,7 @@ def test_more_nodes_hold_less_each(plan):
 
 
 def test_what_does_not_fit_says_why(plan):
-    told, shown = plan(*QWEN, "--batch", "40")
+    told, shown = plan(*with_options(QWEN, "--batch", "40"))
     assert not told["fits"] and told["largest_batch"] < 40
     assert "does not fit: " in shown and "V-Major's cache is too much" in shown
 

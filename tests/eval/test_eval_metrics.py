@@ -161,3 +161,24 @@ def test_terminal_table() -> None:
         "5.0 GiB",
         "32.0 TiB",
     ]
+
+
+def test_documents_are_json_where_numbers_overflow() -> None:
+    scale, mask_YX = IntensityRange(0.0, 1e-300), np.ones((16, 16), bool)
+    truth_YX, restored_YX = np.full((16, 16), 1e300), np.zeros((16, 16))
+    quality, distance = MaskedQuality(scale), ExactDistance(scale)
+    with np.errstate(over="ignore", invalid="ignore"):
+        quality.add(truth_YX, restored_YX, mask_YX)
+        distance.add(truth_YX, restored_YX, mask_YX)
+    row = metrics_row(
+        "a", "block", "flat", quality.result(), 1.0, {}, psnr_vs_exact_db=distance.psnr_vs_exact_db(),
+        drift=[{"step": 0, "change": math.inf, "stable_fraction": 0.0}],
+    )  # fmt: skip
+    document = metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])
+    written = json.loads(json.dumps(document, allow_nan=False))
+    assert written["config"] == {"timeout_s": "inf", "ratios": ["nan"]}
+    assert written["images"][0]["mse"] is None and written["images"][0]["drift"][0]["change"] is None
+    # not null, which says that all bits are the exact run's
+    assert written["images"][0]["psnr_vs_exact_db"] < -3000 and written["summary"]["rows"][0]["identical"] == 0
+    assert "a" in terminal_table(document)
+    assert psnr_db(math.nan) == psnr_db(math.inf) < psnr_db(1.0) == 0 < psnr_db(0.0) == 200

@@ -1,0 +1,160 @@
+"""Results of whole runs: two at a time, killed ones, faults while publishing, full disks, and the user's own files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tifffile
+from launching import mpiexec, python
+from test_faults import Run
+
+from cocodiff.cli import main
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+COCODIFF = HERE.parents[1] / "cocodiff" / "__main__.py"
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("input") / "scan.tif"
+    tifffile.imwrite(path, np.random.default_rng(0).integers(0, 60000, (96, 96), dtype=np.uint16))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_run_is_refused_and_the_next_start_clears_what_a_kill_left(
+    scan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(scan, tmp_path, "--ranks", "2").ready()
+    words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--no-exact", "--out", str(run.out)]
+    ranks = run.ranks(2)
+    try:
+        assert main(words) == 2
+        assert f"another run (pid {run.process.pid} on " in capsys.readouterr().err
+        assert (tmp_path / ".out.partial" / "images").is_dir()  # the first run still has its hidden folder
+    finally:
+        run.process.kill()
+        run.end(10)
+    psutil.wait_procs(ranks, timeout=10)
+    assert names(tmp_path) == [".out.lock", ".out.partial", "log"]
+    assert main(words) == 0
+    assert names(tmp_path) == ["log", "out"]
+
+
+@pytest.mark.parametrize("fault", ["afterwards", "in the way"])
+def test_a_fault_while_publishing_says_where_the_results_are(tmp_path: Path, fault: str) -> None:
+    out = tmp_path / "out"
+    if fault == "in the way":
+        out.mkdir()
+    done = python(HERE / "publishing_rank.py", fault, str(out))
+    assert done.returncode == 1
+    found = out if fault == "afterwards" else out / ".cocodiff.partial"
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(f"the results are finished, in {found}") and "nothing was written" not in done.stderr
+    assert (found / "report.html").read_text() == "whole"
+    if fault == "in the way":
+        assert (out / "report.html").read_text() == "the user's"
+        assert len(done.stderr.splitlines()) == 1 and "report.html is in the way" in last
+
+
+def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path: Path) -> None:
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a full disk: needs root and unshare, to mount a small one")
+    earlier = (
+        "import sys; from cocodiff.commands.outputs import OutputFolder; out = OutputFolder(sys.argv[1], False); "
+        "(out.open() / 'run.yaml').write_text('earlier'); out.publish()"
+    )
+    script = f"""
+        mount -t tmpfs -o size=64k none {tmp_path}
+        {sys.executable} -c "{earlier}" {tmp_path}/out
+        {sys.executable} -m cocodiff inpaint --input {scan} --steps 1 --quiet --overwrite --out {tmp_path}/out
+        echo code $?
+        cd {tmp_path}/out && cat run.yaml && echo && find . -type f
+    """
+    done = subprocess.run(["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, check=False)
+    files = {"./run.yaml", "./.cocodiff-files.json"}
+    assert done.stdout.splitlines()[-4:-2] == ["code 1", "earlier"] and set(done.stdout.splitlines()[-2:]) == files
+    (line,) = done.stderr.splitlines()
+    assert "could not be written: No space left on device" in line and "choose another --out" in line
+
+
+def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    with (tmp_path / ".out.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--out", str(tmp_path / "out")]
+        done = mpiexec(2, COCODIFF, *words)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "cocodiff: " in line] == [
+        f"cocodiff: --out {tmp_path / 'out'}: another run (another process) writes there: wait for its end, or choose "
+        f"another folder"
+    ]
+
+
+def test_a_folder_of_the_users_and_its_settings_stay(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scan.tif").write_bytes(scan.read_bytes())
+    (tmp_path / "run.yaml").write_text("steps: 1\nquiet: true\nexact: false\n")
+    words = ["inpaint", "--config", "run.yaml", "--input", "scan.tif"]
+    assert main([*words, "--out", ".", "--overwrite"]) == 2
+    assert "not ours to overwrite" in capsys.readouterr().err and names(tmp_path) == ["run.yaml", "scan.tif"]
+    assert main([*words, "--out", "restored"]) == 0
+    (tmp_path / "restored" / "scan.tif").write_bytes(scan.read_bytes())
+    again = ["inpaint", "--config", "restored/run.yaml"]
+    assert main([*again, "--input", "restored/scan.tif", "--overwrite"]) == 0
+    assert (tmp_path / "restored" / "scan.tif").read_bytes() == scan.read_bytes()
+    assert main([*again, "--input", "restored/images/scan_block_tapa.tif", "--overwrite"]) == 2
+    assert "restored/images/scan_block_tapa.tif is among the results" in capsys.readouterr().err
+
+
+def test_readmes_way_to_repeat_a_run(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--no-exact", "--overwrite"]
+    assert main(words) == 0
+    before = (tmp_path / "restored" / "report.html").stat().st_mtime_ns
+    assert main(["inpaint", "--config", "restored/run.yaml"]) == 0
+    assert "into restored-2;" in capsys.readouterr().out
+    first, second = (tmp_path / folder / "images" / "scan_block_tapa.tif" for folder in ("restored", "restored-2"))
+    assert first.read_bytes() == second.read_bytes()
+    assert (tmp_path / "restored" / "report.html").stat().st_mtime_ns == before
+    old = (tmp_path / "restored" / "run.yaml").read_text() + "overwrite: true\n"  # as older versions recorded it
+    assert "overwrite" not in (tmp_path / "restored-2" / "run.yaml").read_text()
+    (tmp_path / "restored" / "run.yaml").write_text(old)
+    assert main(["inpaint", "--config", "restored/run.yaml"]) == 0
+    assert (tmp_path / "restored" / "run.yaml").read_text() == old and (tmp_path / "restored-3").is_dir()
+
+
+def test_something_is_said_before_anything_is_read_or_imported(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def stop(*_: object) -> None:
+        said.append("".join(capsys.readouterr()))
+        raise KeyboardInterrupt
+
+    words = ["inpaint", "--input", str(scan), "--out", str(tmp_path / "out")]
+    for name in ("inpaint.find_tasks", "session.import_before_fork", "session.load_on_rank"):
+        monkeypatch.setattr(f"cocodiff.commands.{name}", stop)
+        assert main(words) == 130
+        monkeypatch.undo()
+    reading, importing, loading = said
+    assert "reading 1 input(s)" in reading
+    assert importing.splitlines()[-1] == "importing torch and diffusers"
+    assert loading.splitlines()[-1] == "loading the model: embedded"
+    assert not any(tmp_path.iterdir())
