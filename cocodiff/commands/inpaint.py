@@ -17,6 +17,7 @@ from cocodiff.commands.options import (
     V_MAJOR_OPTIONS,
     Option,
     check_counts,
+    check_strength,
     parse,
     preset_configs,
 )
@@ -70,8 +71,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks")
-    if not 0 < values["strength"] <= 1:
-        raise UserError(f"--strength {values['strength']}: give a number above 0 and up to 1")
+    check_strength(values["strength"], [values["steps"]])
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])

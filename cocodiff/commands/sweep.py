@@ -19,7 +19,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.commands.families import INPAINT
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
-from cocodiff.commands.options import Option, check_counts, parse
+from cocodiff.commands.options import Option, check_counts, check_strength, parse
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.session import import_before_fork, settle
@@ -91,9 +91,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Sweep:
     if not values["input"]:
         raise UserError("--input is missing: slices; see cocodiff sweep --help")
     check_counts(values, "batch", "ranks")
-    if not 0 < values["strength"] <= 1:
-        raise UserError(f"--strength {values['strength']}: give a number above 0 and up to 1")
     grid = read_grid(values)
+    check_counts({"steps": grid.steps}, "steps")
+    check_strength(values["strength"], grid.steps)
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
