@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,23 @@ def irregular(path: str | Path) -> str:
 
     Raises OSError where there is nothing of that name, ValueError for a name that no file can have.
     """
-    mode = stat.S_IFMT(os.stat(path).st_mode)
+    mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether a path names anything. A name that no file can have, too long for one, does not."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: str | Path, form: str) -> str:
-    """A settings file's text. form: what it should be, for errors ("YAML"). Raises UserError where it cannot be read, is
-    no regular file, is larger than SETTINGS_BYTES or no UTF-8."""
+    """A settings file's text. form: what it should be, for errors ("YAML").
+
+    Raises UserError where it cannot be read, is no regular file, is larger than SETTINGS_BYTES or no UTF-8.
+    """
     try:
         kind = irregular(path)
         if kind:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -44,6 +45,19 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
         total=total, desc=description, unit="step", disable=not shown, file=sys.stderr, dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=sys.stderr.isatty(),
     )  # fmt: skip
+
+
+def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
+    """What wraps the numbers of slices that are read, with what it is: a bar on stderr once it takes two seconds."""
+    from tqdm import tqdm
+
+    def wrapped(numbers: range, what: str) -> Iterable[int]:
+        return tqdm(
+            numbers, desc=what, unit="slice", disable=not shown, file=sys.stderr, dynamic_ncols=True, delay=2,
+            mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=False,
+        )  # fmt: skip
+
+    return wrapped
 
 
 def say(text: str = "") -> None:

@@ -7,7 +7,7 @@ import pytest
 import tifffile
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.filling import fill_from_outside
-from cocodiff_eval.intensity import IntensityRange, check_finite, compose_native, intensity_range, prepare_slice
+from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, prepare_slice
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, halve_shape, upsample
 from cocodiff_eval.report import with_hole
@@ -88,7 +88,7 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
     volume = np.zeros((3, 20, 20), np.float32)
     volume[1, 9, 9] = np.nan
     stack = save(tmp_path / "a.tif", volume)
-    check_finite(stack, make_mask("center", stack))
+    intensity_range(stack, make_mask("center", stack))
     volume[1, 2, 3], volume[2, 0, 0] = np.inf, np.nan
     stack = save(tmp_path / "b.tif", volume)
     message = r"b\.tif: 2 NaN or Inf voxels outside the mask 'center', the first at slice 1, row 2, column 3; mask them"
@@ -96,7 +96,7 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
         intensity_range(stack, make_mask("center", stack))
     stack = save(tmp_path / "c.tif", np.full((20, 20), np.nan))
     with pytest.raises(UserError, match="the first at row 0, column 0"):
-        check_finite(stack, make_mask("center", stack))
+        intensity_range(stack, make_mask("center", stack))
 
 
 def test_a_range_beyond_float64(tmp_path: Path) -> None:
