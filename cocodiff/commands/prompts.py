@@ -51,7 +51,7 @@ def _encode_one(family: Family, pipe: Any, prompt: str, device: torch.device) ->
     for name, value in named.items():
         if name and value is not None and not bool(torch.isfinite(value).all()):
             raise UserError(
-                f"the model's text encoders give {name} that are NaN or Inf: use a wider --dtype, or copy their weights again"
+                f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
             )
     return {name: value.cpu() for name, value in named.items() if name and value is not None}
 

@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 
 def quiet_libraries(level: str) -> None:
@@ -42,7 +43,7 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(
-        total=total, desc=description, unit="step", disable=not shown, file=sys.stderr, dynamic_ncols=True,
+        total=total, desc=description, unit="step", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=sys.stderr.isatty(),
     )  # fmt: skip
 
@@ -53,12 +54,42 @@ def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
 
     def wrapped(numbers: range, what: str) -> Iterable[int]:
         return tqdm(
-            numbers, desc=what, unit="slice", disable=not shown, file=sys.stderr, dynamic_ncols=True, delay=2,
-            mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=False,
+            numbers, desc=what, unit="slice", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
+            delay=2, mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=False,
         )  # fmt: skip
 
     return wrapped
 
 
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    """A line on stdout. Where nobody reads it any more (`| head -1`) it is lost, and the work goes on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        stop_writing(sys.stdout)
+
+
+def stop_writing(stream: TextIO) -> None:
+    """Sends what is written to a stream from now on to nowhere, what its buffer holds included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class BarStream:
+    """A stream for progress bars, which are lost where nobody reads them any more: no run ends because of them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
