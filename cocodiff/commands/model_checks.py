@@ -104,7 +104,7 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
         if part in REQUIRED:
             check_header(headers, folder / part)
         values = sum(math.prod(tensor["shape"]) for tensor in headers.values())
-        if part == "transformer" and shape.get("pos_embed_max_size", 0) ** 2 > values:
+        if part == "transformer" and values and shape.get("pos_embed_max_size", 0) ** 2 > values:
             raise UserError(f"{path}: pos_embed_max_size is larger than the {values} values of the weights allow")
     path = folder / "scheduler" / "scheduler_config.json"
     timesteps = read_json(path).get("num_train_timesteps", 1000)
