@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "cocodiff.files": (),
     "cocodiff.topology": (),
     "cocodiff.device": (),
-    "cocodiff.trace": (),
+    "cocodiff.trace": ("cocodiff.files",),
     "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology", "cocodiff.files"),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.links"),

@@ -81,7 +81,10 @@ V_MAJOR_OPTIONS = (
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
-MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "height": 2**16, "width": 2**16}
+MOST = {
+    "steps": 10**6, "batch": 10**6, "ranks": 10**6, "height": 2**16, "width": 2**16, "size": 2**16, "nodes": 10**5,
+    "branches": 100,
+}  # fmt: skip
 MOST_OF_OTHERS = 10**9
 OVER_PRESET = (
     "exchange", "exchange_table", "order", "ring", "placement", "chunks", "vae",

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cocodiff.cli import main
+from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.errors import UserError
 
@@ -229,3 +230,13 @@ def test_a_plan_of_a_broken_folder(tmp_path: Path, sound: dict[str, Path]) -> No
         with pytest.raises(UserError, match=said):
             load_shape(str(tmp_path / "sd3"))
         shutil.copy(sound["sd3"] / TRANSFORMER, tmp_path / "sd3" / TRANSFORMER)
+
+
+def test_sides_beyond_a_models_positions_and_any_memory() -> None:
+    sd3 = tiny_pipelines.sd3_pipeline()
+    check_sides(sd3, 96, 96, "m")
+    with pytest.raises(UserError, match="--width 100: model m makes images of at most 96 pixels a side"):
+        check_sides(sd3, 96, 100, "m")
+    with pytest.raises(UserError, match="--height 16777216 --width 65536: decoding takes 49152 GiB") as caught:
+        check_sides(tiny_pipelines.flux_pipeline(), 2**24, 2**16, "m")
+    assert "this machine has" in str(caught.value)
