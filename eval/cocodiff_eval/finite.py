@@ -25,8 +25,8 @@ def check_finite(pipe: Any, values: Tensor) -> None:
         for weight, tensor in module.named_parameters() if module is not None else ():
             if not bool(torch.isfinite(tensor).all()):
                 raise UserError(
-                    f"{name} returned NaN or Inf: so does its {part} hold, in {weight} as {tensor.dtype}; use a wider "
-                    "--dtype, or copy the model's weights again"
+                    f"{name} returned NaN or Inf: the weights of its {part} hold some, in {weight} ({tensor.dtype}); "
+                    "use a wider --dtype, or copy the model's weights again"
                 )
     raise UserError(
         f"{name} returned NaN or Inf, though its weights are numbers: use a wider --dtype, or see whether diffusers "

@@ -192,11 +192,11 @@ def test_weights_that_are_no_safetensors(refused: Callable[..., str], part: str,
         (lambda held: held.update({"proj_out.bias": held["proj_out.bias"][:-1].clone()}), "proj_out.bias"),
         (
             lambda held: held["proj_out.bias"].fill_(torch.nan),
-            "its transformer hold, in proj_out.bias as torch.float32",
+            "weights of its transformer hold some, in proj_out.bias (torch.float32)",
         ),
         (
             lambda held: held["proj_out.bias"].fill_(torch.inf),
-            "its transformer hold, in proj_out.bias as torch.float32",
+            "weights of its transformer hold some, in proj_out.bias (torch.float32)",
         ),
         (lambda held: [value.mul_(1e30) for value in held.values()], "NaN or Inf, though its weights are numbers"),
         (lambda held: held.update({name: value > 0 for name, value in held.items()}), "weights of type BOOL"),
