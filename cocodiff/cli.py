@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import signal
 import sys
 from collections.abc import Sequence
 
 from cocodiff import __version__
 from cocodiff.commands.dispatch import COMMANDS, run_command
+from cocodiff.commands.terminal import stop_writing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Runs a subcommand and returns its exit code; 141 where nobody reads the output any more, as after SIGPIPE."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has not all letters of a file's name shows others
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):
+            stop_writing(stream)
+        return 128 + signal.SIGPIPE
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from cocodiff.errors import UserError
+from cocodiff.files import read_text
 from cocodiff.topology import Device, Links, Machine
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class Config:
 
     def _check_number_or_auto(self, name: str, wanted: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, str) and value.isdigit():
+        if isinstance(value, str) and value.isdecimal():
             value = int(value)
             object.__setattr__(self, name, value)
         if value != "auto" and (type(value) is not int or value < 1):
@@ -238,12 +239,13 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises UserError when it is missing, malformed or something else than a mapping."""
+    text = read_text(path, "YAML")
     try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        data = yaml.safe_load(text)
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid YAML: nested too deeply") from error
+    except Exception as error:  # PyYAML lets pass what int(), float() and dates raise for a malformed value
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no key: value pairs but {type(data).__name__}")
     return data

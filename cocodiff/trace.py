@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cocodiff.errors import UserError
+from cocodiff.files import irregular
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
@@ -139,6 +140,8 @@ class SavedTraces(NamedTuple):
 def load_traces(path: str | Path) -> SavedTraces:
     """Reads what `save_traces` wrote. Raises UserError where there is no such file or it is not a trace of ours."""
     try:
+        if kind := irregular(path):
+            raise UserError(f"cannot read {path}: it is {kind}; give the trace.json of a run")
         text = Path(path).read_text()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give the trace.json of a run") from error
@@ -153,7 +156,7 @@ def load_traces(path: str | Path) -> SavedTraces:
                 span = Span(event["name"], about["lane"], start, start + round(event["dur"] * 1e3), about["layer"])
                 spans.setdefault(about["mode"], {}).setdefault(event["pid"], []).append(span)
         return SavedTraces(spans, int(written["otherData"]["spans_not_kept"]))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _not_ours(path) from error
 
 

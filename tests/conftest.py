@@ -1,7 +1,9 @@
 """Makes the tests' helper modules importable from every folder of tests, and holds what many tests need."""
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,17 @@ def one_thread_a_rank():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def promptly() -> Iterator[None]:
+    """For what must not wait for ever: a test that does fails after twenty seconds."""
+
+    def give_up(*_: object) -> None:
+        pytest.fail("still waiting after twenty seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 20, 1)  # and again, should it wait in a second place
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)

@@ -16,11 +16,12 @@ LEAVES = ("cocodiff.errors",)
 # Module or package -> what it may import of ours, besides itself and the leaves. A name covers what is below it.
 MAY_IMPORT = {
     "cocodiff.errors": (),
+    "cocodiff.files": (),
     "cocodiff.topology": (),
     "cocodiff.device": (),
-    "cocodiff.trace": (),
+    "cocodiff.trace": ("cocodiff.files",),
     "cocodiff.trace_summary": ("cocodiff.trace",),
-    "cocodiff.config": ("cocodiff.topology",),
+    "cocodiff.config": ("cocodiff.topology", "cocodiff.files"),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace", "cocodiff.links"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.attention": (
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "cocodiff.__main__": ("cocodiff.cli",),
     "cocodiff.cli": ("cocodiff.__init__", "cocodiff.commands", "cocodiff.comm.launch", "cocodiff.config"),
     "cocodiff.commands": ("cocodiff", "cocodiff_eval"),
-    "cocodiff_eval": ("cocodiff.engine", "cocodiff.config"),
+    "cocodiff_eval": ("cocodiff.engine", "cocodiff.config", "cocodiff.files"),
     "cocodiff_sycl": (),
 }  # fmt: skip
 TOPS = {"cocodiff": ROOT, "cocodiff_eval": ROOT / "eval", "cocodiff_sycl": ROOT / "sycl_kernels"}

@@ -36,7 +36,8 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         return int(command.start(words[1:], launch))
     except UserError as error:
         if launch is None or launch.speaks:
-            print(f"cocodiff: {error}", file=sys.stderr)
+            # One line, though a name that the user gave may have several.
+            print(f"cocodiff: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1 if isinstance(error, OwnRankError) else 2
     except KeyboardInterrupt:
         if launch is None or launch.speaks:

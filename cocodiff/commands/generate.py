@@ -12,6 +12,7 @@ import numpy as np
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.families import GENERATE
+from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import (
     MESH_OPTIONS,
     RUN_OPTIONS,
@@ -115,18 +116,22 @@ def image_sides(session: Session) -> tuple[int, int]:
             near = max(multiple, round(side / multiple) * multiple)
             raise UserError(f"--{name} {side}: model {session.model.name} makes multiples of {multiple}; give {near}")
         sides.append(side)
+    check_sides(pipe, sides[0], sides[1], session.model.name)
     return sides[0], sides[1]
 
 
 def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int, int]) -> Image:
     """One image in one mode, on all ranks."""
     import torch
+    from cocodiff_eval.finite import check_finite
     from cocodiff_eval.pipeline_inpainter import drawing_from, silent
 
     pipe, values, engine = session.model.pipe, session.job.values, session.engines[mode]
     bar = progress_bar(f"{name} {mode}", values["steps"], session.shows_bars)
 
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 0:
+            check_finite(pipe, tensors["latents"])
         bar.update()
         return tensors
 
@@ -140,8 +145,7 @@ def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int,
             callback_on_step_end=after_step,
             **session.model.arguments(1, prompt),
         ).images[0]
-    if not np.isfinite(image_YXC).all():
-        raise RuntimeError(f"{type(pipe).__name__} returned NaN or Inf: run the model in a wider dtype")
+    check_finite(pipe, torch.from_numpy(image_YXC))
     return Image(image_YXC.astype(np.float32), cost)
 
 

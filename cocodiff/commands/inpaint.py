@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cocodiff import __version__
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import Launch, detect
 from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import (
     MESH_OPTIONS,
@@ -17,15 +16,17 @@ from cocodiff.commands.options import (
     V_MAJOR_OPTIONS,
     Option,
     check_counts,
+    check_strength,
     parse,
     preset_configs,
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.session import DTYPES, Job, finish, open_session, run_job, settle
-from cocodiff.commands.terminal import say
+from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.files import is_there
 from cocodiff.topology import Topology
 
 SMALL_MODEL = 256  # pixels on a side
@@ -47,6 +48,7 @@ OPTIONS = (
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     *RUN_OPTIONS,
@@ -71,8 +73,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks")
-    if not 0 < values["strength"] <= 1:
-        raise UserError(f"--strength {values['strength']}: give a number above 0 and up to 1")
+    check_strength(values["strength"], [values["steps"]])
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
@@ -90,21 +91,22 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
 
     from cocodiff.commands.restore_stack import Task, file_names
 
-    stacks = open_stacks(values["input"])
+    links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
+    stacks = open_stacks(values["input"], links)
     if values["truth"] and len(stacks) > 1:
         raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
     masks = list(dict.fromkeys(values["mask"]))
-    if len(masks) == 1 and not Path(masks[0]).exists():
+    if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
     found: list[tuple[Any, Any, Any, Any]] = []
     for stack in stacks:
-        truth = open_truth(values["truth"], stack) if values["truth"] else None
+        truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
-            mask = make_mask(word, stack, values["seed"])
+            mask = make_mask(word, stack, values["seed"], links, progress)
             if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
-            found.append((stack, mask, intensity_range(stack, mask), known))
+            found.append((stack, mask, intensity_range(stack, mask, progress), known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     return [Task(*one, files) for one, files in zip(found, names, strict=True)]
 

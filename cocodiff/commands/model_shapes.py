@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
+from cocodiff.commands.model_checks import read_shape
 from cocodiff.config import find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
 from cocodiff.memory import ModelShape, shape_of_config
@@ -32,16 +32,17 @@ def shape_of_folder(path: Path) -> ModelShape:
     import diffusers
     import torch
 
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    config = read_shape(path)
     kind = str(config.get("_class_name"))
     built = getattr(diffusers, kind, None)
     if built is None or not hasattr(built, "from_config"):
         raise UserError(f"{path}: diffusers has no class {kind}: give a folder with a transformer of diffusers")
-    with torch.device("meta"):
-        model = built.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = built.from_config(config)
+    except Exception as error:  # diffusers' code on the user's file
+        text = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: {kind} cannot be made of it ({type(error).__name__}: {text})") from error
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
     shape = shape_of_config(kind, model.config, numbers)
     return replace(shape, name=(path.parents[1] if path.parent.name == "transformer" else path.parent).resolve().name)

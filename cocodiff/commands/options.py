@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,12 @@ V_MAJOR_OPTIONS = (
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
 )  # fmt: skip
 OF_MACHINE = ("machine", "transport", "device", "kernels", "timeout_s", "start_timeout_s", "stall_timeout_s")
+# Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
+MOST = {
+    "steps": 10**6, "batch": 10**6, "ranks": 10**6, "height": 2**16, "width": 2**16, "size": 2**16, "nodes": 10**5,
+    "branches": 100,
+}  # fmt: skip
+MOST_OF_OTHERS = 10**9
 OVER_PRESET = (
     "exchange", "exchange_table", "order", "ring", "placement", "chunks", "vae",
     *(option.name for option in V_MAJOR_OPTIONS),
@@ -116,6 +123,8 @@ def parse(
         values |= of_file if sections or given.get("overwrite") else beside_the_record(of_file, path)
     values |= given
     for option in options:
+        if option.type == int | str:
+            _check_number_or_word(option.name, values[option.name])
         if option.required and not values[option.name]:
             raise UserError(f"--{option.name} is missing: {option.help}; see cocodiff {command} --help")
     return values
@@ -139,10 +148,32 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
 
 
 def check_counts(values: dict[str, Any], *names: str) -> None:
-    """Raises UserError for options that are given and below 1."""
+    """Raises UserError for options that are given and below 1, or beyond what any run can have."""
     for name in names:
-        if values[name] is not None and values[name] < 1:
-            raise UserError(f"--{name} {values[name]}: at least 1 is needed")
+        for value in values[name] if isinstance(values[name], list) else [values[name]]:
+            if value is not None and value < 1:
+                raise UserError(f"--{name} {_shown(value)}: at least 1 is needed")
+            if value is not None and value > MOST.get(name, MOST_OF_OTHERS):
+                raise UserError(f"--{name} {_shown(value)}: at most {MOST.get(name, MOST_OF_OTHERS):,} are possible")
+
+
+def check_strength(strength: float, steps: Sequence[int]) -> None:
+    """Raises UserError for a strength outside (0, 1], and for one so small that the schedule, of which the last
+    `steps` run, has more than MOST["steps"]."""
+    if not 0 < strength <= 1:
+        raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
+    if max(steps) / strength > MOST["steps"]:
+        least = max(steps) / MOST["steps"]
+        raise UserError(
+            f"--strength {strength:g}: {max(steps)} steps that run would be the end of a schedule of more than "
+            f"{MOST['steps']:,}; give at least {least:g}"
+        )
+
+
+def _check_number_or_word(name: str, value: Any) -> None:
+    """Raises UserError for a word that int() has trouble with though it is all digits: ² and thousands of them."""
+    if isinstance(value, str) and value.isdigit() and not (value.isascii() and len(value) < 19):
+        raise UserError(f"--{name} {value[:20]!r}: not a whole number of at most 18 digits")
 
 
 def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
@@ -202,22 +233,42 @@ def _one_line(message: str, program: str) -> str:
 
 
 def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
-    """A settings file's values, checked like those of the command line."""
+    """A settings file's values, checked like those of the command line. A key without a value (null) is not given."""
     values = read_yaml(Path(path))
     by_name = {option.name: option for option in options}
     check_keys(map(str, values), [*sections, *by_name], path)
-    for name, value in values.items():
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
         if name in sections:
             continue
         option = by_name[name]
-        kinds = get_args(option.type) or (option.type,)
-        if option.many and not isinstance(value, list):
-            values[name] = value = [value]
-        for one in value if option.many else [value]:
-            number = option.type is float and isinstance(one, int) and not isinstance(one, bool)
-            if one is not None and not number and type(one) not in kinds:
-                raise UserError(f"{path}: {name}: {one!r} is not of type {' or '.join(k.__name__ for k in kinds)}")
-            if option.choices and one not in option.choices:
-                raise UserError(f"{path}: {name}: {one!r}{suggestion(str(one), option.choices)}; "
-                                f"choose from {', '.join(option.choices)}")  # fmt: skip
-    return values
+        if option.many:
+            given[name] = [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
+        else:
+            given[name] = _checked(path, option, value)
+    return given
+
+
+def _checked(path: str, option: Option, value: Any) -> Any:
+    """One value of a settings file in the option's type. Raises UserError for others."""
+    kinds = get_args(option.type) or (option.type,)
+    if option.type is float and type(value) is int and abs(value) < 2**63:
+        value = float(value)
+    if type(value) not in kinds:
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(f"{path}: {option.name}: {_shown(value)} is not of type {names}")
+    if type(value) is int and abs(value) >= 2**63:
+        raise UserError(f"{path}: {option.name}: {_shown(value)} has more than 64 bits; give a smaller number")
+    if option.choices and value not in option.choices:
+        raise UserError(f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.choices)}; "
+                        f"choose from {', '.join(option.choices)}")  # fmt: skip
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, shortened: a number may have any number of digits, a list may contain itself."""
+    if type(value) is int and abs(value) >= 2**63:
+        return "a number of more than 64 bits"
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 100
+    return shown.repr(value)

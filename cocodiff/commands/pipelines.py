@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from cocodiff.commands.families import GENERATE, Family, family_of
+from cocodiff.commands.model_checks import check_folder, check_loaded, check_tokenizer, read_shape
 from cocodiff.commands.prompts import Embeddings, encode, free_unused, no_prompt
 from cocodiff.commands.terminal import say
 from cocodiff.commands.weights import check_weights, conversion
 from cocodiff.errors import UserError
+from cocodiff.files import is_there, read_json
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
@@ -61,7 +65,7 @@ def check_model(request: Request, ranks: int) -> None:
         encoders = False
     else:
         index = read_index(name)
-        family_of(index.get("_class_name", ""), name).pipeline(request.task, name)
+        family_of(index["_class_name"], name).pipeline(request.task, name)
         encoders = has_encoders(index)
         shape = model_file(name, "transformer/config.json")
         if Path(name).is_dir():
@@ -71,11 +75,15 @@ def check_model(request: Request, ranks: int) -> None:
         raise UserError(f"--prompt is missing: say what model {name} shall show")
     if any(request.prompts) and not encoders:
         raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
+    if request.guidance is not None and not math.isfinite(request.guidance):
+        raise UserError(f"--guidance {request.guidance}: give a number")
     if name == EMBEDDED and request.guidance is not None:
         raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
     if shape is None or not shape.is_file():
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
-    check_shape(request, json.loads(shape.read_text()), ranks)
+    check_shape(request, read_shape(shape), ranks)
+    if name != EMBEDDED and Path(name).is_dir():
+        check_folder(Path(name), index, (*TEXT_PARTS, *UNUSED_PARTS))
 
 
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
@@ -93,20 +101,27 @@ def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
 
 
 def read_index(name: str) -> dict[str, Any]:
-    """A model's `model_index.json`. Raises UserError where there is none."""
-    return dict(json.loads(model_file(name, INDEX).read_text()))
+    """A model's `model_index.json`. Raises UserError where there is none, and where it is no JSON object."""
+    index = read_json(model_file(name, INDEX))
+    return index | {"_class_name": str(index.get("_class_name") or "")}
 
 
 def has_encoders(index: dict[str, Any]) -> bool:
-    return any((index.get(part) or [None])[0] for part in TEXT_PARTS if part.startswith("text_encoder"))
+    return any(_is_named(index, part) for part in TEXT_PARTS if part.startswith("text_encoder"))
+
+
+def _is_named(index: dict[str, Any], part: str) -> bool:
+    """Whether the index names a class for a part: [library, class], [null, null] where the model has none."""
+    named = index.get(part)
+    return isinstance(named, list) and bool(named) and bool(named[0])
 
 
 def model_file(name: str, file: str) -> Path:
     """A small file of a model: in its folder, or fetched from the hub. Raises UserError where it cannot be had."""
     folder = Path(name)
-    if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/")):
+    if not is_there(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         return _fetched(name, file)
-    if not folder.is_dir():
+    if not is_there(folder) or not folder.is_dir():
         raise UserError(f"model {folder}: no such folder; give one in diffusers' layout, or leave --model away")
     if not (folder / INDEX).is_file():
         raise UserError(f"model {folder}: no {INDEX}; save the pipeline there with pipe.save_pretrained(...)")
@@ -175,21 +190,28 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
-    """The pipeline without its text encoders."""
+    """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
     index = read_index(request.model)
-    return _from_pretrained(request, index, dtype, dict.fromkeys(TEXT_PARTS))
+    pipe = _from_pretrained(request, index, dtype, dict.fromkeys(TEXT_PARTS))
+    check_loaded(pipe, request.model)
+    return pipe
 
 
 def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
     """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
     index = read_index(request.model)
     known = {name: part for name, part in denoiser.components.items() if part is not None}
-    absent = [part for part in TEXT_PARTS if not (index.get(part) or [None])[0]]
-    pipe = _from_pretrained(request, index, dtype, known | dict.fromkeys(absent))
+    absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
+    encoders = {part: _load_encoder(request, part, index[part][1], dtype)
+                for part in TEXT_PARTS if part.startswith("text_encoder") and part not in absent}  # fmt: skip
+    pipe = _from_pretrained(request, index, dtype, known | encoders | dict.fromkeys(absent))
+    for part in TEXT_PARTS:
+        if part.startswith("tokenizer") and part not in absent:
+            check_tokenizer(getattr(pipe, part), part, request.model)
     family = family_of(index["_class_name"], request.model)
     guided = request.guidance is None or request.guidance > 1
     prompts = encode(family, pipe, request.prompts, guided, transport.device)
-    del pipe
+    del pipe, encoders
     free_unused()
     return prompts
 
@@ -197,19 +219,50 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
 def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts: dict[str, Any]) -> Any:
     """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
     import diffusers
-    import transformers
 
     diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
     kind = _pipeline_class(family_of(index["_class_name"], request.model), request)
     given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
-    local = Path(request.model).is_dir()
-    try:
+    with _loading(request.model):
         return kind.from_pretrained(
-            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=local, **given
+            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {request.model} cannot be loaded: {_one_line(error)}") from error
+
+
+def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
+    """A text encoder. Raises UserError where it cannot be read, and for weights that lack tensors, which the pipeline's
+    own loading would make up."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with _loading(f"{request.model}: {part}"):
+        encoder, found = getattr(transformers, name).from_pretrained(
+            request.model, subfolder=part, dtype=dtype, use_safetensors=True, local_files_only=_is_local(request),
+            output_loading_info=True,
+        )  # fmt: skip
+    # The head that predicts words plays no part in what an encoder says; some models are saved without it.
+    missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
+    if missing:
+        raise UserError(f"model {request.model}: the weights of its {part} lack {missing[0]}"
+                        f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; copy them again")  # fmt: skip
+    return encoder
+
+
+def _is_local(request: Request) -> bool:
+    return Path(request.model).is_dir()
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Around the libraries' reading of a model's files: whatever they raise is the files' fault, in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # said for the user
+        raise UserError(f"model {model} cannot be loaded: {_one_line(error)}") from error
+    except Exception as error:  # said for programmers, so that the kind of error helps
+        raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
 def _pipeline_class(family: Family, request: Request) -> Any:
@@ -219,7 +272,8 @@ def _pipeline_class(family: Family, request: Request) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    """A library's message on one line, without the stack of C++ calls that torch adds to its own."""
+    return " ".join(re.split(r"\n(Exception raised from|frame #0)", str(error))[0].split())[:300]
 
 
 def torch_dtype(name: str) -> Any:

@@ -67,7 +67,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def check(values: dict[str, Any]) -> None:
     if values["calibrate"] is None and not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, a .yaml file or a folder")
-    check_counts(values, "batch", "steps", "nodes", "ranks", "branches")
+    check_counts(values, "batch", "steps", "size", "nodes", "ranks", "branches")
     if values["text_tokens"] is not None and values["text_tokens"] < 0:
         raise UserError(f"--text_tokens {values['text_tokens']}: at least 0 is needed")
     if not 0 <= values["stable"] <= 1:

@@ -12,6 +12,7 @@ from cocodiff.attention.layout import PLANS
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.terminal import say
 from cocodiff.errors import UserError
+from cocodiff.files import irregular
 from cocodiff.links import alltoall_bound
 from cocodiff.planning.calibrate import NAMES, AllToAll, Calibration, Constants, Fit, Measured
 from cocodiff.topology import Machine, Topology
@@ -54,12 +55,16 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
+        if kind := irregular(path):
+            raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
         data = json.loads(path.read_text())
         rows = data["rows"]
         assert isinstance(rows, list) and all({"case", "variant", "median_s"} <= row.keys() for row in rows)
     except OSError as error:
         raise UserError(f"--calibrate {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise UserError(f"--calibrate {path} is no bench.json: give the one that bench alltoall wrote") from error
     return rows
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.commands.families import Family
+from cocodiff.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ def encode(family: Family, pipe: Any, prompts: Sequence[str], guided: bool, devi
     """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
 
     pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
+    Raises UserError where the encoders fail or give numbers that are not finite.
     """
     import torch
 
@@ -34,11 +36,23 @@ def encode(family: Family, pipe: Any, prompts: Sequence[str], guided: bool, devi
 def _encode_one(family: Family, pipe: Any, prompt: str, device: torch.device) -> Embeddings:
     import torch
 
-    values = pipe.encode_prompt(prompt, **dict.fromkeys(family.also), device=device)
+    try:
+        values = pipe.encode_prompt(prompt, **dict.fromkeys(family.also), device=device)
+    except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
+            f"({type(error).__name__}: {text}); copy them again"
+        ) from error
     named = dict(zip(family.encoded, values, strict=True))
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
         named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
+    for name, value in named.items():
+        if name and value is not None and not bool(torch.isfinite(value).all()):
+            raise UserError(
+                f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
+            )
     return {name: value.cpu() for name, value in named.items() if name and value is not None}
 
 

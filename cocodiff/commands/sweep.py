@@ -19,7 +19,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.commands.families import INPAINT
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
-from cocodiff.commands.options import Option, check_counts, parse
+from cocodiff.commands.options import Option, check_counts, check_strength, parse
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
@@ -97,12 +97,12 @@ def check_request(values: dict[str, Any]) -> None:
     if not values["input"]:
         raise UserError("--input is missing: slices; see cocodiff sweep --help")
     check_counts(values, "batch", "ranks")
-    if not 0 < values["strength"] <= 1:
-        raise UserError(f"--strength {values['strength']}: give a number above 0 and up to 1")
 
 
 def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> Sweep:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts({"steps": grid.steps}, "steps")
+    check_strength(values["strength"], grid.steps)
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(

@@ -6,7 +6,9 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TextIO
 
 
 def quiet_libraries(level: str) -> None:
@@ -41,15 +43,60 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(
-        total=total, desc=description, unit="step", disable=not shown, file=sys.stderr, dynamic_ncols=True,
+        total=total, desc=description, unit="step", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=sys.stderr.isatty(),
     )  # fmt: skip
 
 
+def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
+    """What wraps the numbers of slices that are read, with what it is: a bar on stderr once it takes two seconds."""
+    from tqdm import tqdm
+
+    def wrapped(numbers: range, what: str) -> Iterable[int]:
+        return tqdm(
+            numbers, desc=what, unit="slice", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
+            delay=2, mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=False,
+        )  # fmt: skip
+
+    return wrapped
+
+
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    """A line on stdout. Where nobody reads it any more (`| head -1`), or it goes to a full disk, it is lost, and the
+    work goes on."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        stop_writing(sys.stdout)
 
 
 def note(text: str) -> None:
     """What is going on, for who waits: on stderr as progress bars are, so that results stay alone on stdout."""
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def stop_writing(stream: TextIO) -> None:
+    """Sends what is written to a stream from now on to nowhere, what its buffer holds included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class BarStream:
+    """A stream for progress bars, which are lost where nobody reads them any more: no run ends because of them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

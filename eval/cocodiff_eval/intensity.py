@@ -9,6 +9,7 @@ import numpy as np
 from cocodiff.errors import UserError
 from cocodiff_eval.filling import fill_from_outside
 from cocodiff_eval.masks import Mask
+from cocodiff_eval.readers import Progress, unwatched
 from cocodiff_eval.slices import Stack
 
 
@@ -33,36 +34,32 @@ class IntensityRange:
         return image01_YX.astype(np.float64) * (self.high - self.low) + self.low
 
 
-def check_finite(stack: Stack, mask: Mask) -> None:
-    """UserError if NaN or Inf lies outside the mask, with their count and the first position. Inside they are fine."""
-    if stack.dtype.kind != "f":
-        return
+def intensity_range(stack: Stack, mask: Mask, progress: Progress = unwatched) -> IntensityRange:
+    """Minimum and maximum outside the mask over the whole stack; reads one slice at a time, each once.
+
+    progress: shows how far it is. Raises UserError if NaN or Inf lies outside the mask, with their count and the first
+    position (inside they are fine), and for a range that float64 cannot hold.
+    """
+    low, high = np.inf, -np.inf
     count, first = 0, ""
-    for index in range(len(stack)):
-        bad_YX = ~np.isfinite(stack.read(index)) & ~mask.read(index)
-        found = int(np.count_nonzero(bad_YX))
-        if found and not first:
-            row, column = np.argwhere(bad_YX)[0].tolist()
-            first = f"slice {index}, row {row}, column {column}" if stack.ndim == 3 else f"row {row}, column {column}"
-        count += found
+    for index in progress(range(len(stack)), f"reading {stack.name}"):
+        image_YX, known_YX = stack.read(index), ~mask.read(index)
+        if stack.dtype.kind == "f":
+            bad_YX = ~np.isfinite(image_YX) & known_YX
+            found = int(np.count_nonzero(bad_YX))
+            if found and not first:
+                row, column = np.argwhere(bad_YX)[0].tolist()
+                place = f"row {row}, column {column}"
+                first = f"slice {index}, {place}" if stack.ndim == 3 else place
+            count += found
+        outside = image_YX[known_YX]
+        if outside.size and not count:
+            low, high = min(low, float(outside.min())), max(high, float(outside.max()))
     if count:
         raise UserError(
             f"{stack.path}: {count} NaN or Inf voxels outside the mask {mask.name!r}, the first at {first}; "
             "mask them or replace them"
         )
-
-
-def intensity_range(stack: Stack, mask: Mask) -> IntensityRange:
-    """Minimum and maximum outside the mask over the whole stack; reads one slice at a time.
-
-    Raises UserError as `check_finite` does, and for a range that float64 cannot hold.
-    """
-    check_finite(stack, mask)
-    low, high = np.inf, -np.inf
-    for index in range(len(stack)):
-        outside = stack.read(index)[~mask.read(index)]
-        if outside.size:
-            low, high = min(low, float(outside.min())), max(high, float(outside.max()))
     if not np.isfinite(high - low):
         raise UserError(f"{stack.path}: intensities from {low:g} to {high:g} are too far apart; rescale them")
     return IntensityRange(low, high)

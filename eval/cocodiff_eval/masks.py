@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.readers import RawVolume, format_shape, open_volume
+from cocodiff_eval.readers import Progress, RawVolume, format_shape, open_volume, unwatched
 from cocodiff_eval.slices import Stack, safe_stem
 
 GENERATED = ("block", "center")
@@ -50,9 +50,12 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
     return mask_YX
 
 
-def make_mask(kind: str, stack: Stack, seed: int = 0) -> Mask:
+def make_mask(
+    kind: str, stack: Stack, seed: int = 0, follow_links: bool = False, progress: Progress = unwatched
+) -> Mask:
     """The mask for one input: `block` (seeded), `center`, or a path of a PNG, TIFF or HDF5 mask file.
 
+    follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is.
     A 2-D mask file holds for every slice; a 3-D one must have the stack's shape. In a file, non-zero is "restore".
     Raises UserError for another shape, an empty or full mask, and more than two values.
     """
@@ -61,22 +64,22 @@ def make_mask(kind: str, stack: Stack, seed: int = 0) -> Mask:
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX)
     try:
-        volume = open_volume(kind)
+        volume = open_volume(kind, follow_links)
     except UserError as error:
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    return _mask_from_file(volume, stack)
+    return _mask_from_file(volume, stack, progress)
 
 
-def _mask_from_file(volume: RawVolume, stack: Stack) -> Mask:
+def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask:
     right = volume.shape[1:] == stack.shape[1:] and (volume.ndim == 2 or volume.shape == stack.shape)
     if not right:
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    _check_values(volume)
+    _check_values(volume, progress)
     name = safe_stem(volume.stem)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
@@ -84,11 +87,11 @@ def _mask_from_file(volume: RawVolume, stack: Stack) -> Mask:
     return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0)
 
 
-def _check_values(volume: RawVolume) -> None:
+def _check_values(volume: RawVolume, progress: Progress) -> None:
     """Two values at most, something to restore, and something outside it in every slice."""
     values: set[float] = set()
     hidden = 0
-    for index in range(volume.shape[0]):
+    for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
             raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cocodiff_eval.finite import check_finite
 from cocodiff_eval.tiling import steps_at
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class PipelineInpainter:
         self.native_size = native - native % self.multiple
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """Restore a batch; float32 [B, H, W] in [0, 1], on the CPU. Raises RuntimeError if the model returns NaN."""
+        """Restore a batch; float32 [B, H, W] in [0, 1], on the CPU. Raises UserError if the model returns NaN."""
         import torch
 
         batch, height, width = images_BHW.shape
@@ -68,6 +69,8 @@ class PipelineInpainter:
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal ran
+            if ran == 0 and "latents" in tensors:
+                check_finite(pipe, tensors["latents"])
             ran += 1
             if self.on_step is not None:
                 self.on_step()
@@ -94,8 +97,7 @@ class PipelineInpainter:
                 f"(num_inference_steps={total}, strength={start:g}): its schedule counts differently"
             )
         restored_BHW = result.detach().to("cpu", torch.float32).mean(dim=1)
-        if not bool(torch.isfinite(restored_BHW).all()):
-            raise RuntimeError(f"{type(self.pipe).__name__} returned NaN or Inf: run the model in a wider dtype")
+        check_finite(self.pipe, restored_BHW)
         return restored_BHW.clamp(0, 1)
 
     def _generators(self, noise_keys: Sequence[int]) -> list[Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
+import struct
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,15 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff.files import irregular
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".nxs")
 TIFF_SUFFIXES = (".tif", ".tiff")
 SUPPORTED = "PNG (.png), TIFF (.tif, .tiff) and HDF5 (.h5, .hdf5, .hdf, .nxs, as file.h5:/dataset)"
+# Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
+WORKING_BYTES = 16
+PNG_CHANNELS = {0: 1, 2: 3, 3: 4, 4: 2, 6: 4}  # by colour type; a palette's images are read as RGBA
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
 
 
@@ -37,6 +44,15 @@ class RawVolume:
     dtype: np.dtype
     ndim: int
     reader: Callable[[int], np.ndarray]
+
+
+# Called with the numbers of slices and what is read: gives the same numbers, and may show how far it is.
+Progress = Callable[[range, str], Iterable[int]]
+
+
+def unwatched(numbers: range, what: str) -> Iterable[int]:
+    """The progress of what nobody watches."""
+    return numbers
 
 
 class _Messages(logging.Handler):
@@ -79,25 +95,58 @@ def split_hdf5(path: str) -> tuple[str, str | None]:
     return match["file"], match["dataset"] or None
 
 
-def open_volume(path: str) -> RawVolume:
+def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     """Open a PNG, TIFF or HDF5 file of slices; reads the header only (for PNG, which has no random access, the image).
 
-    Raises UserError for a missing, unreadable or unsupported file, and for anything that is not 2-D or 3-D grey data.
+    follow_links: read other files that an HDF5 file names.
+    Raises UserError for a missing, unreadable or unsupported file, for anything that is not 2-D or 3-D grey data, and
+    for slices that this machine's memory cannot hold.
     """
     file, dataset = split_hdf5(str(path))
-    location = Path(file)
-    if not location.exists():
-        raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})")
-    if location.is_dir():
-        raise UserError(f"{file}: is a directory; name the files in it, e.g. {location / '*.png'}")
-    suffix = location.suffix.lower()
+    _check_file(file)
+    suffix = Path(file).suffix.lower()
     if suffix == ".png":
         return _open_png(file)
     if suffix in TIFF_SUFFIXES:
         return _open_tiff(file)
     if suffix in HDF5_SUFFIXES:
-        return _open_hdf5(file, dataset)
+        from cocodiff_eval.hdf5 import open_hdf5
+
+        volume = open_hdf5(file, dataset, follow_links)
+        check_memory(volume.path, volume.shape[1:], volume.dtype.itemsize)
+        return volume
     raise UserError(f"{path}: the extension {suffix or '(none)'!r} is not supported; convert to {SUPPORTED}")
+
+
+def _check_file(file: str) -> None:
+    """Raises UserError for what is no regular file: opening a named pipe or a device may never return."""
+    try:
+        kind = irregular(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})") from None
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; check the path") from error
+    except ValueError as error:  # a null character
+        raise UserError(f"{file!r}: {error}; check the path") from error
+    if kind == "a directory":
+        raise UserError(f"{file}: is a directory; name the files in it, e.g. {Path(file) / '*.png'}")
+    if kind:
+        raise UserError(f"{file}: is {kind}; save its data as a regular file")
+
+
+def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int = WORKING_BYTES) -> None:
+    """Raises UserError where so many voxels fit in no memory of this machine: a header can claim any number of them.
+
+    itemsize: bytes of a voxel as it is stored; working: bytes of a voxel that work on it takes besides.
+    """
+    needed = math.prod(shape) * (itemsize + working)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(
+            f"{path}: claims {format_shape(shape)} voxels of {8 * itemsize} bit, which take {needed / 2**30:,.0f} GiB "
+            f"or more to work on, and this machine has {memory / 2**30:,.0f} GiB; if they are that many indeed, save "
+            "them as smaller slices"
+        )
 
 
 def as_volume_shape(shape: tuple[int, ...], path: str) -> tuple[int, int, int]:
@@ -125,7 +174,8 @@ def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
         raise UserError(f"{path}: a colour image whose channels differ; save it as grey (8 or 16 bit)")
     if image_YXC.shape[-1] in (2, 4):
         alpha_YX = image_YXC[..., -1]
-        if alpha_YX.size and alpha_YX.min() != np.iinfo(alpha_YX.dtype).max:
+        opaque = np.iinfo(alpha_YX.dtype).max if alpha_YX.dtype.kind in "ui" else 1.0
+        if alpha_YX.size and not bool((alpha_YX == opaque).all()):
             raise UserError(f"{path}: has transparent pixels; remove the alpha channel and save it as grey")
     return np.ascontiguousarray(first_YX)
 
@@ -133,13 +183,17 @@ def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
 def _read_png(file: str) -> np.ndarray:
     from PIL import Image
 
-    # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth (byte 24) tells before that happens.
-    with Path(file).open("rb") as stream:
-        header = stream.read(26)
     with quiet_libraries():
         try:
+            # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth tells before that happens.
+            with Path(file).open("rb") as stream:
+                header = stream.read(26)
+            depth = colour = 0
+            if header.startswith(PNG_SIGNATURE) and len(header) == 26:
+                width, height, depth, colour = struct.unpack(">IIBB", header[16:])
+                check_memory(file, (height, width), max(1, depth // 8) * PNG_CHANNELS.get(colour, 1))
             with Image.open(file, formats=["PNG"]) as image:
-                if len(header) == 26 and header[24] == 16 and header[25] != 0:
+                if depth == 16 and colour != 0:
                     raise UserError(f"{file}: a 16-bit colour PNG; save it as 16-bit grey")
                 if image.mode == "P":
                     return same_channels(np.asarray(image.convert("RGBA")), file)
@@ -195,6 +249,7 @@ def _open_tiff(file: str) -> RawVolume:
     if "S" in first.axes and (first.axes != "SYX" or len(series) > 1):
         if first.axes != "YXS" or len(series) > 1:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
+        check_memory(file, first.shape, dtype.itemsize)
         image_YX = same_channels(reader.whole(), file)
         return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX)
     shape = tuple(first.shape)
@@ -205,6 +260,9 @@ def _open_tiff(file: str) -> RawVolume:
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
         shape = tuple(side for side in shape if side > 1)
     volume_shape = as_volume_shape(shape, file)
+    check_memory(file, volume_shape[1:], dtype.itemsize)
+    if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
+        check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
     return RawVolume(file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape))
 
 
@@ -260,50 +318,3 @@ class _TiffReader:
             except Exception as error:
                 remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
                 raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
-
-
-def _list_datasets(h5: Any) -> str:
-    import h5py
-
-    found: list[str] = []
-
-    def visit(name: str, node: Any) -> None:
-        if isinstance(node, h5py.Dataset) and node.ndim in (2, 3):
-            found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
-
-    h5.visititems(visit)
-    if not found:
-        return "it holds no 2-D or 3-D dataset"
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return "it holds " + ", ".join(found[:8]) + more
-
-
-def _open_hdf5(file: str, dataset: str | None) -> RawVolume:
-    import h5py
-
-    try:
-        with h5py.File(file, "r") as h5:
-            if dataset is None:
-                raise UserError(f"{file}: name the dataset as {file}:/path; {_list_datasets(h5)}")
-            node = h5.get(dataset)
-            if not isinstance(node, h5py.Dataset):
-                what = "is a group" if node is not None else "is not there"
-                raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
-            shape, dtype = tuple(node.shape), node.dtype
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{file}: not a readable HDF5 file ({one_line(error)}); check it with h5ls") from error
-    volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
-
-    def read(index: int) -> np.ndarray:
-        # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
-        try:
-            with h5py.File(file, "r") as h5:
-                node = h5[dataset]
-                return np.asarray(node[index] if len(shape) == 3 else node[()])
-        except (OSError, RuntimeError, KeyError) as error:
-            raise UserError(
-                f"{file}:{dataset}: slice {index} cannot be read ({one_line(error)}); check the file with h5ls"
-            ) from error
-
-    name = f"{Path(file).stem}_{dataset.strip('/')}"
-    return RawVolume(f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), read)

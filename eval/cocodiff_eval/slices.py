@@ -65,12 +65,13 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def open_stack(path: str, name: str | None = None) -> Stack:
+def open_stack(path: str, name: str | None = None, follow_links: bool = False) -> Stack:
     """Open one slice or stack: PNG, TIFF, or HDF5 as `file.h5:/dataset`. Reads no voxels of a stack yet.
 
+    follow_links: read other files that an HDF5 file names.
     Raises UserError for what cannot be read and for data that is no grey image (complex, boolean, below 16 x 16).
     """
-    volume = open_volume(path)
+    volume = open_volume(path, follow_links)
     _check_dtype(volume)
     if min(volume.shape[1:]) < SMALLEST_SIDE:
         raise UserError(
@@ -82,18 +83,18 @@ def open_stack(path: str, name: str | None = None) -> Stack:
     return Stack(name or safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
 
 
-def open_stacks(paths: Sequence[str]) -> list[Stack]:
+def open_stacks(paths: Sequence[str], follow_links: bool = False) -> list[Stack]:
     """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
     if not paths:
         raise UserError("no input given; name at least one file: --input slice.tif")
-    stacks = [open_stack(path) for path in paths]
+    stacks = [open_stack(path, follow_links=follow_links) for path in paths]
     names = unique_names([stack.name for stack in stacks])
     return [replace(stack, name=name) for stack, name in zip(stacks, names, strict=True)]
 
 
-def open_truth(path: str, stack: Stack) -> Stack:
+def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
     """Open the known original of `stack`; it may have another dtype, never another shape (UserError)."""
-    truth = open_stack(path)
+    truth = open_stack(path, follow_links=follow_links)
     if truth.shape != stack.shape:
         raise UserError(
             f"{path}: the truth has shape {format_shape(truth.shape)} but {stack.path} has "

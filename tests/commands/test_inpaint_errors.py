@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import tifffile
 
 from cocodiff.cli import main
+from cocodiff.commands.inpaint import OPTIONS
 
 Check = Callable[..., str]
 
@@ -53,6 +55,35 @@ def test_hdf5_dataset_that_is_absent(refused: Check, tmp_path: Path) -> None:
     assert "/exchange/data" in refused(input=f"{tmp_path}/volume.h5:/exchange/dat")
 
 
+@pytest.mark.usefixtures("promptly")
+def test_what_is_no_file_is_refused_wherever_a_file_is_named(refused: Check, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tif")
+    for words in (("--mask",), ("--truth",), ("--config",), ("--machine",)):
+        suffix = ".tif" if words[0] in ("--mask", "--truth") else ".yaml"
+        pipe = tmp_path / f"pipe{suffix}"
+        if not pipe.exists():
+            os.mkfifo(pipe)
+        assert "pipe" in refused(*words, pipe)
+    assert "is a named pipe" in refused(input=tmp_path / "pipe.tif")
+    assert "is a named pipe" in refused("--config", tmp_path / "pipe.yaml")
+    assert "is a device" in refused("--config", "/dev/zero")
+    for name in ("x" * 5000, "nul\0"):
+        assert "check the path" in refused("--mask", name)
+        assert "check the path" in refused(input=f"{name}.tif")
+        assert "no such folder" in refused("--model", name)
+
+
+def test_a_name_of_several_lines_makes_one_line(refused: Check, tmp_path: Path) -> None:
+    assert "no such file" in refused(input=tmp_path / "a\nb.tif")
+
+
+def test_hdf5_that_names_another_file(refused: Check, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["data"] = h5py.ExternalLink("other.h5", "/data")
+    assert "--follow-links" in refused(input=f"{tmp_path}/in.h5:/data")
+    assert "in.h5" in refused("--follow-links", input=f"{tmp_path}/in.h5:/data")
+
+
 def test_mask_of_another_shape(refused: Check, tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "mask.tif", np.eye(64, dtype=np.uint8))
     line = refused("--mask", tmp_path / "mask.tif")
@@ -81,8 +112,19 @@ def test_unknown_names_come_with_a_suggestion(refused: Check, tmp_path: Path) ->
     assert "did you mean strength?" in refused("--config", tmp_path / "run.yaml")
 
 
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.default is not None])
+def test_a_key_without_a_value_is_not_given(refused: Check, tmp_path: Path, name: str) -> None:
+    """The run gets as far as with the key left away: to a mistake that is looked for after all options."""
+    (tmp_path / "run.yaml").write_text(f"{name}: null\n")
+    assert "--config" not in (line := refused("--config", tmp_path / "run.yaml", input=tmp_path / "absent.tif"))
+    assert "no such file" in line
+
+
 def test_values_out_of_range(refused: Check) -> None:
     assert "at least 1" in refused("--steps", "0")
+    assert "at most 1,000,000" in refused("--steps", str(2**64))
+    assert "give at least" in refused("--strength", "1e-300") and "give at least" in refused("--strength", "5e-324")
+    assert "steps" in refused("--steps", "9" * 5000)
     assert "not a number" in refused("--steps", "many")
     assert "above 0 and up to 1" in refused("--strength", "1.5")
     assert "timeout_s" in refused("--timeout-s", "-1")

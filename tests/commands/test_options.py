@@ -4,9 +4,12 @@ import pytest
 
 from cocodiff.commands.options import (
     MESH_OPTIONS,
+    MOST,
     RUN_OPTIONS,
     V_MAJOR_OPTIONS,
     Option,
+    check_counts,
+    check_strength,
     engine_settings,
     parse,
     preset_configs,
@@ -138,6 +141,12 @@ def test_a_settings_file_and_the_command_line_over_it(tmp_path):
         ("input: [a]\nexact: 3\n", ("exact: 3 is not of type bool",)),
         ("input: [1]\n", ("input: 1 is not of type str",)),
         ("input: [a]\nmask: centre\n", ("mask: 'centre', did you mean center?", "choose from block, center")),
+        ("input: [a]\nmask: [center]\n", ("mask: ['center'] is not of type str",)),
+        ("input: [a, null]\n", ("input: None is not of type str",)),
+        ("input: [a]\nsteps: &a [*a]\n", ("is not of type int",)),
+        (f"input: [a]\nsteps: {2**64}\n", ("steps: a number of more than 64 bits",)),
+        (f"input: [a]\nnoise_seed: 0x{'f' * 5000}\n", ("noise_seed: a number of more than 64 bits",)),
+        (f"input: [a]\nstrength: {10**400}\n", ("strength: a number of more than 64 bits",)),
         ("input: [a\n", ("not valid YAML",)),
         ("- input\n", ("no key: value pairs",)),
     ],
@@ -148,6 +157,38 @@ def test_mistakes_in_a_settings_file(tmp_path, text, parts):
     message = mistake("--config", str(path))
     for part in (*parts, "run.yaml"):
         assert part in message
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if not option.required])
+def test_a_key_without_a_value_is_not_given(tmp_path, name):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"input: [a.png]\n{name}: null\n")
+    assert parse("inpaint", "", OPTIONS, ("--config", str(path))) == values()
+    path.write_text("input: null\n")
+    assert "--input is missing" in mistake("--config", str(path))
+
+
+def test_numbers_have_bounds():
+    for name, most in MOST.items():
+        check_counts({name: most}, name)
+        check_counts({name: [1, None, most]}, name)
+        for value, said in ((0, "at least 1"), (most + 1, f"at most {most:,}"), (2**70, "more than 64 bits: at most")):
+            with pytest.raises(UserError, match=f"--{name} .*{said}"):
+                check_counts({name: value}, name)
+    check_strength(1.0, [MOST["steps"]])
+    check_strength(0.001, [50, 1000])
+    for strength in (0.0, -1.0, 1.1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="above 0 and up to 1"):
+            check_strength(strength, [50])
+    for strength in (1e-300, 5e-324, 1e-9):
+        with pytest.raises(UserError, match=r"50 steps .* a schedule of more than 1,000,000; give at least 5e-05"):
+            check_strength(strength, [20, 50])
+
+
+@pytest.mark.parametrize("word", ["\N{SUPERSCRIPT TWO}", "9" * 5000])
+def test_digits_that_are_no_number(word):
+    with pytest.raises(UserError, match="not a whole number"):
+        parse("inpaint", "", RUN_OPTIONS, ("--chunks", word))
 
 
 def test_run_options_become_the_engines_settings():

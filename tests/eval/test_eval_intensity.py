@@ -1,5 +1,7 @@
 """Ranges, filling, and that nothing under the mask reaches any output."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import tifffile
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.filling import fill_from_outside
-from cocodiff_eval.intensity import IntensityRange, check_finite, compose_native, intensity_range, prepare_slice
+from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, prepare_slice
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, halve_shape, upsample
 from cocodiff_eval.report import with_hole
@@ -88,7 +90,7 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
     volume = np.zeros((3, 20, 20), np.float32)
     volume[1, 9, 9] = np.nan
     stack = save(tmp_path / "a.tif", volume)
-    check_finite(stack, make_mask("center", stack))
+    intensity_range(stack, make_mask("center", stack))
     volume[1, 2, 3], volume[2, 0, 0] = np.inf, np.nan
     stack = save(tmp_path / "b.tif", volume)
     message = r"b\.tif: 2 NaN or Inf voxels outside the mask 'center', the first at slice 1, row 2, column 3; mask them"
@@ -96,7 +98,26 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
         intensity_range(stack, make_mask("center", stack))
     stack = save(tmp_path / "c.tif", np.full((20, 20), np.nan))
     with pytest.raises(UserError, match="the first at row 0, column 0"):
-        check_finite(stack, make_mask("center", stack))
+        intensity_range(stack, make_mask("center", stack))
+
+
+def test_a_stack_is_read_once_and_its_progress_told(tmp_path: Path) -> None:
+    read: list[int] = []
+    stack = save(tmp_path / "a.tif", np.ones((4, 20, 20), np.float32))
+    counted = replace(stack.volume, reader=lambda index: (read.append(index), stack.volume.reader(index))[1])
+    told: list[tuple[str, int]] = []
+
+    def progress(numbers: range, what: str) -> Iterator[int]:
+        for number in numbers:
+            told.append((what, number))
+            yield number
+
+    intensity_range(replace(stack, volume=counted), make_mask("center", stack), progress)
+    assert read == [0, 1, 2, 3] and told == [("reading a", number) for number in read]
+    told.clear()
+    save(tmp_path / "m.tif", np.eye(20, dtype=np.uint8)[None].repeat(4, 0))
+    make_mask(str(tmp_path / "m.tif"), stack, progress=progress)
+    assert told == [("reading m", number) for number in range(4)]
 
 
 def test_a_range_beyond_float64(tmp_path: Path) -> None:

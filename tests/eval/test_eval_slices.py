@@ -90,6 +90,74 @@ def test_kinds_of_tiff(tmp_path: Path, options: dict, shape: tuple[int, ...]) ->
     assert_holds(open_stack(str(tmp_path / "in.tif")), expected)
 
 
+@pytest.mark.parametrize("compression", ["lzw", "zstd", "packbits", "lzma"])
+@pytest.mark.parametrize("options", [{}, {"predictor": True}, {"tile": (16, 16), "predictor": True}])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_compressed_tiff(tmp_path: Path, compression: str, options: dict, dtype: str) -> None:
+    """LZW is what microscopes write."""
+    if compression == "packbits" and options:
+        options = {"tile": (16, 16)}
+    expected = voxels((3, 20, 33), dtype)
+    tifffile.imwrite(tmp_path / "in.tif", expected, photometric="minisblack", compression=compression, **options)
+    assert_holds(open_stack(str(tmp_path / "in.tif")), expected)
+
+
+def claiming(path: Path, rows: int, columns: int, compression: int = 1) -> str:
+    """A TIFF of a few bytes whose header claims an 8-bit image of a size."""
+    tags = {256: columns, 257: rows, 258: 8, 259: compression, 262: 1, 273: 150, 277: 1, 278: rows, 279: 1000}
+    header = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
+    path.write_bytes(
+        header + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()) + bytes(999)
+    )
+    return str(path)
+
+
+def claiming_png(path: Path, side: int) -> str:
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)))
+    return str(path)
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, 10**6])
+def test_more_voxels_than_memory_holds_are_refused_unread(tmp_path: Path, side: int) -> None:
+    paths = [claiming(tmp_path / f"{kind}.tif", side, side, kind) for kind in (1, 5, 8)]
+    paths.append(claiming_png(tmp_path / "a.png", side))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("one", (side, side), "f4", chunks=(64, 64))
+        file.create_dataset("many", (3, side, side), "f4", chunks=(1, 64, 64))
+    paths += [f"{tmp_path}/a.h5:/one", f"{tmp_path}/a.h5:/many"]
+    for path in paths:
+        with pytest.raises(UserError, match=rf"claims {side} x {side} voxels .* this machine has [0-9,]+ GiB"):
+            open_stack(path)
+
+
+def test_tiff_with_an_opaque_alpha_channel_in_floats(tmp_path: Path) -> None:
+    expected = np.random.default_rng(0).random((17, 23), dtype=np.float32)
+    image = np.repeat(expected[..., None], 4, axis=-1)
+    image[..., 3] = 1
+    tifffile.imwrite(tmp_path / "in.tif", image, photometric="rgb", extrasamples=["unassalpha"])
+    assert_holds(open_stack(str(tmp_path / "in.tif")), expected)
+    image[3, 4, 3] = 0.5
+    tifffile.imwrite(tmp_path / "in.tif", image, photometric="rgb", extrasamples=["unassalpha"])
+    with pytest.raises(UserError, match="has transparent pixels"):
+        open_stack(str(tmp_path / "in.tif"))
+
+
+@pytest.mark.usefixtures("promptly")
+@pytest.mark.parametrize("suffix", [".tif", ".png", ".h5"])
+def test_pipes_and_devices_are_never_opened(tmp_path: Path, suffix: str) -> None:
+    dataset = ":/data" if suffix == ".h5" else ""
+    os.mkfifo(tmp_path / f"pipe{suffix}")
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    (tmp_path / f"loop{suffix}").symlink_to(tmp_path / f"loop{suffix}")
+    for name, said in {"pipe": "is a named pipe", "zero": "is a device", "loop": "symbolic links"}.items():
+        with pytest.raises(UserError, match=said):
+            open_stack(f"{tmp_path}/{name}{suffix}{dataset}")
+    for name, said in {"x" * 300: "name too long", "nul\0": "null"}.items():
+        with pytest.raises(UserError, match=said):
+            open_stack(f"{tmp_path}/{name}{suffix}")
+
+
 def test_tiff_pages_written_one_by_one(tmp_path: Path) -> None:
     expected = voxels((3, 20, 33), "uint8")
     for page in expected:

@@ -1,0 +1,74 @@
+"""`cocodiff ... | head -1`: whoever stops reading sees no traceback, and a run's results are written all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import tifffile
+
+from cocodiff.cli import main
+from cocodiff.commands.terminal import progress_bar, reading_bar, say
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Output and errors go to a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    before = sys.stdout, sys.stderr
+    stream = os.fdopen(writer, "w", buffering=1)
+    sys.stdout = sys.stderr = stream
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        with suppress(BrokenPipeError):
+            stream.close()
+
+
+def test_what_is_printed_alone_ends_as_sigpipe_would_end_it() -> None:
+    for words in ([], ["--help"], ["--version"], ["inpaint"], ["inpaint", "--stepz", "3"]):
+        with unread():
+            code = main(words)
+        assert code == 128 + 13
+
+
+def test_lines_and_bars_are_lost() -> None:
+    with unread():
+        with progress_bar("steps", 3, True) as bar:
+            bar.update()
+        assert list(reading_bar(True)(range(3), "reading")) == [0, 1, 2]
+        for text in ("one", "two"):
+            say(text)
+
+
+def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).integers(0, 255, (40, 40), dtype=np.uint8))
+    out = tmp_path / "out"
+    with unread():
+        code = main(["inpaint", "--input", str(tmp_path / "scan.tif"), "--steps", "1", "--no-exact", "--out", str(out)])
+    assert code == 0
+    assert (out / "report.html").exists() and (out / "images" / "scan_block_tapa.tif").exists()
+
+
+def test_lines_to_a_full_disk_are_lost() -> None:
+    before = sys.stdout
+    with Path("/dev/full").open("w") as full:
+        sys.stdout = full
+        try:
+            say("one")
+            say("two")
+        finally:
+            sys.stdout = before
+
+
+def test_a_terminal_without_all_letters_shows_others() -> None:
+    words = [sys.executable, "-m", "cocodiff", "inpaint", "--input", "Zähne.tif"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 2 and "Z\\xe4hne.tif" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,242 @@
+"""Broken folders of models: a line that names the file or the part, exit 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import tiny_pipelines
+import torch
+from safetensors.torch import load_file, save_file
+
+from cocodiff.cli import main
+from cocodiff.commands.model_checks import check_sides
+from cocodiff.commands.model_shapes import load_shape
+from cocodiff.errors import UserError
+
+Break = Callable[[Path], Any]
+INDEX, TRANSFORMER, VAE, SCHEDULER = (
+    "model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json",
+)  # fmt: skip
+WEIGHTS = {part: f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "vae")}
+pytestmark = pytest.mark.usefixtures("promptly")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders without and with text encoders, and a slice."""
+    folder = tmp_path_factory.mktemp("sound")
+    tiny_pipelines.sd3_pipeline().save_pretrained(folder / "sd3")
+    tiny_pipelines.flux_pipeline().save_pretrained(folder / "flux")
+    tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text()).save_pretrained(folder / "encoders")
+    tifffile.imwrite(folder / "scan.tif", np.random.default_rng(0).integers(0, 60000, (40, 40), dtype=np.uint16))
+    return {path.stem: path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def refused(sound: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Breaks a copy of a sound folder, restores a slice with it and returns the one line that is said of it."""
+
+    def run(kind: str, *broken: Break) -> str:
+        shutil.copytree(sound[kind], tmp_path / "model")
+        for one in broken:
+            one(tmp_path / "model")
+        prompt = ["--prompt", "a tooth"] if kind == "encoders" else []
+        words = [
+            "--input",
+            sound["scan"],
+            "--model",
+            tmp_path / "model",
+            "--steps",
+            "1",
+            "--quiet",
+            "--no-exact",
+            *prompt,
+        ]
+        code = main(["inpaint", *map(str, words), "--out", str(tmp_path / "out")])
+        lines = capsys.readouterr().err.splitlines()
+        assert code == 2 and not (tmp_path / "out").exists(), lines
+        (line,) = lines
+        assert line.startswith("cocodiff: ")
+        return line.replace(str(tmp_path), "")
+
+    return run
+
+
+def text(name: str, content: str | bytes) -> Break:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def setting(name: str, key: str, value: Any) -> Break:
+    def change(folder: Path) -> None:
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {key: value}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHTS["transformer"]) -> Break:
+    def write(folder: Path) -> None:
+        held = load_file(folder / name)
+        change(held)
+        save_file(held, folder / name, {"format": "pt"})
+
+    return write
+
+
+def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None:
+    for kind, words in {"sd3": [], "flux": [], "encoders": ["--prompt", "a tooth"]}.items():
+        run = [
+            "inpaint",
+            "--input",
+            sound["scan"],
+            "--model",
+            sound[kind],
+            "--steps",
+            "1",
+            "--quiet",
+            "--no-exact",
+            *words,
+        ]
+        assert main([*map(str, run), "--out", str(tmp_path / kind)]) == 0
+
+
+@pytest.mark.parametrize("name", [INDEX, TRANSFORMER, VAE, SCHEDULER])
+@pytest.mark.parametrize("content", ["{", "[]", "null", '"a"', b"\xff\xfe", "[" * 10**5, '{"a": ' + "9" * 5000 + "}"])
+def test_files_that_are_no_json_object(refused: Callable[..., str], name: str, content: str | bytes) -> None:
+    assert f"model/{name}" in refused("sd3", text(name, content))
+
+
+@pytest.mark.parametrize("name", [INDEX, TRANSFORMER, VAE, SCHEDULER, *WEIGHTS.values()])
+def test_files_that_are_pipes_or_gone(refused: Callable[..., str], tmp_path: Path, name: str) -> None:
+    pipe = refused("sd3", lambda folder: (folder / name).unlink(), lambda folder: os.mkfifo(folder / name))
+    assert "named pipe" in pipe or f"no {name}" in pipe
+    shutil.rmtree(tmp_path / "model")
+    assert name.split("/")[0] in refused("sd3", lambda folder: (folder / name).unlink())
+
+
+@pytest.mark.parametrize(
+    "key", ["sample_size", "patch_size", "in_channels", "num_attention_heads", "joint_attention_dim"]
+)
+@pytest.mark.parametrize("value", [None, 0, -1, "x", [], 1.5, True, 10**9])
+def test_sizes_that_no_transformer_has(refused: Callable[..., str], key: str, value: Any) -> None:
+    assert f"{TRANSFORMER}: {key} is {value!r}: a whole number" in refused("sd3", setting(TRANSFORMER, key, value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "key", "value", "said"),
+    [
+        ("sd3", TRANSFORMER, "num_layers", 10**9, "at most 1000 layers"),
+        ("sd3", TRANSFORMER, "num_layers", "x", "cannot be loaded: TypeError"),
+        ("sd3", TRANSFORMER, "num_layers", 1, "cannot be loaded: Cannot load because transformer_blocks.0"),
+        ("flux", TRANSFORMER, "num_single_layers", 0, "its transformer has no place for single_transformer_blocks.0"),
+        ("flux", TRANSFORMER, "num_single_layers", 2, "weights of its transformer lack single_transformer_blocks.1"),
+        ("sd3", TRANSFORMER, "pos_embed_max_size", 4, "pos_embed_max_size is below the 8 tokens"),
+        ("sd3", TRANSFORMER, "pos_embed_max_size", 10**5, "pos_embed_max_size is larger than"),
+        ("sd3", TRANSFORMER, "sample_size", 1, "sample_size is below patch_size"),
+        ("flux", TRANSFORMER, "axes_dims_rope", [2, 2, 2], "even numbers are needed that add up"),
+        ("flux", TRANSFORMER, "axes_dims_rope", None, "even numbers are needed that add up"),
+        ("sd3", VAE, "scaling_factor", None, "scaling_factor of its vae is None"),
+        ("sd3", VAE, "shift_factor", "x", "shift_factor of its vae is 'x'"),
+        ("sd3", VAE, "layers_per_block", 10**9, "at most 1000 layers"),
+        ("sd3", VAE, "down_block_types", [], "lists of different lengths"),
+        ("sd3", SCHEDULER, "num_train_timesteps", 0, "num_train_timesteps is 0"),
+        ("sd3", SCHEDULER, "num_train_timesteps", 10**9, "num_train_timesteps is 1000000000"),
+        ("sd3", SCHEDULER, "shift", float("nan"), "its scheduler makes timesteps nan"),
+        ("sd3", SCHEDULER, "shift", None, "cannot be loaded: TypeError"),
+        ("sd3", SCHEDULER, "shift_terminal", "x", "its scheduler makes no timesteps"),
+        ("sd3", INDEX, "vae", None, "vae is None: a library and a class are needed"),
+        ("sd3", INDEX, "transformer", ["os", "system"], "only diffusers and transformers are trusted"),
+        ("sd3", INDEX, "_class_name", 3, "is a 3; known:"),
+        ("encoders", "text_encoder/config.json", "num_hidden_layers", 10**9, "at most 1000 layers"),
+        ("encoders", "text_encoder/config.json", "hidden_size", 7, "text_encoder cannot be loaded"),
+    ],
+)
+def test_settings_that_fit_nothing(
+    refused: Callable[..., str], kind: str, name: str, key: str, value: Any, said: str
+) -> None:
+    assert said in refused(kind, setting(name, key, value))
+
+
+@pytest.mark.parametrize("part", WEIGHTS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 8,
+        b"\xff" * 8 + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 8) + b'{"a": 3}',
+        b"x" * 5000,
+    ],
+)
+def test_weights_that_are_no_safetensors(refused: Callable[..., str], part: str, content: bytes) -> None:
+    line = refused("sd3", text(WEIGHTS[part], content))
+    assert f"/{WEIGHTS[part]}: not a readable safetensors file" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.pop("proj_out.weight"), "the weights of its transformer lack proj_out.weight"),
+        (lambda held: held.clear(), "the weights of its transformer lack"),
+        (lambda held: held.update(more=torch.zeros(2)), "has no place for more of its weights"),
+        (lambda held: held.update({"proj_out.bias": held["proj_out.bias"][:-1].clone()}), "proj_out.bias"),
+        (
+            lambda held: held["proj_out.bias"].fill_(torch.nan),
+            "weights of its transformer hold some, in proj_out.bias (torch.float32)",
+        ),
+        (
+            lambda held: held["proj_out.bias"].fill_(torch.inf),
+            "weights of its transformer hold some, in proj_out.bias (torch.float32)",
+        ),
+        (lambda held: [value.mul_(1e30) for value in held.values()], "NaN or Inf, though its weights are numbers"),
+        (lambda held: held.update({name: value > 0 for name, value in held.items()}), "weights of type BOOL"),
+    ],
+)
+def test_tensors_that_are_missing_odd_or_not_finite(
+    refused: Callable[..., str], change: Callable[[dict[str, torch.Tensor]], Any], said: str
+) -> None:
+    assert said in refused("sd3", tensors(change))
+
+
+def test_text_encoders_with_gaps(refused: Callable[..., str], tmp_path: Path) -> None:
+    weights = "text_encoder/model.safetensors"
+    for broken, said in (
+        (tensors(lambda held: held.pop(min(held)), weights), "the weights of its text_encoder lack"),
+        (tensors(lambda held: [value.fill_(torch.nan) for value in held.values()], weights), "text encoders give NaN"),
+        (lambda folder: [path.unlink() for path in (folder / "tokenizer_2").iterdir()], "tokenizer_2 has none of"),
+    ):
+        assert said in refused("encoders", broken)
+        shutil.rmtree(tmp_path / "model")
+
+
+def test_a_plan_of_a_broken_folder(tmp_path: Path, sound: dict[str, Path]) -> None:
+    shutil.copytree(sound["sd3"], tmp_path / "sd3")
+    for broken, said in (
+        (setting(TRANSFORMER, "num_layers", 10**9), "at most 1000 layers"),
+        (setting(TRANSFORMER, "dual_attention_layers", 3), "SD3Transformer2DModel cannot be made of it"),
+        (text(TRANSFORMER, "[]"), "holds no JSON object but list"),
+    ):
+        broken(tmp_path / "sd3")
+        with pytest.raises(UserError, match=said):
+            load_shape(str(tmp_path / "sd3"))
+        shutil.copy(sound["sd3"] / TRANSFORMER, tmp_path / "sd3" / TRANSFORMER)
+
+
+def test_sides_beyond_a_models_positions_and_any_memory() -> None:
+    sd3 = tiny_pipelines.sd3_pipeline()
+    check_sides(sd3, 96, 96, "m")
+    with pytest.raises(UserError, match="--width 100: model m makes images of at most 96 pixels a side"):
+        check_sides(sd3, 96, 100, "m")
+    with pytest.raises(UserError, match="--height 16777216 --width 65536: decoding takes 49152 GiB") as caught:
+        check_sides(tiny_pipelines.flux_pipeline(), 2**24, 2**16, "m")
+    assert "this machine has" in str(caught.value)
