@@ -156,8 +156,8 @@ class OutputFolder:
         """Raises UserError where one of the run's inputs is among the files that it would replace."""
         manifest = Manifest.read(self.final) if self._inside else None
         replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
-        for path in paths:
-            if Path(path.split(":/")[0]).resolve() in replaced:
+        for path in paths if replaced else ():
+            if "\0" not in path and Path(path.split(":/")[0]).resolve() in replaced:
                 raise UserError(f"{path} is among the results in --out {self._out}, which --overwrite would replace: "
                                 f"choose another folder")  # fmt: skip
 
