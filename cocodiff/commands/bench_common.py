@@ -56,7 +56,7 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
 
 def machine_settings(values: Values) -> Values:
     """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    return {name: values[name] for name in OF_MACHINE}
+    return {name: values[name] for name in OF_MACHINE if name in values}
 
 
 def meet(transport: Any) -> None:
