@@ -120,7 +120,7 @@ class Selection:
     """The rows that travel in one attention call, the same on every rank.
 
     layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
-    own        indices of this rank's rows in its flattened [B * L]
+    of_rank    of every rank, indices of its rows in its flattened [B * L]
     arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence
     """
 

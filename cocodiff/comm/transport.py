@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -259,7 +259,7 @@ class Lane:
             self._wake.release()
             return
         try:
-            with torch.no_grad(), self._health.blocking():
+            with self._health.blocking():
                 while not future.done():
                     self._run(self._jobs.popleft())
         finally:
@@ -268,14 +268,15 @@ class Lane:
     def _run(self, job: Job) -> None:
         try:
             job.submitted.wait()
-            # Tensors made in inference mode are changed in place in that mode alone, on whichever thread.
-            with torch.inference_mode() if job.inference else nullcontext():
+            # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that
+            # mode turns gradients on, so they are turned off inside.
+            with torch.inference_mode(job.inference), torch.no_grad():
                 job.future.set_result((job.work(), StreamMark(self._device)))
         except BaseException as error:
             job.future.set_exception(error)
 
     def _work(self) -> None:
-        with torch.no_grad(), lane_stream(self._device):
+        with lane_stream(self._device):
             while True:
                 self._wake.acquire()
                 with self._turn:

@@ -15,7 +15,7 @@ COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure: bench alltoall, bench attention, bench kernels, bench step, bench peers, bench memory",
+    "bench": "measure, as in bench step: alltoall, step, selection, attention, placement, kernels, memory, peers",
     "kernels": "the SYCL kernels: kernels build",
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: memory, bytes and time, without starting it",

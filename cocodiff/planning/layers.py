@@ -129,7 +129,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
             layer = PlannedLayer(case, kind, layout, slot, pricing)
             if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
                 layer.run(strategy)
-                strategy.prepare(layout, LazyQKV.text_first, torch.device("cpu"))
+                strategy.prepare(layout, layer.qkv().text_first, torch.device("cpu"))
             found = []
             transport.recorder.cut()
             for fraction in fractions:
@@ -174,6 +174,11 @@ class PlannedLayer:
         self._shape = (load.batch, layout.rows[slot], shape.heads, shape.head_dim)
 
     def run(self, strategy: Ulysses) -> None:
+        strategy.attend(self.qkv(), Site(self._kind.name))
+        if not self._kind.beside:
+            self._rest()
+
+    def qkv(self) -> LazyQKV:
         times, kind, load = self._times, self._kind, self._case.load
 
         def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
@@ -183,17 +188,14 @@ class PlannedLayer:
 
             return project
 
-        def rest() -> None:
-            self._pricing.compute(times.rest, LAUNCHES_REST)
-
         half = projected(times.project_qk / 2, LAUNCHES_QK // 2)
-        qkv = LazyQKV(
+        return LazyQKV(
             half, half, projected(times.project_v, LAUNCHES_V), load.image_tokens, kind.text_tokens,
-            self._case.shape.heads, meanwhile=rest if kind.beside else nothing,
+            self._case.shape.heads, meanwhile=self._rest if kind.beside else nothing,
         )  # fmt: skip
-        strategy.attend(qkv, Site(kind.name))
-        if not kind.beside:
-            rest()
+
+    def _rest(self) -> None:
+        self._pricing.compute(self._times.rest, LAUNCHES_REST)
 
 
 def at_fraction(values: Sequence[tuple[float | None, float]], fraction: float | None) -> float:

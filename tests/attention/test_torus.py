@@ -85,13 +85,14 @@ class Case:
 
 
 def attend(
-    case: Case, exchange: str, order=joint, chunks: int = 1, partial=partial_attention, nic_balance=True
+    case: Case, exchange: str, order=joint, chunks: int | None = 1, partial=partial_attention, nic_balance=True
 ) -> list:
-    """Every rank's output and bytes."""
+    """Every rank's output and bytes. chunks None: an exchange that knows nothing of chunks."""
 
     def work(transport):
         trace, table = Trace(transport.rank), TABLE if exchange == "auto" else None
-        ours = Exchange(exchange, case.topology, transport, trace, table, nic_balance, chunking=Chunking(chunks))
+        chunking = None if chunks is None else Chunking(chunks)
+        ours = Exchange(exchange, case.topology, transport, trace, table, nic_balance, chunking=chunking)
         strategy = Ulysses(case.topology, ours, trace, order, partial=partial)
         outputs = []
         for _ in range(2):  # a second call finds the lanes as the first left them
@@ -147,14 +148,13 @@ def test_where_receives_cannot_be_posted_ahead(exchange, monkeypatch):
     check(Case(topology_of("local", 7, 4), 23, 4, 9), exchange, joint, 3)
 
 
-def test_one_chunk_is_the_exchange_without_stages():
-    case = Case(topology_of("local", 4), 13, 3, 6)
-    for (ours, _, staged), (theirs, _, _) in zip(
-        attend(case, "tapa", chunks=1), attend(case, "tapa", chunks=1), strict=True
-    ):
-        assert staged is None and torch.equal(ours, theirs)
-    one_card = Case(topology_of("local", 2), 13, 3, 6)  # nothing to have in chunks
-    assert all(staged is None for _, _, staged in attend(one_card, "split", chunks=4))
+@pytest.mark.parametrize(("exchange", "ranks", "chunks"), [("tapa", 4, 1), ("split", 4, 1), ("split", 2, 4)])
+def test_one_chunk_is_the_exchange_without_stages(exchange, ranks, chunks):
+    """Two ranks are one card, which is a single chunk however many are wanted."""
+    case = Case(topology_of("local", ranks), 13, 3, 6)
+    one_chunk, plain = (attend(case, exchange, v_first, wanted) for wanted in (chunks, None))
+    for (ours, our_bytes, staged), (theirs, their_bytes, _) in zip(one_chunk, plain, strict=True):
+        assert staged is None and torch.equal(ours, theirs) and our_bytes == their_bytes
 
 
 def test_from_so_many_megabytes_on():

@@ -2,6 +2,8 @@
 
 import pytest
 
+from cocodiff.cli import main
+from cocodiff.commands.bench import KINDS
 from cocodiff.commands.options import (
     MESH_OPTIONS,
     MOST,
@@ -237,3 +239,9 @@ def test_a_ring_on_the_command_line_and_in_a_file(tmp_path):
         settings = engine_settings(parse("inpaint", "", every, words))
         assert (Config(**settings).ring, Config(**settings).placement) == (4, "usp")
     assert "'auto', 'topology', 'usp'" in mistake("--placement", "up", options=every)
+
+
+def test_help_names_every_benchmark(capsys):
+    assert main(["--help"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  bench "))
+    assert sorted(line.partition(": ")[2].split(", ")) == sorted(KINDS)

@@ -1,5 +1,8 @@
-"""Kernels compiled ahead of time by icpx, which is not here: a stand-in for it makes a library that hands out kernels
-of this process. What it is given to compile is compiled by the runtime's own compiler."""
+"""Kernels compiled ahead of time by icpx, which is not here: a stand-in takes its place where the process ends.
+
+Tested is what is ours: which words and which source icpx is given, that a device which is opened takes all kernels from
+the library that it left, or says why not, and that what is given compiles, by the runtime's own compiler. What icpx
+makes of it, and a GPU's code, are not."""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from cocodiff_sycl import SyclOps, Unavailable, build, build_ahead_of_time
-from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, kernel_options, kernel_source
+from cocodiff_sycl import library as opening
+from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, build_ahead, kernel_options, kernel_source
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import GPU_LANES, Library
 
@@ -22,14 +26,16 @@ from cocodiff.kernels import TorchOps, compile_ahead
 GPU = "intel_gpu_pvc"
 HANDS_OUT = """
 const char linked[] = "libsycl.so.{major}";
+int asked;
 void *cocodiff_ahead_kernel(void *queue, const char *name) {{
+  asked++;
   return ((void *(*)(void *, const char *)){function}ull)((void *){module}ull, name);
 }}
 """
 
 
 @pytest.fixture
-def icpx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def icpx(sycl_on_cpu: SyclOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts a stand-in on the path that compiles the C program it was made with, and a cache that is empty."""
 
     def make(program: str) -> None:
@@ -42,8 +48,10 @@ def icpx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         script.chmod(0o755)
         monkeypatch.setenv("PATH", str(script.parent), prepend=":")
-        monkeypatch.setattr(build, "runtime_and_folder", lambda: (find_runtime(), tmp_path))
-        monkeypatch.setattr(build, "host_library", lambda *_: None)
+        host = sycl_on_cpu.library.folder / "libcocodiff_sycl.so"  # loaded already
+        for module in (build, opening):
+            monkeypatch.setattr(module, "runtime_and_folder", lambda: (find_runtime(), tmp_path))
+            monkeypatch.setattr(module, "host_library", lambda *_: host)
 
     return make
 
@@ -55,24 +63,27 @@ def in_folder(library: Library, folder: Path, lanes: int) -> Library:
     return found
 
 
-def test_a_device_takes_the_kernels_that_icpx_made(sycl_on_cpu: SyclOps, icpx, tmp_path):
-    ours = sycl_on_cpu.library
-    function = ctypes.cast(ours._c.cocodiff_kernel, ctypes.c_void_p).value
-    icpx(HANDS_OUT.format(major=find_runtime().major, function=function, module=ours._module.value))
+def test_icpx_is_given_the_kernels_and_the_gpu(sycl_on_cpu: SyclOps, icpx, tmp_path):
+    icpx(f'const char linked[] = "libsycl.so.{find_runtime().major}";')
     path = build_ahead_of_time(GPU)
     assert path == ahead_library(tmp_path, GPU_LANES)
     words = (tmp_path / "words").read_text().splitlines()
     assert words[:-3] == [*AHEAD_OPTIONS, f"-fsycl-targets={GPU}"]
     assert Path(words[-3]).read_text() == ahead_source(GPU_LANES)
 
-    library = in_folder(ours, tmp_path, GPU_LANES)
-    module = library._ahead()
-    assert module is not None
-    library._module, library.lanes = module, ours.lanes
-    score_BN = torch.rand(2, 99)
-    found = SyclOps(library, sycl_on_cpu.device, lambda: None).select(score_BN, 30)
-    assert torch.equal(found, TorchOps().select(score_BN, 30))
-    assert in_folder(ours, tmp_path, 1)._ahead() is None, "kernels for other devices"
+
+def test_a_device_that_is_opened_takes_its_kernels_and_compiles_none(sycl_on_cpu: SyclOps, icpx, tmp_path):
+    ours = sycl_on_cpu.library
+    function = ctypes.cast(ours._c.cocodiff_kernel, ctypes.c_void_p).value
+    icpx(HANDS_OUT.format(major=find_runtime().major, function=function, module=ours._module.value))
+    path = build_ahead(GPU, ours.lanes)
+    opened = SyclOps(Library(None), sycl_on_cpu.device, lambda: None)
+    asked = ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "asked")
+    assert not [*tmp_path.glob("saved-*"), *tmp_path.glob("built-*")], "kernels were compiled"
+    before, score_BN = asked.value, torch.rand(2, 99)
+    assert torch.equal(opened.select(score_BN, 30), TorchOps().select(score_BN, 30))
+    assert asked.value > before, "kernels are not the library's"
+    assert in_folder(ours, tmp_path, ours.lanes + 1)._ahead() is None, "kernels for other devices"
 
 
 def test_kernels_for_another_device_are_left_alone(sycl_on_cpu: SyclOps, icpx, tmp_path, caplog):
