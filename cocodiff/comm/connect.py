@@ -161,8 +161,9 @@ def _on_one_host(launch: Launch, size: int) -> bool:
 
 
 def _reachable_host(one_host: bool) -> str:
-    """Where rank 0 can be reached: the launcher knows best; hosts of one name may not share a loopback."""
-    return "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
+    """Where rank 0 can be reached. The launcher knows best: ranks of one host may be in network namespaces of their own,
+    which share no loopback."""
+    return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
 
 
 def _listen(one_host: bool, size: int) -> socket.socket:
@@ -181,7 +182,8 @@ def _listen(one_host: bool, size: int) -> socket.socket:
 
 def _invitation(listener: socket.socket, one_host: bool) -> list[Any]:
     """Rank 0's word to the others: host and port of the watch, and the run's secret."""
-    return [_reachable_host(one_host), listener.getsockname()[1], secrets.token_hex(16)]
+    interface, port = listener.getsockname()
+    return [_reachable_host(one_host) if interface == "0.0.0.0" else interface, port, secrets.token_hex(16)]
 
 
 def _accepted(rank: int, size: int, word: list[Any], listener: socket.socket | None, store: Any) -> _Meeting:

@@ -148,3 +148,11 @@ def test_ranks_of_one_host_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MASTER_ADDR", "node0.cluster")
     assert connect._on_one_host(Launch("torchrun", 0, 2, 0, 2), 2)
     assert not connect._on_one_host(Launch("torchrun", 0, 4, 0, 2), 4)
+
+
+def test_ranks_meet_where_their_launcher_says_also_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be in network namespaces of their own, which share no loopback."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
+    with connect._listen(True, 2) as listener:
+        host, port, _ = connect._invitation(listener, True)
+        assert (host, port) == listener.getsockname() and host == "127.0.0.3"
