@@ -161,8 +161,8 @@ def _on_one_host(launch: Launch, size: int) -> bool:
 
 
 def _reachable_host(one_host: bool) -> str:
-    """Where rank 0 can be reached. The launcher knows best: ranks of one host may be in network namespaces of their own,
-    which share no loopback."""
+    """Where rank 0 can be reached. The launcher knows best: ranks of one host may be in network namespaces of their
+    own, which share no loopback."""
     return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
 
 
