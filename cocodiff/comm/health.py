@@ -176,6 +176,7 @@ class Watch:
         """Tells everybody that this rank is about to leave with an error; a user's mistake is one on every rank."""
         self._raised = True
         if self._lost is None:
+            self._lost = UserError(reason) if mistake else PeerLost(self.rank, f"failed: {reason}")
             self._tell(**({"mistake": reason} if mistake else {"lost": self.rank, "reason": f"failed: {reason}"}))
 
     def close(self) -> None:
