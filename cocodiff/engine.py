@@ -259,8 +259,7 @@ class Engine:
             self._check_memory(self.strategy, arguments["hidden_states"])
 
     def _compare_with_others(self, arguments: Arguments) -> None:
-        """Refuses a call whose inputs differ between ranks. The second call of a run tells who guides in two
-        calls, the third one what noise a scheduler drew even then."""
+        """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
         facts = {
             "settings": repr(self.config),
             "number of steps": self._steps(),
