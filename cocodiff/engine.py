@@ -51,7 +51,7 @@ from cocodiff.results import Results
 from cocodiff.topology import Machine, Topology
 from cocodiff.trace import Trace
 
-COMPARED_CALLS = 2  # at the start of each run
+COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 ORDERS = {"joint": joint, "v_first": v_first}
 
 
@@ -259,7 +259,7 @@ class Engine:
             self._check_memory(self.strategy, arguments["hidden_states"])
 
     def _compare_with_others(self, arguments: Arguments) -> None:
-        """Refuses a call whose inputs differ between ranks. The second call of a run tells who guides in two calls."""
+        """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
         facts = {
             "settings": repr(self.config),
             "number of steps": self._steps(),

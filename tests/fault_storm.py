@@ -156,10 +156,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     if chosen.launcher == "torchrun":  # the ranks are forked: what they import is imported once
+        import torch
         from tiny_models import sd3_transformer
 
         import cocodiff.engine  # noqa: F401
 
+        torch.set_num_threads(1)  # a pool of threads does not live on in a fork, which would wait for it
         sd3_transformer(4)
     chance = random.Random(chosen.seed)
     failed = [

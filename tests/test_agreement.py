@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
@@ -33,13 +34,14 @@ def refusals(call: Callable[[Any, bool], Any], pipe: Any, differing: int, **sett
     return run_ranks(SIZE, work, timeout_s=20.0)
 
 
-def painting(other: dict[str, Any], seed: int = 0) -> Callable[[Any, bool], Any]:
-    """A call of a FLUX.1 pipeline, with other arguments on the rank that differs."""
+def painting(other: dict[str, Any], seed: int = 0, branches: int = 1) -> Callable[[Any, bool], Any]:
+    """A call of a FLUX.1 pipeline, with other arguments on the rank that differs. branches: calls in a step."""
     arguments: dict[str, Any] = {
         "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1), "pooled_prompt_embeds": torch.zeros(1, 16),
         "negative_prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.2),
         "negative_pooled_prompt_embeds": torch.zeros(1, 16),
         "height": 32, "width": 32, "num_inference_steps": 3, "output_type": "pt",
+        "true_cfg_scale": 1.0 if branches == 1 else 3.0,
     }  # fmt: skip
 
     def call(pipe: Any, differs: bool) -> Any:
@@ -100,6 +102,15 @@ def test_every_argument_of_a_transformer_counts(family):
     for name in inputs:
         for said in refusals(lambda own, differs, name=name: call(own, differs, name), model, differing=2):
             assert f"ranks (2) call the transformer with another {name} than" in said
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_noise_that_schedulers_draw_is_compared(branches):
+    """From global generators, which ranks do not seed alike by themselves (here they draw from one in turns)."""
+    pipe = PIPELINES["flux"](heads=12)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    for said in refusals(painting({}, branches=branches), pipe, differing=1):
+        assert "call the transformer with another hidden_states than the rest" in said
 
 
 def test_later_runs_are_compared_as_well():

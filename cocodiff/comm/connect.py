@@ -12,6 +12,8 @@ import logging
 import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import LAST_WORDS_S, Launch
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.mpi import MpiTransport, initialised_mpi
 from cocodiff.comm.presence import Presence, limited_start
@@ -221,15 +223,22 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
 
 
 def _finish_mpi(health: Alone | Watch, limit_s: float) -> None:
+    """At the end of the process: no rank waits in MPI_Finalize for one that will not come, nor keeps others waiting."""
     from mpi4py import MPI
 
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    uncaught = getattr(sys, "last_value", None)  # Python's own note of an exception that ended the program
+    if uncaught is not None:
+        health.fail(f"{type(uncaught).__name__}: {uncaught}")  # nobody else has, where it was outside a `with` block
     try:
         health.check()
     except Exception:
-        os._exit(1)  # MPI_Finalize would wait for the lost rank
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
-        with Path(os.devnull).open("w") as nowhere:
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
-            MPI.Finalize()
-            faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        time.sleep(LAST_WORDS_S)
+        os._exit(1)
+    # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
+    with Path(os.devnull).open("w") as nowhere:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
+        MPI.Finalize()
+        faulthandler.cancel_dump_traceback_later()

@@ -82,7 +82,7 @@ class Watch:
         self._lines: dict[int, Line] = {}
         self._left: set[int] = set()  # ranks that said goodbye
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._ended = False
         self._agreed = False
         self._beat_s = min(5.0, limits.timeout_s / 4)
         self._actions = list(on_loss)
@@ -156,7 +156,7 @@ class Watch:
             yield  # the main thread hears of the loss itself
             return
         before = self._own.blocked_since  # a wait may run another one's job, which waits in turn
-        self._own.blocked_since = time.monotonic() if before is None else before
+        self._own.blocked_since = self._own.now() if before is None else before
         try:
             yield
         finally:
@@ -176,6 +176,7 @@ class Watch:
         """Tells everybody that this rank is about to leave with an error; a user's mistake is one on every rank."""
         self._raised = True
         if self._lost is None:
+            self._lost = UserError(reason) if mistake else PeerLost(self.rank, f"failed: {reason}")
             self._tell(**({"mistake": reason} if mistake else {"lost": self.rank, "reason": f"failed: {reason}"}))
 
     def close(self) -> None:
@@ -189,6 +190,7 @@ class Watch:
                 self._changed.wait_for(
                     lambda: self._lost is not None or len(self._left) == self.size - 1, timeout=self.limits.timeout_s
                 )
+        self._ended = True
         for line in list(self._lines.values()):
             line.socket.close()
 
@@ -284,33 +286,37 @@ class Watch:
 
     def _listen(self, selector: selectors.BaseSelector, admission: Admission | None) -> None:
         last_round = time.monotonic()
-        while selector.get_map() and (self.rank == 0 or not self._closing):
-            try:
-                events = selector.select(timeout=ROUND_S)
-            except (OSError, ValueError):
-                return  # closed under us at the end of the run
-            last_round = self._forgive_own_sleep(last_round)
-            for key, _ in events:
-                if admission is not None and admission.handles(key):
-                    for rank, line in admission.progress(key):
-                        self._admit(rank, line, selector, admission)
-                elif key.data in self._lines:
-                    self._hear_all(key.data, self._lines[key.data].receive(), selector)
-            if admission is not None:
-                admission.expire()
-                if not admission.missing or self._lost is not None:
-                    admission.close()
-                    admission = None
-            self._check_silence(selector)
-            self._check_progress()
+        with selector:
+            while selector.get_map() and not self._ended:
+                try:
+                    events = selector.select(timeout=ROUND_S)
+                except (OSError, ValueError):
+                    return  # closed under us at the end of the run
+                last_round = self._forgive_own_sleep(last_round)
+                for key, _ in events:
+                    if admission is not None and admission.handles(key):
+                        for rank, line in admission.progress(key):
+                            self._admit(rank, line, selector, admission)
+                    elif key.data in self._lines:
+                        self._hear_all(key.data, self._lines[key.data].receive(), selector)
+                if admission is not None:
+                    admission.expire()
+                    if not admission.missing or self._lost is not None:
+                        admission.close()
+                        admission = None
+                self._check_silence(selector)
+                self._check_progress()
 
     def _forgive_own_sleep(self, last_round: float) -> float:
-        """Where this process itself was stopped (Ctrl-Z, a debugger), the others' silence in that time says nothing."""
+        """Where this process itself was stopped (Ctrl-Z, a debugger), the others' silence in that time says nothing,
+        nor does anybody's wait."""
         now = time.monotonic()
         asleep_s = now - last_round - ROUND_S
-        if asleep_s > 1.0:
+        if asleep_s > min(1.0, self.limits.timeout_s / 2):
             for line in self._lines.values():
                 line.heard += asleep_s
+            self._own.asleep_s += asleep_s
+            self._peers.forgive(asleep_s)
         return now
 
     def _hear_all(self, rank: int, messages: list[dict[str, Any]] | None, selector: selectors.BaseSelector) -> None:

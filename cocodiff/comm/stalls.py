@@ -37,27 +37,32 @@ class OwnProgress:
 
     calls: int = 0
     at: str = "the start"
-    blocked_since: float | None = None  # in a library that cannot be interrupted
+    blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
+    asleep_s: float = 0.0  # for how long this process has been stopped in all
     _changed: float = field(default_factory=time.monotonic)
     _waits_since: float = 0.0
     _noted: float = 0.0
 
+    def now(self) -> float:
+        """A clock that stands while this process is stopped."""
+        return time.monotonic() - self.asleep_s
+
     def arrive(self, at: str) -> None:
-        self.calls, self.at, self._changed, self._noted = self.calls + 1, at, time.monotonic(), 0.0
+        self.calls, self.at, self._changed, self._noted = self.calls + 1, at, self.now(), 0.0
 
     def still_waiting(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        now = time.monotonic()
+        now = self.now()
         if now - self._noted > RECENT_S:
             self._waits_since = now
         self._noted = now
 
     def seen(self, left: bool = False) -> Progress:
         """Where this rank is now."""
-        now, waits_s = time.monotonic(), 0.0
-        if self.blocked_since is not None:
-            waits_s = now - self.blocked_since
+        now, waits_s, blocked_since = self.now(), 0.0, self.blocked_since
+        if blocked_since is not None:
+            waits_s = now - blocked_since
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
         return Progress(self.calls, self.at, waits_s, now - self._changed, left)
@@ -74,6 +79,10 @@ class ProgressOfPeers:
         known = self._last.get(rank)
         changed = known[1] if known is not None and known[0].calls == calls else now
         self._last[rank] = Progress(calls, str(message["at"]), float(message["waits_s"])), changed
+
+    def forgive(self, asleep_s: float) -> None:
+        """The ranks' time stood while this process was stopped."""
+        self._last = {rank: (one, changed + asleep_s) for rank, (one, changed) in self._last.items()}
 
     def seen(self, left: set[int]) -> dict[int, Progress]:
         now = time.monotonic()

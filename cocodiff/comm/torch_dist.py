@@ -19,6 +19,7 @@ CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
 NEVER = datetime.timedelta(days=7)
 _gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
+_users: list[TorchDistTransport] = []  # of the default process group, where one of them started it
 
 
 def new_group(ranks: tuple[int, ...]) -> Any:
@@ -100,13 +101,15 @@ class TorchDistGroup(PeerGroup):
 
 
 class TorchDistTransport(LaneOwner):
-    """A process group, found initialised or initialised here; only the latter is destroyed by `close`."""
+    """A process group, found initialised or initialised here; only the latter is destroyed, when the last transport
+    over it is closed."""
 
     def __init__(self, device: torch.device, health: Health, owns_process_group: bool) -> None:
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = dist.get_backend()
-        self._owned = owns_process_group
+        if owns_process_group or _users:
+            _users.append(self)
         self._groups: list[Any] = []
 
     def group(self, ranks: Sequence[int]) -> TorchDistGroup:
@@ -141,12 +144,15 @@ class TorchDistTransport(LaneOwner):
         return self.blocking(broadcast, "broadcast_object")
 
     def _release(self) -> None:
+        is_last = _users == [self]
+        if self in _users:
+            _users.remove(self)
         for process_group in self._groups:
             if not isinstance(process_group, dist.ProcessGroup):  # torch.distributed knows nothing of it
                 process_group.shutdown()
-            elif not self._owned:
+            elif not is_last:
                 dist.destroy_process_group(process_group)
-        if self._owned:
+        if is_last:
             dist.destroy_process_group()
 
 

@@ -21,8 +21,10 @@ def job_folder() -> Iterator[Path]:
     """A new folder for a job of this process and those it forks. Removes what killed jobs have left."""
     _clear_ended_jobs(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    with (folder / OWNER).open("w") as owner:
+    pending = folder / f".{OWNER}"
+    with pending.open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
+        pending.rename(folder / OWNER)  # locked before it has that name: another start would take it for a dead job's
         try:
             yield folder
         finally:

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
 from cocodiff.commands.job_folder import job_folder
 from cocodiff.config import Config
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
-LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 Work = Callable[[Any], None]  # called with the rank's transport
 
 

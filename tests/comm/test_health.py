@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,13 +231,12 @@ def lost_while_waiting(watch: Watch, within_s: float = 20.0) -> BaseException:
 
 
 def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
-    """After Ctrl-Z and fg all heartbeats are late, for no rank sent any."""
-    watches = open_all(range(2), 2, timeout_s=1.0)
-    later = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: later() + 100.0)
-    time.sleep(1.0)
-    for watch in watches:
-        watch.check()
+    """After Ctrl-Z and fg all heartbeats are late, for no rank sent any, and all waits have been long."""
+    watches = open_all(range(2), 2, timeout_s=1.0, stall_s=50.0)
+    with watches[0].blocking(), watches[1].blocking():
+        later = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: later() + 100.0)
+        check_for_a_second(watches)
     close_all(watches)
 
 
@@ -252,6 +252,33 @@ def test_a_busy_rank_is_not_lost():
 def close_all(watches: list[Watch]) -> None:
     with ThreadPoolExecutor(len(watches)) as pool:
         list(pool.map(Watch.close, watches))
+
+
+def test_a_short_stop_is_no_silence_either(monkeypatch):
+    """Of less than a second, where the timeout is shorter still."""
+    watches = open_all(range(2), 2, timeout_s=0.9)
+    later = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: later() + 0.95)
+    check_for_a_second(watches)
+    close_all(watches)
+
+
+def check_for_a_second(watches: list[Watch]) -> None:
+    """Often: ranks in a blocking wait end half a second after a loss."""
+    for _ in range(20):
+        time.sleep(0.05)
+        for watch in watches:
+            watch.check()
+
+
+def test_clean_close_leaves_no_thread():
+    before = set(threading.enumerate())
+    watches = open_all(range(4), 4, timeout_s=2.0)
+    own = set(threading.enumerate()) - before
+    close_all(watches)
+    for one in own:
+        one.join(timeout=5.0)
+    assert len(own) == 8 and not any(one.is_alive() for one in own)
 
 
 def test_clean_close_raises_nothing():

@@ -29,7 +29,25 @@ def work(fault: str, transport: Any) -> None:
         time.sleep(0.05)
 
 
+def run_script(fault: str, transport_name: str) -> None:
+    """As a user's own script, whose exceptions nobody catches."""
+    from cocodiff.engine import open_transport
+
+    transport = open_transport(Config(transport=transport_name))
+    transport.broadcast_object("met")
+    if transport.rank == 0:
+        if fault == "exit":  # out of an engine's block
+            transport.health.fail("SystemExit: 3")
+            sys.exit(3)
+        raise RuntimeError("the disk is on fire")
+    print("said before")
+    while True:
+        transport.broadcast_object("more")
+
+
 def main() -> int:
+    if sys.argv[1] in ("uncaught", "exit"):
+        run_script(sys.argv[1], sys.argv[2])
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
     launch = detect()
     presence = Presence.of_job(launch)

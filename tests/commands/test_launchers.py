@@ -67,7 +67,7 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     found = of_ranks[0]
     assert sum(found["once"].values()) > 0
     assert found["twice"] == found["inside"] == {link: 2 * sent for link, sent in found["once"].items()}
-    assert found["images"][0] == found["images"][1] and found["drift"] == []
+    assert all(image == found["images"][0] for image in found["images"]) and found["drift"] == []
 
 
 def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_path: Path) -> None:
@@ -94,6 +94,17 @@ def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 left the run") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("uncaught", "RuntimeError: the disk is on fire"), ("exit", "SystemExit: 3")]
+)
+def test_a_script_that_ends_on_one_rank_ends_on_all(fault: str, error: str) -> None:
+    """At once, not when `timeout_s` of five minutes is over; and what others have printed is there."""
+    done = mpiexec(RANKS, FAULTY, fault, "mpi", timeout_s=100)
+    assert done.returncode != 0
+    assert done.stderr.count(f"PeerLost: rank 0 failed: {error}") == RANKS - 1, done.stderr
+    assert done.stdout.count("said before") == RANKS - 1
 
 
 def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
