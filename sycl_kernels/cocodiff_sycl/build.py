@@ -127,10 +127,9 @@ def ahead_source(lanes: int) -> str:
 
 def _compile(runtime: Runtime, target: Path) -> None:
     fresh = target.with_suffix(f".{os.getpid()}")
-    where = runtime.library.parent
     command = [
         find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / "host.cpp"), "-o", str(fresh),
-        str(runtime.library), "-ldl", f"-Wl,-rpath,{where}",
+        str(runtime.library), "-ldl",
     ]  # fmt: skip
     _run(command, "the SYCL host library")
     fresh.replace(target)

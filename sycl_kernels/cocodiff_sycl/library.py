@@ -10,7 +10,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
 from cocodiff_sycl.build import ahead_library, host_library, kernel_options, kernel_source, lock, runtime_and_folder
-from cocodiff_sycl.find import Runtime, Unavailable, cache_share
+from cocodiff_sycl.find import Runtime, Unavailable, cache_share, loaded_major
 from cocodiff_sycl.kept import Kept
 from cocodiff_sycl.layouts import look_of, numbers_of
 
@@ -36,7 +36,7 @@ class Library:
         self.folder = folder
         threads = _prepare(runtime, folder)
         host = host_library(runtime, folder)
-        self._c, self.look = _bind(host), look_of(host)
+        self._c, self.look = _bind(host, runtime), look_of(host)
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
@@ -184,8 +184,11 @@ def _prepare(runtime: Runtime, folder: Path) -> int:
     return int(said) if said.isdecimal() and int(said) else torch.get_num_threads()
 
 
-def _bind(path: Path) -> ctypes.CDLL:
+def _bind(path: Path, runtime: Runtime) -> ctypes.CDLL:
     try:
+        if loaded_major() is None:
+            # This environment's libsycl: the library may have been built in another one, which is gone.
+            ctypes.CDLL(str(runtime.library))
         c = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"the SYCL host library does not load: {error}") from error

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from cocodiff_sycl import SyclOps
-from cocodiff_sycl.build import runtime_and_folder
+from cocodiff_sycl.build import host_library, runtime_and_folder
 from cocodiff_sycl.find import Unavailable
 from cocodiff_sycl.kept import Kept
 from cocodiff_sycl.library import Library
@@ -69,3 +69,9 @@ def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl: SyclOps,
         buffer = torch.zeros(6)
         ops.pack([[torch.arange(6.0)]], [buffer])
         assert buffer.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_library_outlives_the_environment_that_built_it(sycl_on_cpu, tmp_path):
+    """It is kept beside the user's other caches, and another environment's libsycl serves it as well."""
+    runtime, _ = runtime_and_folder()
+    assert str(runtime.library.parent).encode() not in host_library(runtime, tmp_path).read_bytes()
