@@ -104,6 +104,8 @@ def fault(number: int, signal_name: str, launcher: str, transport: str, chance: 
             deadline = time.monotonic() + 120
             while len(pids := {int(p.name[4:]): p.read_text() for p in folder.glob("pid.*")}) < RANKS:
                 if time.monotonic() > deadline:
+                    logs = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("[le]*")))
+                    print(f"{number} {VARIANTS[variant]}: only ranks {sorted(pids)} began: {logs}", flush=True)
                     return "the ranks never began"
                 time.sleep(0.05)
             ranks = {rank: int(pid) for rank, pid in pids.items()}

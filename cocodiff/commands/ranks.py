@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,7 @@ def _attend_children(
         if pid in given_up:
             ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped_s - GRACE_S:g} s")
         else:
-            ends[rank] = End("stuck", f"rank {rank} did not stop") if ended_by_us else _child_end(rank, status, folder)
+            ends[rank] = _ended_by_us(rank, folder) if ended_by_us else _child_end(rank, status, folder)
         if ends[rank].code and deadline is None:
             deadline = time.monotonic() + GRACE_S
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
@@ -295,6 +296,15 @@ def _attend_children(
 def _signal_all(children: dict[int, int], number: signal.Signals) -> None:
     for pid in children:
         os.kill(pid, number)
+
+
+def _ended_by_us(rank: int, folder: Path) -> End:
+    """Of a rank that had not stopped in time: what it has said itself by then, as on a machine that is busy."""
+    record = folder / f"rank{rank}.end"
+    if record.exists():
+        with suppress(ValueError, TypeError):
+            return End(**json.loads(record.read_text()))
+    return End("stuck", f"rank {rank} did not stop")
 
 
 def _child_end(rank: int, status: int, folder: Path) -> End:
@@ -323,7 +333,8 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     sys.stderr.write(end.trace)
     named_there = end.kind in ("killed", "stopped", "lost", "stuck")
     message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
-    named = sum(other.kind == "lost" for other in bad.values())
+    # The lost rank itself may have heard of it as well.
+    named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
     print(
         f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}",
         file=sys.stderr,
