@@ -13,7 +13,7 @@ import yaml
 
 from cocodiff.errors import UserError
 from cocodiff.files import read_text
-from cocodiff.topology import Device, Links, Machine
+from cocodiff.topology.machine import Device, Links, Machine
 
 T = TypeVar("T")
 EXCHANGES = ("flat", "tapa", "split", "auto")

@@ -47,8 +47,10 @@ def _more_devices(name: str) -> str:
     if name != "xpu":
         return remedy
     told = [f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ]
-    return (f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
-            f"gpu_tile_compact.sh (now {', '.join(told) or 'neither is set'})")  # fmt: skip
+    return (
+        f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
+        f"gpu_tile_compact.sh (now {', '.join(told) or 'neither is set'})"
+    )
 
 
 def import_ipex() -> bool:

@@ -8,9 +8,8 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -18,47 +17,40 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.agreement import check_agreement
-from cocodiff.attention.choice import Chunking, ExchangeTable
-from cocodiff.attention.chunks import sequence_of
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import share_image, share_text, slices
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import Work, choose
-from cocodiff.attention.ring import Ring
-from cocodiff.attention.selection import Schedule
-from cocodiff.attention.softmax_merge import partial_attention
+from cocodiff.assemble import build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.torus import LocalPart
-from cocodiff.attention.ulysses import Local, Ulysses, joint
-from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Ranks, Transport
-from cocodiff.config import Config, load_chunk_table, load_exchange_table, load_machine
+from cocodiff.comm.transport import Transport
+from cocodiff.config import Config, load_machine
 from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.memory import Load, check_fits, family_of, shape_of_config, size_run
 from cocodiff.models import adapter_for
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
+from cocodiff.planning.memory import Load, check_fits, family_of, shape_of_config, size_run
+from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
-from cocodiff.topology import Machine, Topology
+from cocodiff.topology.layout import share_image, share_text, slices
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
-ORDERS = {"joint": joint, "v_first": v_first}
 
 
 def parallelize(
-    target: Any, preset: str = "tapa", *, config: Config | None = None, transport: Transport | None = None,
+    target: Any,
+    preset: str = "tapa",
+    *,
+    config: Config | None = None,
+    transport: Transport | None = None,
     **overrides: Any,
-) -> Engine:  # fmt: skip
+) -> Engine:
     """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
 
     preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
@@ -81,39 +73,6 @@ def open_transport(
     alike = {name: str(value) for name, value in vars(config).items()}
     limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
     return connect(launch, config.transport, device, alike | (settings or {}), limits, on_loss)
-
-
-def build_strategy(
-    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, now: Callable[[], Moment],
-    local: Local | None = None, part: LocalPart = partial_attention,
-) -> Ulysses:  # fmt: skip
-    """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
-    group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
-    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
-    order, exchange, ring = ORDERS[config.order], None, None
-    group, slot = mesh.seat(transport.rank)
-    topology, ranks = mesh.parts[group], mesh.groups[group]
-    members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
-    chunked = chunking(config, topology)
-    if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
-        sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
-        ring = Ring(mesh, transport, trace, kernels, part, sequences)
-    if mesh.ulysses > 1:
-        table = exchange_table(config, mesh.topology)
-        exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
-    if config.selection == "full":
-        return Ulysses(topology, exchange, trace, order, local, part, ring)
-    return VMajor(
-        topology, exchange, trace, order, transport=members, schedule=schedule_of(config), scoring=config.scoring,
-        reference=config.reference, now=now, ring=ring,
-    )  # fmt: skip
-
-
-def schedule_of(config: Config) -> Schedule:
-    """V-Major's schedule by the settings."""
-    return Schedule(
-        config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval
-    )  # fmt: skip
 
 
 class RankShard:
@@ -352,47 +311,6 @@ class Engine:
         gathered = self.transport.gather_object(self._own_results())
         results: Results = self.transport.broadcast_object(Results.merged(gathered) if gathered else None)
         return results
-
-
-def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
-    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
-
-    Raises UserError for a ring that ranks and heads do not allow."""
-    work = replace(work, chunking=predicted_chunking(config))
-    return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
-
-
-def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
-    """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
-    if config.exchange != "auto":
-        return None
-    rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
-    return ExchangeTable(tuple(rows))
-
-
-def chunking(config: Config, topology: Topology) -> Chunking:
-    """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
-    many nodes of a machine as were not measured."""
-    return chunking_on(config, topology.machine, topology.nodes)
-
-
-def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
-    if config.chunks == "auto":
-        return Chunking(*load_chunk_table(machine.name, nodes))
-    return Chunking(int(config.chunks))
-
-
-def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
-    """`chunking` for predictions, which look at meshes that nobody takes: without chunks where none were measured."""
-
-    @cache
-    def on_nodes(machine: Machine, nodes: int) -> Chunking:
-        try:
-            return chunking_on(config, machine, nodes)
-        except UserError:
-            return Chunking()
-
-    return lambda part: on_nodes(part.machine, part.nodes)
 
 
 def _ranks_per_node() -> int | None:

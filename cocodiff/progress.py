@@ -38,9 +38,7 @@ class StepCounter:
         """The next call begins a run, whatever it looks like."""
         self._begins = True
 
-    def call(
-        self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None
-    ) -> None:  # fmt: skip
+    def call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None) -> None:
         """timestep: of the call, of any shape; its first element counts. sample, text: what is denoised, and the
         prompt's embeddings, of any shape. scheduler: the pipeline's; None for a bare transformer."""
         schedule, index = getattr(scheduler, "timesteps", None), getattr(scheduler, "step_index", None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cocodiff.attention.drift import merge_drift
+from cocodiff.attention.v_major.drift import merge_drift
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,13 @@ class Trace:
     def record(self) -> dict[str, Any]:
         """Everything as plain data, to be gathered from other ranks."""
         with self._lock:
-            return {"rank": self.rank, "spans": list(self.spans), "dropped": self.dropped, "bytes": dict(self._bytes),
-                    "kernels": dict(self._kernels)}  # fmt: skip
+            return {
+                "rank": self.rank,
+                "spans": list(self.spans),
+                "dropped": self.dropped,
+                "bytes": dict(self._bytes),
+                "kernels": dict(self._kernels),
+            }
 
 
 class _Running:

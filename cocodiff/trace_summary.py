@@ -76,10 +76,17 @@ def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> At
         return total_ns / calls / 1e9
 
     return AttentionTimes(
-        mode, layer, calls, mean_s(project_v), mean_s(project_qk),
-        mean_s(v_phase1) if phase1 else None, mean_s(v_phase1 - v_phase1_exposed) if phase1 else None,
-        mean_s(communication), mean_s(exposed), mean_s(communication - exposed),
-    )  # fmt: skip
+        mode,
+        layer,
+        calls,
+        mean_s(project_v),
+        mean_s(project_qk),
+        mean_s(v_phase1) if phase1 else None,
+        mean_s(v_phase1 - v_phase1_exposed) if phase1 else None,
+        mean_s(communication),
+        mean_s(exposed),
+        mean_s(communication - exposed),
+    )
 
 
 def by_time(spans: Iterable[Span]) -> list[Span]:

@@ -26,9 +26,15 @@ RANKS = 4
 TIMEOUT_S = 4.0
 LIMIT_S = 9.0
 VARIANTS = [
-    {"name": "flat"}, {"name": "tapa"}, {"name": "v_first"}, {"name": "split"}, {"name": "cocodiff"},
-    {"name": "cocodiff+"}, {"name": "tapa", "chunks": 2}, {"name": "tapa", "ring": 2},
-]  # fmt: skip
+    {"name": "flat"},
+    {"name": "tapa"},
+    {"name": "v_first"},
+    {"name": "split"},
+    {"name": "cocodiff"},
+    {"name": "cocodiff+"},
+    {"name": "tapa", "chunks": 2},
+    {"name": "tapa", "ring": 2},
+]
 
 
 def run_rank(rank: int, variant: int, transport: str, folder: Path) -> None:
@@ -167,9 +173,10 @@ def main() -> int:
         sd3_transformer(4)
     chance = random.Random(chosen.seed)
     failed = [
-        number for number in range(chosen.faults)
+        number
+        for number in range(chosen.faults)
         if fault(number, chosen.signal, chosen.launcher, chosen.transport, chance)
-    ]  # fmt: skip
+    ]
     print(f"{chosen.faults - len(failed)} of {chosen.faults} as they should be; not: {failed}")
     return 1 if failed else 0
 

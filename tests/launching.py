@@ -55,9 +55,14 @@ def run(command: Sequence[str], timeout_s: float = 240.0) -> subprocess.Complete
     quiet = {"I_MPI_FABRICS": "shm", "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
-        start_new_session=True, env=os.environ | quiet | {"PYTHONPATH": path},
-    )  # fmt: skip
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | quiet | {"PYTHONPATH": path},
+    )
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as late:

@@ -37,12 +37,16 @@ def refusals(call: Callable[[Any, bool], Any], pipe: Any, differing: int, **sett
 def painting(other: dict[str, Any], seed: int = 0, branches: int = 1) -> Callable[[Any, bool], Any]:
     """A call of a FLUX.1 pipeline, with other arguments on the rank that differs. branches: calls in a step."""
     arguments: dict[str, Any] = {
-        "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1), "pooled_prompt_embeds": torch.zeros(1, 16),
+        "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1),
+        "pooled_prompt_embeds": torch.zeros(1, 16),
         "negative_prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.2),
         "negative_pooled_prompt_embeds": torch.zeros(1, 16),
-        "height": 32, "width": 32, "num_inference_steps": 3, "output_type": "pt",
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 3,
+        "output_type": "pt",
         "true_cfg_scale": 1.0 if branches == 1 else 3.0,
-    }  # fmt: skip
+    }
 
     def call(pipe: Any, differs: bool) -> Any:
         pipe.set_progress_bar_config(disable=True)
@@ -55,8 +59,11 @@ def painting(other: dict[str, Any], seed: int = 0, branches: int = 1) -> Callabl
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (painting({}, seed=1), r"another hidden_states than the rest \(on rank 1 hidden_states is float32 "
-                               r"\[1, 64, 16\] with other values\): give every rank the same inputs, seeds"),
+        (
+            painting({}, seed=1),
+            r"another hidden_states than the rest \(on rank 1 hidden_states is float32 "
+            r"\[1, 64, 16\] with other values\): give every rank the same inputs, seeds",
+        ),
         (painting({"prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.3)}), "another encoder_hidden_states than"),
         (painting({"num_inference_steps": 4}), r"\(on rank 1 number of steps is 4 instead of 3\)"),
         (painting({"height": 48}), r"hidden_states is float32 \[1, 96, 16\] instead of float32 \[1, 64, 16\]"),
@@ -64,7 +71,7 @@ def painting(other: dict[str, Any], seed: int = 0, branches: int = 1) -> Callabl
         (painting({"true_cfg_scale": 3.0}), r"step and branch is \[0, 1\] instead of \[1, 0\]"),
     ],
     ids=["seed", "prompt", "steps", "size", "scale", "guidance"],
-)  # fmt: skip
+)
 def test_a_rank_that_differs_is_named(call, message):
     """Also where it would be hidden, since one rank decodes the image for all."""
     for said in refusals(call, PIPELINES["flux"](heads=12), differing=1):

@@ -78,7 +78,7 @@ def test_a_machine_file_by_path(tmp_path):
         ("- aurora\n", "no key: value pairs but list"),
         ("", "no key: value pairs"),
     ],
-)  # fmt: skip
+)
 def test_malformed_machine_files(tmp_path, text, message):
     path = tmp_path / "machine.yaml"
     path.write_text(text)

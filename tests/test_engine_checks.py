@@ -42,14 +42,23 @@ def painted(family: str, pipe: Any) -> torch.Tensor:
     more: dict[str, Any] = {"pooled_prompt_embeds": torch.zeros(1, 16)}
     if family == "qwen":
         mask = torch.ones(1, 5).long()
-        more = {"prompt_embeds_mask": mask, "negative_prompt_embeds": -prompt, "negative_prompt_embeds_mask": mask,
-                "true_cfg_scale": 3.0}  # fmt: skip
+        more = {
+            "prompt_embeds_mask": mask,
+            "negative_prompt_embeds": -prompt,
+            "negative_prompt_embeds_mask": mask,
+            "true_cfg_scale": 3.0,
+        }
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
         return pipe(
-            prompt_embeds=prompt, height=32, width=32, num_inference_steps=STEPS, output_type="latent",
-            generator=torch.Generator().manual_seed(0), **more,
-        ).images  # fmt: skip
+            prompt_embeds=prompt,
+            height=32,
+            width=32,
+            num_inference_steps=STEPS,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+            **more,
+        ).images
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen"])
@@ -84,9 +93,11 @@ def test_one_rank_may_decide_for_itself(alone):
 
 
 BROADCAST = PyramidAttentionBroadcastConfig(
-    spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(-1, 1001),
-    current_timestep_callback=lambda: 500, spatial_attention_block_identifiers=("transformer_blocks",),
-)  # fmt: skip
+    spatial_attention_block_skip_range=2,
+    spatial_attention_timestep_skip_range=(-1, 1001),
+    current_timestep_callback=lambda: 500,
+    spatial_attention_block_identifiers=("transformer_blocks",),
+)
 RATIOS = MagCacheConfig(threshold=0.5, max_skip_steps=2, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS)
 
 

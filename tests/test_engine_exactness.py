@@ -54,9 +54,13 @@ def test_other_machines(machine, size, expected):
 
 
 @given(
-    height=st.integers(1, 9), width=st.integers(4, 9), text=st.integers(1, 20), batch=st.integers(1, 2),
-    size=st.sampled_from((2, 3, 4)), dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-)  # fmt: skip
+    height=st.integers(1, 9),
+    width=st.integers(4, 9),
+    text=st.integers(1, 20),
+    batch=st.integers(1, 2),
+    size=st.sampled_from((2, 3, 4)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+)
 @settings(max_examples=12, deadline=None)
 def test_any_token_counts(height, width, text, batch, size, dtype):
     case = Case(5, height, width, text, batch, dual=(0,), dtype=dtype)

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
-    size=st.sampled_from(WORLDS), height=st.integers(6, 13), width=st.integers(6, 17), text=st.integers(1, 77),
-    batch=st.integers(1, 2), dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-)  # fmt: skip
+    size=st.sampled_from(WORLDS),
+    height=st.integers(6, 13),
+    width=st.integers(6, 17),
+    text=st.integers(1, 77),
+    batch=st.integers(1, 2),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+)
 @settings(max_examples=7, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process(family, size, height, width, text, batch, dtype):
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)

@@ -26,11 +26,15 @@ def rings(draw: st.DrawFn) -> tuple[int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
-    world=rings(), height=st.integers(6, 11), width=st.integers(6, 13), text=st.integers(1, 60),
-    batch=st.integers(1, 2), dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    world=rings(),
+    height=st.integers(6, 11),
+    width=st.integers(6, 13),
+    text=st.integers(1, 60),
+    batch=st.integers(1, 2),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     placement=st.sampled_from(("topology", "usp", "auto")),
     aurora=st.booleans(),
-)  # fmt: skip
+)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process(family, world, height, width, text, batch, dtype, placement, aurora):
     size, ring = world
@@ -42,8 +46,7 @@ def test_equals_one_process(family, world, height, width, text, batch, dtype, pl
 
 
 @pytest.mark.parametrize(
-    ("family", "size", "heads", "meshed"),
-    [("flux", 48, 24, (24, 2)), ("qwen", 7, 3, (1, 7)), ("sd3", 12, 6, (6, 2))],
+    ("family", "size", "heads", "meshed"), [("flux", 48, 24, (24, 2)), ("qwen", 7, 3, (1, 7)), ("sd3", 12, 6, (6, 2))]
 )
 def test_more_ranks_than_heads(family, size, heads, meshed):
     case = Case(heads, 7, 8, 11, 1 if size == 48 else 2, family=family)

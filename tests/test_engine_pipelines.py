@@ -49,9 +49,16 @@ def restored(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
     mask_BCHW[..., 8:24, 8:24] = 1
     with torch.no_grad():
         return pipe(
-            image=torch.rand(1, 3, SIDE, SIDE, generator=generator), mask_image=mask_BCHW, height=SIDE, width=SIDE,
-            strength=1.0, num_inference_steps=3, generator=generator, output_type="pt", **arguments,
-        ).images  # fmt: skip
+            image=torch.rand(1, 3, SIDE, SIDE, generator=generator),
+            mask_image=mask_BCHW,
+            height=SIDE,
+            width=SIDE,
+            strength=1.0,
+            num_inference_steps=3,
+            generator=generator,
+            output_type="pt",
+            **arguments,
+        ).images
 
 
 @pytest.mark.parametrize("size", [3, 12])

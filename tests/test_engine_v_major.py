@@ -58,10 +58,18 @@ def pipeline_call(pipe: Any, seed: int, steps: int = 5, side: int = 64, prompt_t
     mask = torch.zeros(1, 1, side, side)
     mask[..., 16:48, 16:48] = 1
     return pipe(
-        image=image, mask_image=mask, height=side, width=side, num_inference_steps=steps, strength=1.0,
-        prompt_embeds=torch.full((1, prompt_tokens, 16), 0.1), pooled_prompt_embeds=torch.zeros(1, 16),
-        generator=generator, guidance_scale=1, output_type="pt",
-    ).images  # fmt: skip
+        image=image,
+        mask_image=mask,
+        height=side,
+        width=side,
+        num_inference_steps=steps,
+        strength=1.0,
+        prompt_embeds=torch.full((1, prompt_tokens, 16), 0.1),
+        pooled_prompt_embeds=torch.zeros(1, 16),
+        generator=generator,
+        guidance_scale=1,
+        output_type="pt",
+    ).images
 
 
 @pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+"])

@@ -30,9 +30,15 @@ def test_only_regular_files_are_opened(
         (tmp_path / "small").symlink_to(tmp_path / "real")
         (tmp_path / "real").write_text('{"steps": 3}')
         for name, said in {
-            "pipe": "a named pipe", "zero": "a device", "socket": "a socket", ".": "a directory",
-            "loop": "symbolic link", "none": "No such file", "x" * 300: "too long", "nul\0": "null",
-        }.items():  # fmt: skip
+            "pipe": "a named pipe",
+            "zero": "a device",
+            "socket": "a socket",
+            ".": "a directory",
+            "loop": "symbolic link",
+            "none": "No such file",
+            "x" * 300: "too long",
+            "nul\0": "null",
+        }.items():
             with pytest.raises(UserError, match=f"cannot read .*{said}"):
                 read(tmp_path / name)
             if name in ("none", "x" * 300, "nul\0", "loop"):

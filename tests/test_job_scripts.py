@@ -114,14 +114,19 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
     fake(tmp_path / "bin/module", "true")
-    fake(tmp_path / "bin/mpiexec", f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>{record}; '
-         + fakes.get("mpiexec", "true"))  # fmt: skip
+    fake(
+        tmp_path / "bin/mpiexec",
+        f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>{record}; ' + fakes.get("mpiexec", "true"),
+    )
     fake(tmp_path / "venv/bin/cocodiff", "true")
     fake(tmp_path / "venv/bin/python", fakes.get("python", "exit 1"))
     environment = clean_environment(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", VENV=str(tmp_path / "venv"), CCL_OP_SYNC="1",
-        PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path),
-    )  # fmt: skip
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        VENV=str(tmp_path / "venv"),
+        CCL_OP_SYNC="1",
+        PBS_NODEFILE=str(tmp_path / "nodes"),
+        PBS_O_WORKDIR=str(tmp_path),
+    )
     return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
 
 

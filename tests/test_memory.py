@@ -16,18 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
 from cocodiff import engine as engine_module
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.selection import Schedule
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.attention.v_major.selection import Schedule
+from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
-from cocodiff.memory import (
+from cocodiff.planning.memory import (
     MIB,
     Load,
     ModelShape,
@@ -39,8 +37,10 @@ from cocodiff.memory import (
     shape_of_config,
     size_run,
 )
-from cocodiff.topology import Topology
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
 QWEN_LOAD = Load(image_tokens=96 * 96, text_tokens=512, batch=4, scoring="source")
@@ -65,10 +65,16 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
     def work(transport: Any) -> int:
         trace, now = Trace(transport.rank), [Moment(0, 0, 3)]
         strategy = VMajor(
-            topology, Exchange("tapa", topology, transport, trace), trace, v_first, transport=transport,
-            schedule=Schedule("fixed", ratio=0.5, sync_interval=0), scoring=load.scoring or "", reference="sent",
+            topology,
+            Exchange("tapa", topology, transport, trace),
+            trace,
+            v_first,
+            transport=transport,
+            schedule=Schedule("fixed", ratio=0.5, sync_interval=0),
+            scoring=load.scoring or "",
+            reference="sent",
             now=lambda: now[0],
-        )  # fmt: skip
+        )
         for step in range(3):
             now[0] = Moment(0, step, 3)
             for layer, text in sites:
@@ -87,11 +93,17 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
 
 
 @given(
-    size=st.sampled_from((1, 2, 3, 5, 6, 12)), nodes=st.booleans(), image=st.integers(12, 40), text=st.integers(0, 9),
-    heads=st.integers(12, 15), batch=st.integers(1, 2), scoring=st.sampled_from(("source", "card")),
-    layers=st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)), branches=st.integers(1, 2),
+    size=st.sampled_from((1, 2, 3, 5, 6, 12)),
+    nodes=st.booleans(),
+    image=st.integers(12, 40),
+    text=st.integers(0, 9),
+    heads=st.integers(12, 15),
+    batch=st.integers(1, 2),
+    scoring=st.sampled_from(("source", "card")),
+    layers=st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)),
+    branches=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-)  # fmt: skip
+)
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_caches_are_as_real_ones_on_every_rank(
     size, nodes, image, text, heads, batch, scoring, layers, branches, dtype
@@ -182,8 +194,14 @@ def test_a_ring_needs_more_for_activations_and_as_much_for_caches():
 
 
 def real_config(name: str) -> tuple[str, dict[str, Any]]:
-    large = {"num_layers": 38, "num_attention_heads": 38, "attention_head_dim": 64, "caption_projection_dim": 2432,
-             "pos_embed_max_size": 192, "qk_norm": "rms_norm"}  # fmt: skip
+    large = {
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "attention_head_dim": 64,
+        "caption_projection_dim": 2432,
+        "pos_embed_max_size": 192,
+        "qk_norm": "rms_norm",
+    }
     return {
         "sd3.5": ("SD3Transformer2DModel", large),
         "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}),

@@ -6,7 +6,7 @@ import pytest
 
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import load_machine
-from cocodiff.memory import ModelShape
+from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.paper import READINGS, Paper, Run, figure_11, fit_figure_11
 
 AURORA = load_machine("aurora")

@@ -6,20 +6,20 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.attention.layout import PLANS, Block, Phase
+from cocodiff.assemble import build_strategy
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.program import COMPUTE
-from cocodiff.comm.simulate import Latencies
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
-from cocodiff.engine import build_strategy
-from cocodiff.links import Network, alltoall_bound
-from cocodiff.memory import Load, ModelShape
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
+from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.pricing import Pricing
+from cocodiff.planning.program import COMPUTE
+from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
-from cocodiff.topology import Device
+from cocodiff.routes.plans import PLANS, Block, Phase
+from cocodiff.topology.links import Network, alltoall_bound
+from cocodiff.topology.machine import Device
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
@@ -100,7 +100,7 @@ def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
     monkeypatch.setitem(PLANS, "next", by_the_next_rank)
 
     def make(config, mesh, transport, trace, kernels, now):
-        from cocodiff.attention.exchange import Exchange
+        from cocodiff.wire.exchange import Exchange
 
         exchange = Exchange("next", mesh.topology, transport, trace, kernels=kernels)
         return Ulysses(mesh.topology, exchange, trace)
@@ -216,8 +216,10 @@ def test_layers_that_take_alike_are_one_kind():
     shape = ModelShape("of all kinds", 48, 64, 3, 10**6, parallel_layers=2, image_layers=1)
     found = kinds_of(shape, case().load)
     assert [(kind.name, kind.layers, kind.beside) for kind in found] == [
-        ("joint", 3, False), ("parallel", 2, True), ("image", 1, False),
-    ]  # fmt: skip
+        ("joint", 3, False),
+        ("parallel", 2, True),
+        ("image", 1, False),
+    ]
     assert [kind.name for kind in kinds_of(replace(shape, parallel_layers=0, image_layers=0), case().load)] == ["joint"]
 
 

@@ -47,18 +47,30 @@ def generating(family: str, pipe: Any, **more: Any) -> Any:
     pooled = torch.zeros(1, 16, dtype=torch.bfloat16)
     mask = torch.ones(1, 3).long()
     arguments: dict[str, Any] = {
-        "sd3": {"pooled_prompt_embeds": pooled, "negative_prompt_embeds": text, "negative_pooled_prompt_embeds": pooled,
-                "guidance_scale": 3.0},
-        "flux": {"pooled_prompt_embeds": pooled, "negative_prompt_embeds": -text,
-                 "negative_pooled_prompt_embeds": pooled, "true_cfg_scale": 3.0},
+        "sd3": {
+            "pooled_prompt_embeds": pooled,
+            "negative_prompt_embeds": text,
+            "negative_pooled_prompt_embeds": pooled,
+            "guidance_scale": 3.0,
+        },
+        "flux": {
+            "pooled_prompt_embeds": pooled,
+            "negative_prompt_embeds": -text,
+            "negative_pooled_prompt_embeds": pooled,
+            "true_cfg_scale": 3.0,
+        },
         "klein": {"negative_prompt_embeds": -text, "guidance_scale": 3.0},
-        "qwen": {"prompt_embeds_mask": mask, "negative_prompt_embeds": -text, "negative_prompt_embeds_mask": mask,
-                 "true_cfg_scale": 3.0},
-    }[family]  # fmt: skip
+        "qwen": {
+            "prompt_embeds_mask": mask,
+            "negative_prompt_embeds": -text,
+            "negative_prompt_embeds_mask": mask,
+            "true_cfg_scale": 3.0,
+        },
+    }[family]
     generator = torch.Generator().manual_seed(0)
     return pipe(
         prompt_embeds=text, height=32, width=32, generator=generator, output_type="latent", **arguments | more
-    ).images  # fmt: skip
+    ).images
 
 
 @pytest.mark.parametrize(("family", "branches"), [("sd3", 1), ("flux", 2), ("klein", 2), ("qwen", 2)])
@@ -79,8 +91,14 @@ def test_skipped_layers_are_a_branch(alone):
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad(), parallelize(pipe, transport=alone) as engine:
         seen = watched(engine)
-        generating("sd3", pipe, num_inference_steps=4, skip_guidance_layers=[0], skip_layer_guidance_start=0.0,
-                   skip_layer_guidance_stop=0.6)  # fmt: skip
+        generating(
+            "sd3",
+            pipe,
+            num_inference_steps=4,
+            skip_guidance_layers=[0],
+            skip_layer_guidance_start=0.0,
+            skip_layer_guidance_stop=0.6,
+        )
     assert seen == [(0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (0, 3, 0)]
 
 
@@ -125,9 +143,18 @@ def test_a_run_that_starts_within_the_schedule(alone):
     with torch.no_grad(), parallelize(pipe, transport=alone) as engine:
         seen = watched(engine)
         for strength in (0.5, 0.25, 1.0):
-            pipe(image=image, mask_image=mask, height=64, width=64, num_inference_steps=8, strength=strength,
-                 prompt_embeds=torch.zeros(1, 3, 16), pooled_prompt_embeds=torch.zeros(1, 16), guidance_scale=1,
-                 output_type="latent")  # fmt: skip
+            pipe(
+                image=image,
+                mask_image=mask,
+                height=64,
+                width=64,
+                num_inference_steps=8,
+                strength=strength,
+                prompt_embeds=torch.zeros(1, 3, 16),
+                pooled_prompt_embeds=torch.zeros(1, 16),
+                guidance_scale=1,
+                output_type="latent",
+            )
             assert engine._moment().steps == 8 * strength
     assert seen == [*[(0, s, 0) for s in range(4)], *[(1, s, 0) for s in range(2)], *[(2, s, 0) for s in range(8)]]
 
@@ -145,9 +172,13 @@ def test_a_run_after_one_that_was_stopped(alone):
         return lambda _pipe, step, _timestep, tensors: (stop(at, step), tensors)[1]
 
     arguments: dict[str, Any] = {
-        "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1), "pooled_prompt_embeds": torch.zeros(1, 16),
-        "height": 32, "width": 32, "num_inference_steps": 4, "output_type": "latent",
-    }  # fmt: skip
+        "prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.1),
+        "pooled_prompt_embeds": torch.zeros(1, 16),
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 4,
+        "output_type": "latent",
+    }
     with torch.no_grad(), parallelize(pipe, transport=alone) as engine:
         seen = watched(engine)
         for at in (0, 2):

@@ -4,7 +4,7 @@ import pytest
 
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.topology import Machine, Place, Topology
+from cocodiff.topology.machine import Machine, Place, Topology
 
 
 def test_aurora_planes_are_the_public_colouring():

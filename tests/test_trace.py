@@ -69,8 +69,10 @@ def test_save_writes_a_chrome_trace(tmp_path):
     trace.save(tmp_path / "trace.json")
     written = json.loads((tmp_path / "trace.json").read_text())
     assert written["otherData"] == {
-        "bytes": {"run attention sibling": 12}, "kernels": {"run pack sycl": 1}, "spans_not_kept": 0,
-    }  # fmt: skip
+        "bytes": {"run attention sibling": 12},
+        "kernels": {"run pack sycl": 1},
+        "spans_not_kept": 0,
+    }
     named, span = written["traceEvents"]
     assert named == {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "rank 2"}}
     assert (span["ph"], span["pid"], span["tid"], span["name"]) == ("X", 2, "run sibling", "qkv sibling")

@@ -93,9 +93,16 @@ def test_modes_and_layers_are_apart_and_the_rest_is_left_out():
 @st.composite
 def random_spans(draw: st.DrawFn) -> list[Span]:
     named = st.sampled_from(
-        [("wait for v", "main"), ("attention", "main"), ("project qk", "main"), ("v sibling", "sibling"),
-         ("v plane", "plane"), ("qk plane", "plane"), ("o sibling", "sibling")]
-    )  # fmt: skip
+        [
+            ("wait for v", "main"),
+            ("attention", "main"),
+            ("project qk", "main"),
+            ("v sibling", "sibling"),
+            ("v plane", "plane"),
+            ("qk plane", "plane"),
+            ("o sibling", "sibling"),
+        ]
+    )
     times = draw(intervals)
     return [span(*draw(named), start, end, draw(st.sampled_from(["a", "b"]))) for start, end in times]
 
@@ -149,8 +156,19 @@ def test_the_command_prints_milliseconds(tmp_path, capsys):
     heading, row, *_ = capsys.readouterr().out.splitlines()
     assert heading.split()[:5] == ["mode", "layer", "calls", "T(V)", "T(Q,K)"]
     assert row.split() == [
-        "tapa", LAYER, "1", "10.00", "20.00", "30.00", "20.00", "67", "70.00", "50.00", "20.00", "29",
-    ]  # fmt: skip
+        "tapa",
+        LAYER,
+        "1",
+        "10.00",
+        "20.00",
+        "30.00",
+        "20.00",
+        "67",
+        "70.00",
+        "50.00",
+        "20.00",
+        "29",
+    ]
 
 
 def test_the_command_says_what_was_not_kept(tmp_path, capsys):

@@ -13,11 +13,20 @@ def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), 
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "sample_size": 16, "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": layers,
-        "attention_head_dim": 8, "num_attention_heads": heads, "joint_attention_dim": 16, "pooled_projection_dim": 16,
-        "caption_projection_dim": heads * 8, "pos_embed_max_size": 24, "qk_norm": "rms_norm",
+        "sample_size": 16,
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": layers,
+        "attention_head_dim": 8,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 16,
+        "caption_projection_dim": heads * 8,
+        "pos_embed_max_size": 24,
+        "qk_norm": "rms_norm",
         "dual_attention_layers": dual,
-    }  # fmt: skip
+    }
     return SD3Transformer2DModel(**settings | overrides).eval()
 
 
@@ -42,10 +51,16 @@ def flux_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8,
-        "num_attention_heads": heads, "joint_attention_dim": 16, "pooled_projection_dim": 16, "guidance_embeds": True,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 16,
+        "guidance_embeds": True,
         "axes_dims_rope": (2, 2, 4),
-    }  # fmt: skip
+    }
     return FluxTransformer2DModel(**settings | overrides).eval()
 
 
@@ -55,10 +70,15 @@ def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
-        "num_attention_heads": heads, "joint_attention_dim": 16, "timestep_guidance_channels": 16,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 16,
+        "timestep_guidance_channels": 16,
         "axes_dims_rope": (2, 2, 2, 2),
-    }  # fmt: skip
+    }
     return Flux2Transformer2DModel(**settings | overrides).eval()
 
 
@@ -68,9 +88,15 @@ def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
 
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "patch_size": 1, "in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 8,
-        "num_attention_heads": heads, "joint_attention_dim": 16, "axes_dims_rope": (4, 2, 2),
-    }  # fmt: skip
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": heads,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (4, 2, 2),
+    }
     return QwenImageTransformer2DModel(**settings | overrides).eval()
 
 
@@ -144,11 +170,25 @@ def sd3_inpaint_pipeline(heads: int = 12, seed: int = 0) -> Any:
     transformer = sd3_transformer(heads, seed=seed, sample_size=8, in_channels=33, out_channels=16)
     torch.manual_seed(seed)
     vae = AutoencoderKL(
-        block_out_channels=(4, 4, 4, 4), down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=16, norm_num_groups=2, sample_size=64,
-        layers_per_block=1, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0,
-    ).eval()  # fmt: skip
+        block_out_channels=(4, 4, 4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=16,
+        norm_num_groups=2,
+        sample_size=64,
+        layers_per_block=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0,
+    ).eval()
     return StableDiffusion3InpaintPipeline(
-        transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(), text_encoder=None,
-        tokenizer=None, text_encoder_2=None, tokenizer_2=None, text_encoder_3=None, tokenizer_3=None,
-    )  # fmt: skip
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )

@@ -19,10 +19,19 @@ def sd3_pipeline(heads: int = 4, **text: Any) -> Any:
 
     torch.manual_seed(0)
     transformer = SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=16, out_channels=16, num_layers=2, attention_head_dim=8,
-        num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=16,
-        caption_projection_dim=heads * 8, pos_embed_max_size=24, qk_norm="rms_norm",
-    )  # fmt: skip
+        sample_size=16,
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=16,
+        caption_projection_dim=heads * 8,
+        pos_embed_max_size=24,
+        qk_norm="rms_norm",
+    )
     return _assembled(StableDiffusion3Pipeline, transformer, image_vae(16), 3, text)
 
 
@@ -32,10 +41,17 @@ def flux_pipeline(heads: int = 4, fill: bool = False, **text: Any) -> Any:
     torch.manual_seed(0)
     # FLUX.1 Fill sees the packed latents, those of the known part, and the mask, one value for each pixel.
     transformer = FluxTransformer2DModel(
-        in_channels=16 + 16 + 16 if fill else 16, out_channels=16, num_layers=1, num_single_layers=1,
-        attention_head_dim=8, num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=16,
-        guidance_embeds=True, axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+        in_channels=16 + 16 + 16 if fill else 16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=16,
+        guidance_embeds=True,
+        axes_dims_rope=(2, 2, 4),
+    )
     return _assembled(FluxFillPipeline if fill else FluxPipeline, transformer, image_vae(4), 2, text)
 
 
@@ -44,10 +60,16 @@ def flux2_pipeline(heads: int = 4, klein: bool = True, **text: Any) -> Any:
 
     torch.manual_seed(0)
     transformer = Flux2Transformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=heads,
-        joint_attention_dim=TEXT_WIDTH, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(2, 2, 2, 2),
         guidance_embeds=not klein,
-    )  # fmt: skip
+    )
     vae = AutoencoderKLFlux2(**_image_vae_shape(4))
     return _assembled(Flux2KleinPipeline if klein else Flux2Pipeline, transformer, vae, 1, text)
 
@@ -57,13 +79,24 @@ def qwen_pipeline(heads: int = 4, **text: Any) -> Any:
 
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
-        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=heads,
-        joint_attention_dim=TEXT_WIDTH, axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_WIDTH,
+        axes_dims_rope=(2, 2, 4),
+    )
     vae = AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
-        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-    )  # fmt: skip
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
     return _assembled(QwenImagePipeline, transformer, vae, 1, text)
 
 
@@ -76,10 +109,15 @@ def image_vae(channels: int) -> Any:
 
 def _image_vae_shape(channels: int) -> dict[str, Any]:
     return {
-        "block_out_channels": (4, 4), "down_block_types": ("DownEncoderBlock2D",) * 2, "sample_size": 32,
-        "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": channels, "norm_num_groups": 2,
-        "layers_per_block": 1, "mid_block_add_attention": False,
-    }  # fmt: skip
+        "block_out_channels": (4, 4),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "sample_size": 32,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "latent_channels": channels,
+        "norm_num_groups": 2,
+        "layers_per_block": 1,
+        "mid_block_add_attention": False,
+    }
 
 
 def _assembled(kind: type, transformer: Any, vae: Any, encoders: int, text: dict[str, Any]) -> Any:
@@ -92,9 +130,12 @@ def _assembled(kind: type, transformer: Any, vae: Any, encoders: int, text: dict
 
 
 PIPELINES = {
-    "sd3": sd3_pipeline, "flux": flux_pipeline, "fill": lambda: flux_pipeline(fill=True), "klein": flux2_pipeline,
+    "sd3": sd3_pipeline,
+    "flux": flux_pipeline,
+    "fill": lambda: flux_pipeline(fill=True),
+    "klein": flux2_pipeline,
     "qwen": qwen_pipeline,
-}  # fmt: skip
+}
 
 
 def clip_text() -> dict[str, Any]:
@@ -109,10 +150,17 @@ def clip_text() -> dict[str, Any]:
     for seed, part in enumerate(("text_encoder", "text_encoder_2")):
         torch.manual_seed(seed)
         config = CLIPTextConfig(
-            vocab_size=len(words), hidden_size=8, intermediate_size=16, projection_dim=8, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=16, bos_token_id=len(words) - 2, eos_token_id=len(words) - 1,
+            vocab_size=len(words),
+            hidden_size=8,
+            intermediate_size=16,
+            projection_dim=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=len(words) - 2,
+            eos_token_id=len(words) - 1,
             pad_token_id=len(words) - 1,
-        )  # fmt: skip
+        )
         text[part] = CLIPTextModelWithProjection(config).eval()
     return text
 
@@ -128,7 +176,12 @@ def qwen3_text() -> dict[str, Any]:
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(words), hidden_size=TEXT_WIDTH // 3, intermediate_size=16, num_hidden_layers=28,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=TEXT_WIDTH // 3,
+        intermediate_size=16,
+        num_hidden_layers=28,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
     return {"tokenizer": tokenizer, "text_encoder": Qwen3ForCausalLM(config).eval()}

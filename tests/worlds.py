@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from cocodiff.config import load_machine
-from cocodiff.topology import Machine, Topology
+from cocodiff.topology.machine import Machine, Topology
 
 TRIPLE = Machine("triple", tiles=3, planes=(0, 1, 2))
 SWAPPED = Machine("swapped", tiles=2, planes=(0, 1, 1, 0), cards=2)

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.rounds import Onward
-from cocodiff.attention.softmax_merge import Keys, Partial, partial_attention
+from cocodiff.attention.merge import Keys, Partial, partial_attention
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, views
+from cocodiff.routes.rounds import Onward, visits_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]  # as `partial_attention`
@@ -41,9 +41,14 @@ class Ring:
     """One rank's place in its ring."""
 
     def __init__(
-        self, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels | None = None,
-        attend: Attend = partial_attention, sequences: Sequence[tuple[int, ...]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        mesh: Mesh,
+        transport: Ranks,
+        trace: Trace,
+        kernels: Kernels | None = None,
+        attend: Attend = partial_attention,
+        sequences: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         """transport: of all ranks. attend: what is done with a block, instead of `partial_attention`; its result
         is taken over. sequences: of every group, the order of its ranks' rows at this slot, where it is another one
         (see `Layout.sequence`)."""
@@ -52,7 +57,7 @@ class Ring:
         self.mesh, self._trace, self._attend_to = mesh, trace, attend
         self._kernels = kernels or Kernels(note=trace.note_kernel)
         self.rank, (self._own, slot) = transport.rank, mesh.seat(transport.rank)
-        self._visits = mesh.visits(transport.rank)
+        self._visits = visits_of(mesh, transport.rank)
         self._rank_of = [group[slot] for group in mesh.groups]
         members = sorted(self._rank_of)
         self._index_of = [members.index(rank) for rank in self._rank_of]

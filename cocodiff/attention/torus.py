@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.softmax_merge import Keys, Partial
-from cocodiff.attention.staged import Staged
+from cocodiff.attention.merge import Keys, Partial
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels
+from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
+from cocodiff.wire.staged import Staged
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
@@ -43,9 +43,15 @@ class Torus:
     """One attention call. k and v lie in memory once: chunks are slices of the whole sequence."""
 
     def __init__(
-        self, staged: Staged, layout: Layout, kernels: Kernels, trace: Trace, layer: str, attention: LocalPart,
+        self,
+        staged: Staged,
+        layout: Layout,
+        kernels: Kernels,
+        trace: Trace,
+        layer: str,
+        attention: LocalPart,
         ring: Ring | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """ring: brings the keys of other Ulysses groups, which are attended to after the own ones."""
         self._staged, self._layout, self._kernels, self._attention = staged, layout, kernels, attention
         self._trace, self._layer, self._ring = trace, layer, ring

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.softmax_merge import partial_attention
-from cocodiff.attention.staged import Ready, Staged
+from cocodiff.attention.merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.torus import InChunks, LocalPart, Torus
 from cocodiff.device import used_on_current_stream
-from cocodiff.topology import Topology
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.staged import Ready, Staged
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
@@ -105,9 +105,15 @@ class Ulysses:
     order."""
 
     def __init__(
-        self, topology: Topology, exchange: Exchange | None, trace: Trace, order: Order = joint,
-        local: Local | None = None, partial: LocalPart = partial_attention, ring: Ring | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        topology: Topology,
+        exchange: Exchange | None,
+        trace: Trace,
+        order: Order = joint,
+        local: Local | None = None,
+        partial: LocalPart = partial_attention,
+        ring: Ring | None = None,
+    ) -> None:
         """exchange: None when there is one rank, which has nothing to exchange.
 
         local: what is done with the heads that are here, instead of `local_attention`; partial: with some of the

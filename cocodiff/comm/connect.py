@@ -48,9 +48,13 @@ class _Meeting(NamedTuple):
 
 
 def connect(
-    launch: Launch, name: str, device: torch.device, settings: dict[str, str], limits: Limits,
+    launch: Launch,
+    name: str,
+    device: torch.device,
+    settings: dict[str, str],
+    limits: Limits,
     on_loss: Sequence[OnLoss] = (),
-) -> Transport:  # fmt: skip
+) -> Transport:
     """The transport of this rank, with a watch over its peers.
 
     name: one of cocodiff.config.TRANSPORTS; "auto" is MPI under an MPI launcher on CPU, else the backend of the device.

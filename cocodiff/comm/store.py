@@ -22,9 +22,14 @@ def launcher_store(host: str, port: int, rank: int, size: int, hosted: bool, att
     """
     try:
         store = dist.TCPStore(
-            host, port, size, is_master=rank == 0 and not hosted, timeout=timedelta(seconds=start_s),
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
+            host,
+            port,
+            size,
+            is_master=rank == 0 and not hosted,
+            timeout=timedelta(seconds=start_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except dist.DistError as error:
         where = f"does not answer at {host}:{port} within {start_s:g} s"
         raise PeerLost(0, f"{where} ({str(error).splitlines()[0]})") from error

@@ -160,9 +160,13 @@ def initialise(backend: str, store: Any, rank: int, size: int, device: torch.dev
     """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
     its communicators without being told of it."""
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=NEVER,
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=NEVER,
         device_id=device if backend in ("xccl", "nccl") else None,
-    )  # fmt: skip
+    )
 
 
 BACKENDS = {"cpu": ("gloo", "ccl"), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}

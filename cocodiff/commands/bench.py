@@ -7,8 +7,9 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 
+from cocodiff_bench.common import Benchmark, machine_settings
+
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.bench_common import Benchmark, machine_settings
 from cocodiff.commands.options import parse
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.session import run_holding, settle
@@ -30,8 +31,8 @@ KINDS = {
 def module_of(words: Sequence[str]) -> str:
     """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone."""
     if words[0] == "step" and named_shape(words) is not None:
-        return "bench_model_step"
-    return f"bench_{words[0]}"
+        return "model_step"
+    return words[0]
 
 
 def named_shape(words: Sequence[str]) -> str | None:
@@ -50,7 +51,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         )
         return 0
     check_choice("benchmark", words[0], KINDS)
-    benchmark: Benchmark = import_module(f"cocodiff.commands.{module_of(words)}").BENCHMARK
+    benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK
     values = parse(f"bench {words[0]}", benchmark.about, benchmark.options, words[1:])
     settle(values, launch)
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size

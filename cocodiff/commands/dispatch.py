@@ -11,6 +11,7 @@ from cocodiff.comm.presence import Presence
 from cocodiff.config import check_choice
 from cocodiff.errors import OwnRankError, UserError
 
+FOLDERS = ("sweep", "plan", "doctor", "emulate")  # subcommands of several files
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
@@ -32,7 +33,8 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         if presence is not None:
             presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
         check_choice("subcommand", words[0], COMMANDS)
-        command = import_module(f"cocodiff.commands.{words[0]}")
+        module = f"cocodiff.commands.{words[0]}"
+        command = import_module(f"{module}.command" if words[0] in FOLDERS else module)
         return int(command.start(words[1:], launch))
     except UserError as error:
         if launch is None or launch.speaks:

@@ -28,11 +28,12 @@ from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measur
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.topology import Topology
+from cocodiff.topology.machine import Topology
 
 OPTIONS = (
     Option(
-        "model", "folder in diffusers' layout or hub id of a text-to-image model; the embedded model only restores",
+        "model",
+        "folder in diffusers' layout or hub id of a text-to-image model; the embedded model only restores",
         required=True,
     ),
     Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
@@ -49,7 +50,7 @@ OPTIONS = (
     *RUN_OPTIONS,
     *MESH_OPTIONS,
     *V_MAJOR_OPTIONS,
-)  # fmt: skip
+)
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
@@ -163,11 +164,18 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
             against = distance.psnr_vs_exact_db()
         rows.append(
             metrics_row(
-                name, None, mode, NOTHING, image.cost.seconds, image.cost.sent, psnr_vs_exact_db=against,
-                exact_compared=session.exact is not None, drift=image.cost.drift,
+                name,
+                None,
+                mode,
+                NOTHING,
+                image.cost.seconds,
+                image.cost.sent,
+                psnr_vs_exact_db=against,
+                exact_compared=session.exact is not None,
+                drift=image.cost.drift,
                 exact_bytes=images[session.exact].cost.sent if session.exact is not None else None,
             )
-        )  # fmt: skip
+        )
     return rows
 
 

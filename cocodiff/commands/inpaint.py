@@ -27,7 +27,7 @@ from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
-from cocodiff.topology import Topology
+from cocodiff.topology.machine import Topology
 
 SMALL_MODEL = 256  # pixels on a side
 OPTIONS = (
@@ -126,9 +126,14 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     # More tiles a call mean fewer messages; what limits them is the memory of large models.
     batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
     restorer = Restorer(
-        inpainter, session.engines, list(job.presets), session.exact, batch,
-        TilingSettings(strength=values["strength"]), session.shows_bars,
-    )  # fmt: skip
+        inpainter,
+        session.engines,
+        list(job.presets),
+        session.exact,
+        batch,
+        TilingSettings(strength=values["strength"]),
+        session.shows_bars,
+    )
     rows, pictures = [], []
     with torch.no_grad():
         for task in tasks:

@@ -21,9 +21,17 @@ REQUIRED = ("transformer", "vae", "scheduler")
 LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
 # Of transformers: whole numbers from 1 on, wherever they are given.
 SIZES = (
-    "sample_size", "patch_size", "in_channels", "out_channels", "attention_head_dim", "num_attention_heads",
-    "joint_attention_dim", "pooled_projection_dim", "caption_projection_dim", "pos_embed_max_size",
-)  # fmt: skip
+    "sample_size",
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "pooled_projection_dim",
+    "caption_projection_dim",
+    "pos_embed_max_size",
+)
 # Of autoencoders: what pipelines calculate with, and what there is one of for each level.
 VAE_NUMBERS = {"AutoencoderKL": ("scaling_factor", "shift_factor"), "AutoencoderKLFlux2": ("batch_norm_eps",)}
 VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")

@@ -8,7 +8,7 @@ from pathlib import Path
 from cocodiff.commands.model_checks import read_shape
 from cocodiff.config import find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
-from cocodiff.memory import ModelShape, shape_of_config
+from cocodiff.planning.memory import ModelShape, shape_of_config
 
 
 def load_shape(name: str) -> ModelShape:

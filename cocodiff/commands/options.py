@@ -66,14 +66,21 @@ RUN_OPTIONS = (
 )
 
 MESH_OPTIONS = (
-    Option("ring", "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 if heads suffice, else the fastest",
-           type=int | str),
+    Option(
+        "ring",
+        "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 if heads suffice, else the fastest",
+        type=int | str,
+    ),
     Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
-)  # fmt: skip
+)
 
 V_MAJOR_OPTIONS = (
-    Option("selection", "full (exact) or v_major (only tokens that changed), instead of the preset's", None,
-           choices=SELECTIONS),
+    Option(
+        "selection",
+        "full (exact) or v_major (only tokens that changed), instead of the preset's",
+        None,
+        choices=SELECTIONS,
+    ),
     Option("schedule", "how the fraction of tokens that stay goes over the steps", choices=SCHEDULES),
     Option("ratio", "that fraction, for --schedule fixed", type=float),
     Option("ratios", "one for each step, for --schedule list", type=float, many=True),
@@ -82,18 +89,30 @@ V_MAJOR_OPTIONS = (
     Option("reference", "what they are compared with: as last sent, or the step before (prev)", choices=REFERENCES),
     Option("warmup", "full steps at the start", type=int),
     Option("sync_interval", "a full step every so many, 0 for never", type=int),
-)  # fmt: skip
+)
 OF_MACHINE = ("machine", "transport", "device", "kernels", "timeout_s", "start_timeout_s", "stall_timeout_s")
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
 MOST = {
-    "steps": 10**6, "batch": 10**6, "ranks": 10**6, "height": 2**16, "width": 2**16, "size": 2**16, "nodes": 10**5,
+    "steps": 10**6,
+    "batch": 10**6,
+    "ranks": 10**6,
+    "height": 2**16,
+    "width": 2**16,
+    "size": 2**16,
+    "nodes": 10**5,
     "branches": 100,
-}  # fmt: skip
+}
 MOST_OF_OTHERS = 10**9
 OVER_PRESET = (
-    "exchange", "exchange_table", "order", "ring", "placement", "chunks", "vae",
+    "exchange",
+    "exchange_table",
+    "order",
+    "ring",
+    "placement",
+    "chunks",
+    "vae",
     *(option.name for option in V_MAJOR_OPTIONS),
-)  # fmt: skip
+)
 
 
 def parse(
@@ -260,8 +279,10 @@ def _checked(path: str, option: Option, value: Any) -> Any:
     if type(value) is int and abs(value) >= 2**63:
         raise UserError(f"{path}: {option.name}: {_shown(value)} has more than 64 bits; give a smaller number")
     if option.choices and value not in option.choices:
-        raise UserError(f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.choices)}; "
-                        f"choose from {', '.join(option.choices)}")  # fmt: skip
+        raise UserError(
+            f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.choices)}; "
+            f"choose from {', '.join(option.choices)}"
+        )
     return value
 
 

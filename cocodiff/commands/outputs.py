@@ -158,8 +158,10 @@ class OutputFolder:
         replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
         for path in paths if replaced else ():
             if "\0" not in path and Path(path.split(":/")[0]).resolve() in replaced:
-                raise UserError(f"{path} is among the results in --out {self._out}, which --overwrite would replace: "
-                                f"choose another folder")  # fmt: skip
+                raise UserError(
+                    f"{path} is among the results in --out {self._out}, which --overwrite would replace: "
+                    f"choose another folder"
+                )
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -202,8 +202,11 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     index = read_index(request.model)
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
-    encoders = {part: _load_encoder(request, part, index[part][1], dtype)
-                for part in TEXT_PARTS if part.startswith("text_encoder") and part not in absent}  # fmt: skip
+    encoders = {
+        part: _load_encoder(request, part, index[part][1], dtype)
+        for part in TEXT_PARTS
+        if part.startswith("text_encoder") and part not in absent
+    }
     pipe = _from_pretrained(request, index, dtype, known | encoders | dict.fromkeys(absent))
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
@@ -237,14 +240,20 @@ def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     with _loading(f"{request.model}: {part}"):
         encoder, found = getattr(transformers, name).from_pretrained(
-            request.model, subfolder=part, dtype=dtype, use_safetensors=True, local_files_only=_is_local(request),
+            request.model,
+            subfolder=part,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=_is_local(request),
             output_loading_info=True,
-        )  # fmt: skip
+        )
     # The head that predicts words plays no part in what an encoder says; some models are saved without it.
     missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
     if missing:
-        raise UserError(f"model {request.model}: the weights of its {part} lack {missing[0]}"
-                        f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; copy them again")  # fmt: skip
+        raise UserError(
+            f"model {request.model}: the weights of its {part} lack {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; copy them again"
+        )
     return encoder
 
 

@@ -45,9 +45,13 @@ class End:
 
 
 def run_ranks(
-    ranks: int | None, launch: Launch, config: Config, settings: dict[str, str], work: Work,
+    ranks: int | None,
+    launch: Launch,
+    config: Config,
+    settings: dict[str, str],
+    work: Work,
     left: Callable[[], str] = lambda: "nothing was written",
-) -> int:  # fmt: skip
+) -> int:
     """Runs `work` on every rank and returns the exit code.
 
     ranks: how many to fork; under a launcher None or its own number.
@@ -135,16 +139,14 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 # Forked ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _fork(
-    ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]
-) -> int:  # fmt: skip
+def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
     with job_folder() as folder:
         return _fork_in(folder, ranks, config, settings, work, left)
 
 
 def _fork_in(
     folder: Path, ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]
-) -> int:  # fmt: skip
+) -> int:
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
     sys.stdout.flush()
@@ -251,7 +253,7 @@ class _Stopped:
 
 def _attend_children(
     children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: Callable[[], str], stopped_s: float
-) -> int:  # fmt: skip
+) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
 
     stopped_s: how long a rank may be stopped by a signal."""
@@ -335,8 +337,5 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
     # The lost rank itself may have heard of it as well.
     named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
-    print(
-        f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}",
-        file=sys.stderr,
-    )
+    print(f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}", file=sys.stderr)
     return 1

@@ -14,7 +14,7 @@ FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 a
 
 def check_room(ranks: int) -> None:
     """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
-    from cocodiff.memory import LIBRARIES  # numpy: not before threads are limited
+    from cocodiff.planning.memory import LIBRARIES  # numpy: not before threads are limited
 
     memory = _available_memory()
     if memory is not None and ranks * LIBRARIES > memory:

@@ -104,9 +104,14 @@ def run_job(job: Job, launch: Launch, work: Work, compared: dict[str, str] | Non
 
 
 def run_holding(
-    output: OutputFolder, ranks: int | None, launch: Launch, config: Config, alike: dict[str, str],
-    work: Callable[[Any], None], import_before_fork: Callable[[], None],
-) -> int:  # fmt: skip
+    output: OutputFolder,
+    ranks: int | None,
+    launch: Launch,
+    config: Config,
+    alike: dict[str, str],
+    work: Callable[[Any], None],
+    import_before_fork: Callable[[], None],
+) -> int:
     """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
 
     import_before_fork: called in the process that ranks are forked from, if they are forked from here.

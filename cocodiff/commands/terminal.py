@@ -43,9 +43,15 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(
-        total=total, desc=description, unit="step", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=sys.stderr.isatty(),
-    )  # fmt: skip
+        total=total,
+        desc=description,
+        unit="step",
+        disable=not shown,
+        file=BarStream(sys.stderr),
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15.0,
+        leave=sys.stderr.isatty(),
+    )
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
@@ -54,9 +60,16 @@ def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
 
     def wrapped(numbers: range, what: str) -> Iterable[int]:
         return tqdm(
-            numbers, desc=what, unit="slice", disable=not shown, file=BarStream(sys.stderr), dynamic_ncols=True,
-            delay=2, mininterval=0.2 if sys.stderr.isatty() else 15.0, leave=False,
-        )  # fmt: skip
+            numbers,
+            desc=what,
+            unit="slice",
+            disable=not shown,
+            file=BarStream(sys.stderr),
+            dynamic_ncols=True,
+            delay=2,
+            mininterval=0.2 if sys.stderr.isatty() else 15.0,
+            leave=False,
+        )
 
     return wrapped
 

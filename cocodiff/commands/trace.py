@@ -42,8 +42,10 @@ def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
     """Prints the table. not_kept: spans that the traces have lost."""
     say(summary_table(times))
     if not_kept:
-        say(f"This is the beginning of the run: {not_kept} later spans were not kept "
-            f"({MAX_SPANS} are, of each rank and mode).")  # fmt: skip
+        say(
+            f"This is the beginning of the run: {not_kept} later spans were not kept "
+            f"({MAX_SPANS} are, of each rank and mode)."
+        )
 
 
 def summary_table(times: Sequence[AttentionTimes]) -> str:
@@ -62,10 +64,19 @@ def summary_table(times: Sequence[AttentionTimes]) -> str:
 
 def _cells(one: AttentionTimes) -> tuple[str, ...]:
     return (
-        one.mode, one.layer, str(one.calls), _ms(one.project_v_s), _ms(one.project_qk_s),
-        _ms(one.v_phase1_s), _ms(one.v_phase1_hidden_s), _percent(one.v_phase1_hidden_s, one.v_phase1_s),
-        _ms(one.communication_s), _ms(one.exposed_s), _ms(one.hidden_s), _percent(one.hidden_s, one.communication_s),
-    )  # fmt: skip
+        one.mode,
+        one.layer,
+        str(one.calls),
+        _ms(one.project_v_s),
+        _ms(one.project_qk_s),
+        _ms(one.v_phase1_s),
+        _ms(one.v_phase1_hidden_s),
+        _percent(one.v_phase1_hidden_s, one.v_phase1_s),
+        _ms(one.communication_s),
+        _ms(one.exposed_s),
+        _ms(one.hidden_s),
+        _percent(one.hidden_s, one.communication_s),
+    )
 
 
 def _ms(seconds: float | None) -> str:

@@ -80,9 +80,14 @@ class Kernels:
         return self._run("select", (score_BN,), score_BN, k)
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        self,
+        x_BLHD: Tensor,
+        weight_D: Tensor | None,
+        epsilon: float | None,
+        rotary: Sequence[Tensor],
+        layout: str,
         twice: bool = True,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout, twice)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:

@@ -59,9 +59,14 @@ class TorchOps:
         return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        self,
+        x_BLHD: Tensor,
+        weight_D: Tensor | None,
+        epsilon: float | None,
+        rotary: Sequence[Tensor],
+        layout: str,
         twice: bool = True,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """q or k after RMSNorm over D (epsilon None: none) and its weight, rotated: [B, L, H, D], contiguous.
 
         layout, and the rotary tables it takes, float32 [L, D] (complex64 [L, D / 2]):

@@ -74,9 +74,7 @@ class FluxAttentionProcessor(AttentionProcessor):
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
         of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
-        qkv = LazyQKV(
-            of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, meanwhile=meanwhile
-        )  # fmt: skip
+        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, meanwhile=meanwhile)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         if text_BLC is None:
             return out_BLC

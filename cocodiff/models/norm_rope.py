@@ -45,9 +45,7 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
         return x_BLHD
     known = as_data(norm, x_BLHD)
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
-        return kernels.qk_norm_rope(
-            x_BLHD, known.weight_D, known.epsilon, rotary.tables, rotary.layout, known.twice
-        )  # fmt: skip
+        return kernels.qk_norm_rope(x_BLHD, known.weight_D, known.epsilon, rotary.tables, rotary.layout, known.twice)
     x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
     return x_BLHD if rotary.layout == "none" else rotary.turn(x_BLHD)
 

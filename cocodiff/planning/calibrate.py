@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
-from cocodiff.comm.one_peer import SerialTransport
-from cocodiff.comm.program import Message, Program
-from cocodiff.comm.simulate import Latencies, Outcome, simulate
-from cocodiff.comm.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.errors import UserError
-from cocodiff.links import Network
-from cocodiff.topology import Machine, Topology
+from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.program import Message, Program
+from cocodiff.planning.simulate import Latencies, Outcome, simulate
+from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Machine, Topology
+from cocodiff.wire.exchange import Exchange
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
@@ -50,11 +50,14 @@ class Constants:
         return replace(
             nominal,
             links=replace(
-                links, latency_us=self.latency_us, message_us=self.message_us,
-                sibling_gb_s=links.sibling_gb_s * self.sibling, plane_gb_s=links.plane_gb_s * self.plane,
+                links,
+                latency_us=self.latency_us,
+                message_us=self.message_us,
+                sibling_gb_s=links.sibling_gb_s * self.sibling,
+                plane_gb_s=links.plane_gb_s * self.plane,
                 nic_gb_s=links.nic_gb_s * self.nic,
             ),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

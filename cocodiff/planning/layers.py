@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import Work
-from cocodiff.attention.selection import Schedule
+from cocodiff.assemble import build_strategy, mesh_of, schedule_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.attention.v_major import Moment, VMajor
-from cocodiff.comm.one_peer import SerialTransport
-from cocodiff.comm.program import Message, Program
-from cocodiff.comm.virtual import VirtualTrace, VirtualTransport, record
+from cocodiff.attention.v_major.selection import Schedule
+from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.config import Config
-from cocodiff.engine import build_strategy, mesh_of, schedule_of
 from cocodiff.kernels import Kernels
-from cocodiff.memory import Load, ModelShape
+from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import PricedKernels, Pricing
-from cocodiff.roofline import Layer, roofline
-from cocodiff.topology import Topology
+from cocodiff.planning.program import Message, Program
+from cocodiff.planning.roofline import Layer, roofline
+from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -123,9 +123,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
         with pricing:
             kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
             over: Any = SerialTransport(transport) if case.one_peer else transport
-            strategy = case.make(
-                case.config, case.mesh, over, trace, kernels, lambda: Moment(0, step, case.steps)
-            )  # fmt: skip
+            strategy = case.make(case.config, case.mesh, over, trace, kernels, lambda: Moment(0, step, case.steps))
             layer = PlannedLayer(case, kind, layout, slot, pricing)
             if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
                 layer.run(strategy)
@@ -190,9 +188,14 @@ class PlannedLayer:
 
         half = projected(times.project_qk / 2, LAUNCHES_QK // 2)
         return LazyQKV(
-            half, half, projected(times.project_v, LAUNCHES_V), load.image_tokens, kind.text_tokens,
-            self._case.shape.heads, meanwhile=self._rest if kind.beside else nothing,
-        )  # fmt: skip
+            half,
+            half,
+            projected(times.project_v, LAUNCHES_V),
+            load.image_tokens,
+            kind.text_tokens,
+            self._case.shape.heads,
+            meanwhile=self._rest if kind.beside else nothing,
+        )
 
     def _rest(self) -> None:
         self._pricing.compute(self._times.rest, LAUNCHES_REST)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import Work, choose
-from cocodiff.comm.simulate import Latencies
 from cocodiff.config import Config
-from cocodiff.links import Network
-from cocodiff.memory import Load, ModelShape, largest_batch, size_run
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planning.layers import Case
+from cocodiff.planning.memory import Load, ModelShape, largest_batch, size_run
+from cocodiff.planning.placement import Work, choose
+from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan
-from cocodiff.topology import Machine, Topology
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Machine, Topology
 
 FITTED = ("latency_us", "sibling", "plane")
 TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links
@@ -43,15 +43,23 @@ def figure_11(per_size: float, baseline: str) -> list[Measured]:
         return Measured(baseline, size * per_size, ratio, over=tapa(size, 0.0))
 
     return [
-        tapa(3, 0.3e-3, "phase1"), tapa(48, 0.5e-3, "phase1"), tapa(48, 6.0e-3, "phase2"),
-        Measured(baseline, 48 * per_size, 25.5e-3), over(24, 3.0), over(6, 1.0),
-    ]  # fmt: skip
+        tapa(3, 0.3e-3, "phase1"),
+        tapa(48, 0.5e-3, "phase1"),
+        tapa(48, 6.0e-3, "phase2"),
+        Measured(baseline, 48 * per_size, 25.5e-3),
+        over(24, 3.0),
+        over(6, 1.0),
+    ]
 
 
 ABOUT_FIGURE_11 = (
-    "TAPA, phase 1, 3 MB", "TAPA, phase 1, 48 MB", "TAPA, phase 2, 48 MB", "oneCCL, 48 MB", "oneCCL over TAPA, 24 MB",
+    "TAPA, phase 1, 3 MB",
+    "TAPA, phase 1, 48 MB",
+    "TAPA, phase 2, 48 MB",
+    "oneCCL, 48 MB",
+    "oneCCL over TAPA, 24 MB",
     "oneCCL over TAPA, 6 MB",
-)  # fmt: skip
+)
 
 
 def fit_figure_11(machine: Machine, reading: str = "per rank", baseline: str = "flat_serial") -> Fit:
@@ -132,13 +140,17 @@ SIZES = (768, 1536, 2304)
 ONE_NODE = tuple(Run(model, size, 1) for model in MODELS for size in SIZES)
 MORE_NODES = tuple(Run(model, 1536, nodes, None) for model in MODELS for nodes in (2, 4, 8))
 SHARES = (  # Figure 1
-    (Run("qwen-image", 768, 1), "64 %"), (Run("qwen-image", 2304, 1), "over 80 %"),
-    (Run("qwen-image", 768, 2), "96 % (size not said)"), (Run("qwen-image", 2304, 2), "96 % (size not said)"),
-)  # fmt: skip
+    (Run("qwen-image", 768, 1), "64 %"),
+    (Run("qwen-image", 2304, 1), "over 80 %"),
+    (Run("qwen-image", 768, 2), "96 % (size not said)"),
+    (Run("qwen-image", 2304, 2), "96 % (size not said)"),
+)
 SINGLE = (  # Figure 7b: CoCoDiff over flat
-    (Run("qwen-image", 1536, 2, None), 7.1), (Run("qwen-image", 1536, 4, None), 1.7),
-    (Run("sd3.5-paper", 1536, 4, None), 8.4), (Run("sd3.5-paper", 1536, 8, None), 3.8),
-)  # fmt: skip
+    (Run("qwen-image", 1536, 2, None), 7.1),
+    (Run("qwen-image", 1536, 4, None), 1.7),
+    (Run("sd3.5-paper", 1536, 4, None), 8.4),
+    (Run("sd3.5-paper", 1536, 8, None), 3.8),
+)
 DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}
 
 

@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
-from cocodiff.comm.simulate import Latencies, Outcome, simulate
-from cocodiff.links import Network
 from cocodiff.planning.layers import Case, Kind, Segment, at_fraction, fractions_of, kinds_of, record_layer
+from cocodiff.planning.simulate import Latencies, Outcome, simulate
+from cocodiff.topology.links import Network
 from cocodiff.trace import LINK_CLASSES
 
 

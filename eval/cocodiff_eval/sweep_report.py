@@ -31,15 +31,20 @@ def write_page(folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], d
 
     save_pareto(folder / "pareto.png", rows)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("cocodiff_eval", "templates"), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     picture = base64.b64encode((folder / "pareto.png").read_bytes()).decode("ascii")
     facts = {name: settings[name] for name in FACTS} | {"runs": f"{done} of {settings['lines']}"}
     page = environment.get_template("sweep.html.j2").render(
-        facts=facts, picture=f"data:image/png;base64,{picture}", note=NOTE,
+        facts=facts,
+        picture=f"data:image/png;base64,{picture}",
+        note=NOTE,
         tables={"Quality": quality_cells(rows), "Bytes and speed": cost_cells(rows)},
-    )  # fmt: skip
+    )
     (folder / "report.html").write_text(page, encoding="utf-8")
 
 
@@ -100,9 +105,17 @@ def _look(point: int, series: int) -> dict[str, Any]:
 
 def _draw(axes: Axes, x: Spread, y: Spread, look: Mapping[str, Any]) -> None:
     axes.errorbar(
-        x.mean, y.mean, xerr=x.error, yerr=y.error, elinewidth=0.9, capsize=2, markersize=7,
-        markeredgecolor="white", markeredgewidth=0.6, **look,
-    )  # fmt: skip
+        x.mean,
+        y.mean,
+        xerr=x.error,
+        yerr=y.error,
+        elinewidth=0.9,
+        capsize=2,
+        markersize=7,
+        markeredgecolor="white",
+        markeredgewidth=0.6,
+        **look,
+    )
 
 
 def _number(axes: Axes, marks: Sequence[Mark]) -> None:

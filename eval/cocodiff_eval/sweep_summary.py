@@ -79,7 +79,10 @@ def _row(lines: Sequence[Line]) -> Row:
         return sum(line["bytes"].values()) / whole if whole else None
 
     return Row(
-        lines[0]["point"], lines[0]["mask"], lines[0]["steps"], len(lines),
+        lines[0]["point"],
+        lines[0]["mask"],
+        lines[0]["steps"],
+        len(lines),
         {name: Spread.of([line[name] for line in lines]) for name in LIMITS},
         {name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
         over(lambda line: line["psnr_vs_exact_db"]),
@@ -87,7 +90,7 @@ def _row(lines: Sequence[Line]) -> Row:
         over(volume),
         over(lambda line: line["exact"]["seconds"] / line["seconds"]),
         over(lambda line: line["seconds"]),
-    )  # fmt: skip
+    )
 
 
 def beyond(row: Row) -> bool:
@@ -112,12 +115,15 @@ def quality_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     heading = ("point", "mask", "steps", "n", *NAMES.values(), *(f"d {NAMES[n]} ({LIMITS[n]:g})" for n in LIMITS))
     lines = [
         (
-            row.point + (" *" if beyond(row) else ""), row.mask, str(row.steps), str(row.n),
+            row.point + (" *" if beyond(row) else ""),
+            row.mask,
+            str(row.steps),
+            str(row.n),
             *(shown(row.quality[name], DIGITS[name]) for name in LIMITS),
             *(shown(row.difference[name], DIGITS[name]) for name in LIMITS),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return [heading, *lines]
 
 
@@ -125,11 +131,17 @@ def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     heading = ("point", "mask", "steps", "n", "vs exact dB", "volume", "speed-up to flat", "seconds")
     lines = [
         (
-            row.point, row.mask, str(row.steps), str(row.n), shown_exact(row), shown(row.volume, 3),
-            shown(row.speed_up, 2), shown(row.seconds, 2),
+            row.point,
+            row.mask,
+            str(row.steps),
+            str(row.n),
+            shown_exact(row),
+            shown(row.volume, 3),
+            shown(row.speed_up, 2),
+            shown(row.seconds, 2),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return [heading, *lines]
 
 

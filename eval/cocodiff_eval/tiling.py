@@ -330,10 +330,7 @@ def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Til
 def _padding(
     shape: tuple[int, int], padded: tuple[int, int], offset: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (
-        (offset[0], padded[0] - shape[0] - offset[0]),
-        (offset[1], padded[1] - shape[1] - offset[1]),
-    )
+    return ((offset[0], padded[0] - shape[0] - offset[0]), (offset[1], padded[1] - shape[1] - offset[1]))
 
 
 def level_padding(level: Level) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -22,9 +22,15 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 from cocodiff_sycl.private import private_folder
 
 __all__ = [
-    "Unavailable", "ahead_library", "build_ahead", "cache_folder", "host_library", "kernel_options", "kernel_source",
+    "Unavailable",
+    "ahead_library",
+    "build_ahead",
+    "cache_folder",
+    "host_library",
+    "kernel_options",
+    "kernel_source",
     "lock",
-]  # fmt: skip
+]
 HERE = Path(__file__).parent
 AHEAD = "ahead.cpp"
 HOST = (AHEAD, "host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
@@ -128,9 +134,15 @@ def ahead_source(lanes: int) -> str:
 def _compile(runtime: Runtime, target: Path) -> None:
     fresh = target.with_suffix(f".{os.getpid()}")
     command = [
-        find_compiler(), *COMPILE_OPTIONS, f"-I{runtime.include}", str(HERE / "host.cpp"), "-o", str(fresh),
-        str(runtime.library), "-ldl",
-    ]  # fmt: skip
+        find_compiler(),
+        *COMPILE_OPTIONS,
+        f"-I{runtime.include}",
+        str(HERE / "host.cpp"),
+        "-o",
+        str(fresh),
+        str(runtime.library),
+        "-ldl",
+    ]
     _run(command, "the SYCL host library")
     fresh.replace(target)
 

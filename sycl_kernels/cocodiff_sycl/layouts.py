@@ -65,9 +65,15 @@ class ExchangeTable(ctypes.Structure):
     """DLPack's table of C functions for a library's tensors, as torch 2.13 has one (DLPackExchangeAPI)."""
 
     _fields_ = [
-        ("major", c_uint32), ("minor", c_uint32), ("older", c_void_p), ("allocate", c_void_p),
-        ("managed_tensor_of", c_void_p), ("object_of", c_void_p), ("tensor_of", c_void_p), ("stream", c_void_p),
-    ]  # fmt: skip
+        ("major", c_uint32),
+        ("minor", c_uint32),
+        ("older", c_void_p),
+        ("allocate", c_void_p),
+        ("managed_tensor_of", c_void_p),
+        ("object_of", c_void_p),
+        ("tensor_of", c_void_p),
+        ("stream", c_void_p),
+    ]
 
 
 def look_of(library: Path) -> Look:

@@ -97,9 +97,14 @@ class SyclOps:
         self._move("scatter_rows", len(rows), tensors, moved, scattered, rows, index_K, caches)
 
     def _move(
-        self, op: str, lengths: Hashable, tensors: Tensors, indexed: Sequence[Tensor | Rows],
-        pieces_of: Callable[..., Pieces], *arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        op: str,
+        lengths: Hashable,
+        tensors: Tensors,
+        indexed: Sequence[Tensor | Rows],
+        pieces_of: Callable[..., Pieces],
+        *arguments: Any,
+    ) -> None:
         """lengths: what of the arguments' form the tensors do not tell. indexed: rows that have to be there."""
         launch, addresses = self._moves.of((op, lengths), tensors, self._launch_of, op, pieces_of, arguments)
         if self._reads_indices:
@@ -140,9 +145,14 @@ class SyclOps:
         return kept
 
     def qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, epsilon: float | None, rotary: Sequence[Tensor], layout: str,
+        self,
+        x_BLHD: Tensor,
+        weight_D: Tensor | None,
+        epsilon: float | None,
+        rotary: Sequence[Tensor],
+        layout: str,
         twice: bool = True,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if layout not in LAYOUTS:
             raise ValueError(f"qk_norm_rope: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
         if len(rotary) != TABLES[layout]:

@@ -45,9 +45,11 @@ class Plans:
         self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
         self._layouts: Layouts[Plan] = Layouts(library.look)
         self._make: dict[str, Callable[..., Plan]] = {
-            "l1_score": self._l1_score, "select": self._select, "qk_norm_rope": self._qk_norm_rope,
+            "l1_score": self._l1_score,
+            "select": self._select,
+            "qk_norm_rope": self._qk_norm_rope,
             "merge_partials": self._merge_partials,
-        }  # fmt: skip
+        }
 
     def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
         """The plan of an operation, and where its tensors lie. words: what it takes beside tensors, hashable."""
@@ -83,9 +85,15 @@ class Plans:
         return self._plan("select_largest", 3, B if k else 0, items, values, self._like(torch.int64, B, k))
 
     def _qk_norm_rope(
-        self, x_BLHD: Tensor, weight_D: Tensor | None, cosine_LD: Tensor | None, sine_LD: Tensor | None,
-        epsilon: float | None, layout: str, twice: bool,
-    ) -> Plan:  # fmt: skip
+        self,
+        x_BLHD: Tensor,
+        weight_D: Tensor | None,
+        cosine_LD: Tensor | None,
+        sine_LD: Tensor | None,
+        epsilon: float | None,
+        layout: str,
+        twice: bool,
+    ) -> Plan:
         """cosine: with layout "complex" both, side by side, of [L, D / 2, 2]."""
         op = "qk_norm_rope"
         check_dims(op, "x", x_BLHD, 4)

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from cocodiff.attention.layout import Layout
-from cocodiff.topology import Topology
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
 
 

@@ -5,11 +5,11 @@ import torch
 from byte_formulas import Formulas
 from worlds import TRIPLE, topology_of
 
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.topology import Topology
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 B, D = 2, 3
 WORLDS = {  # topology, image tokens, text tokens, heads

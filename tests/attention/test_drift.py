@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cocodiff.attention.drift import Drift, DriftNotes, merge_drift
+from cocodiff.attention.v_major.drift import Drift, DriftNotes, merge_drift
 
 
 def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.attention.choice import ExchangeTable
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.kernels import Kernels
-from cocodiff.topology import Topology
+from cocodiff.routes.choice import ExchangeTable
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 
 def check_exchange(

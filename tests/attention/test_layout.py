@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import is_full, topologies, topology_of
 
-from cocodiff.attention.layout import PLANS, Block, Layout, Plan, deal, reverse, share_image, share_text, slices
 from cocodiff.errors import UserError
-from cocodiff.topology import Topology
+from cocodiff.routes.plans import PLANS, Block, Plan, reverse
+from cocodiff.topology.layout import Layout, deal, share_image, share_text, slices
+from cocodiff.topology.machine import Topology
 
 MODEST = settings(max_examples=60, deadline=None)
 

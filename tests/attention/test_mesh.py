@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.attention.choice import Chunking
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import MESSAGE_S, Priced, Work, by_degree, choose, meshes, price, table
-from cocodiff.attention.traffic import Traffic, Wires
 from cocodiff.errors import UserError
-from cocodiff.topology import Machine, Topology
+from cocodiff.planning.placement import MESSAGE_S, Priced, Work, by_degree, choose, meshes, price, table
+from cocodiff.planning.traffic import Traffic, Wires
+from cocodiff.routes.choice import Chunking
+from cocodiff.routes.rounds import rounds_of, visits_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Machine, Topology
 
 MODEST = settings(max_examples=40, deadline=None)
 
@@ -52,7 +53,7 @@ def test_every_rank_has_one_seat(topology, data):
     mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
     assert sorted(rank for group in mesh.groups for rank in group) == list(range(topology.size))
     assert (mesh.ring, mesh.ulysses) == (ring, topology.size // ring)
-    for grid in mesh.rounds:
+    for grid in rounds_of(mesh):
         assert sorted(grid.members) == list(range(ring)) and math.prod(grid.shape) == ring
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
         for new, rank in enumerate(group):
@@ -95,7 +96,7 @@ def test_a_ring_through_a_node_stays_on_cards_and_planes(machine, size, ring):
 def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
     """The links that a rank's blocks go on over, one for each."""
     ranks = [group[mesh.seat(rank)[1]] for group in mesh.groups]
-    onward = [visit.onward for visit in mesh.visits(rank) if visit.onward is not None]
+    onward = [visit.onward for visit in visits_of(mesh, rank) if visit.onward is not None]
     return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
 
 
@@ -105,7 +106,7 @@ def test_every_block_comes_to_every_rank_once_and_from_one_that_has_it(topology,
     ring = data.draw(st.sampled_from([n for n in range(2, topology.size + 1) if topology.size % n == 0] or [1]))
     mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
     for slot in range(mesh.ulysses):
-        visits = {group: mesh.visits(ranks[slot]) for group, ranks in enumerate(mesh.groups)}
+        visits = {group: visits_of(mesh, ranks[slot]) for group, ranks in enumerate(mesh.groups)}
         for group, of_member in visits.items():
             assert of_member[0].member == group and of_member[-1].onward is None
             assert sorted(visit.member for visit in of_member) == list(range(ring))
@@ -118,7 +119,7 @@ def test_a_node_hears_a_block_once_from_each_other_one():
     """24 ranks of two nodes in one ring: 12 blocks cross each way, not 23, each over the sender's own NIC."""
     topology = topology_of("aurora", 24)
     mesh = Mesh.build(topology, 24)
-    assert mesh.rounds[0].shape == (2, 6, 2)
+    assert rounds_of(mesh)[0].shape == (2, 6, 2)
     for rank in range(24):
         assert Counter(classes_of(mesh, rank)) == {"node": 1, "plane": 10, "sibling": 12}
 
@@ -147,7 +148,7 @@ def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
                 sent[a, b] += 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
     for slot, ranks in enumerate(zip(*mesh.groups, strict=True)):
         for rank in ranks:
-            for visit in mesh.visits(rank):
+            for visit in visits_of(mesh, rank):
                 if visit.onward is not None:
                     sent[rank, ranks[visit.onward.to]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot]
     return sent
@@ -201,7 +202,7 @@ def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, pl
     topology, work = topology_of("aurora", size), Work(24, image_tokens=64 * size, text_tokens=0)
     mesh = Mesh.build(topology, ring, placement)
     layouts, wires = mesh.layouts(work.image_tokens, 0, 24), Wires(topology)
-    of_ranks = [mesh.visits(rank) for rank in range(size)]
+    of_ranks = [visits_of(mesh, rank) for rank in range(size)]
     found = price(mesh, work).moves_s
     assert len(found) == ring - 1
     for number, seconds in enumerate(found):

@@ -9,12 +9,13 @@ from test_exchange import check_exchange
 from test_layout import by_heads, by_rows, check_pairs, simulate
 from worlds import topology_of
 
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout, reverse, split_plan
-from cocodiff.attention.nic_balance import nic_detours
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.topology import Topology
+from cocodiff.routes.detours import nic_detours
+from cocodiff.routes.plans import reverse, split_plan
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 
 def nic_loads(topology: Topology, detours: dict[tuple[int, int], int]) -> tuple[Counter, Counter]:

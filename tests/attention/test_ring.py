@@ -20,22 +20,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 from worlds import topologies, topology_of
 
-from cocodiff.attention.choice import Chunking
-from cocodiff.attention.chunks import sequence_of
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout, share_image, share_text, slices
-from cocodiff.attention.mesh import Mesh
-from cocodiff.attention.placement import meshes
+from cocodiff.attention.merge import partial_attention
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.softmax_merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.part import Part
-from cocodiff.topology import Topology
+from cocodiff.planning.placement import meshes
+from cocodiff.routes.choice import Chunking
+from cocodiff.routes.chunks import sequence_of
+from cocodiff.routes.rounds import rounds_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout, share_image, share_text, slices
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 EXCHANGES = ("flat", "tapa", "split")
@@ -84,10 +85,17 @@ def call_of(whole: Sequence[Tensor], rows: list[int], image: int, text: int, mas
 
 
 @given(
-    topology=topologies(largest=12), more=st.integers(0, 30), text=st.integers(0, 9), heads=st.integers(1, 9),
-    masked=st.booleans(), exchange=st.sampled_from(EXCHANGES), order=st.sampled_from((joint, v_first)),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)), chunks=st.sampled_from((1, 1, 2, 3, 5)), data=st.data(),
-)  # fmt: skip
+    topology=topologies(largest=12),
+    more=st.integers(0, 30),
+    text=st.integers(0, 9),
+    heads=st.integers(1, 9),
+    masked=st.booleans(),
+    exchange=st.sampled_from(EXCHANGES),
+    order=st.sampled_from((joint, v_first)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    chunks=st.sampled_from((1, 1, 2, 3, 5)),
+    data=st.data(),
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, chunks, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
@@ -116,10 +124,15 @@ def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exc
 @pytest.mark.parametrize(
     ("machine", "size", "ring", "placement"),
     [
-        ("aurora", 24, 2, "topology"), ("aurora", 24, 2, "usp"), ("aurora", 12, 12, "topology"), ("local", 6, 3, "usp"),
-        ("local", 10, 2, "topology"), ("aurora", 24, 8, "usp"), ("aurora", 24, 4, "topology"),
+        ("aurora", 24, 2, "topology"),
+        ("aurora", 24, 2, "usp"),
+        ("aurora", 12, 12, "topology"),
+        ("local", 6, 3, "usp"),
+        ("local", 10, 2, "topology"),
+        ("aurora", 24, 8, "usp"),
+        ("aurora", 24, 4, "topology"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchange):
     """Ulysses' formulas for every group, and u 2 h_i S_g for each block of a group that rank i sends on."""
@@ -153,7 +166,7 @@ def sent_round(mesh: Mesh, rank: int) -> dict[int, list[int]]:
     """Whose blocks a rank of a full grid sends to whom, played through: everybody's hand goes to the same place of the
     next tile, after all tiles of the next card, after all cards of the next node."""
     slot = mesh.seat(rank)[1]
-    shape = _, cards, tiles = mesh.rounds[slot].shape
+    shape = _, cards, tiles = rounds_of(mesh)[slot].shape
     at = mesh.topology.places
     ranks = sorted((ranks[slot] for ranks in mesh.groups), key=lambda one: (at[one].node, at[one].card, at[one].plane))
     rank_at = dict(zip(product(*map(range, shape)), ranks, strict=True))
@@ -280,9 +293,17 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
     def work(transport: LoopbackTransport) -> list[Tensor]:
         now = [Moment(0, 0, case.steps)]
         ours = strategy(
-            mesh, transport, Trace(), exchange, v_first, VMajor, schedule=schedule, scoring=scoring,
-            reference=reference, now=lambda: now[0],
-        )  # fmt: skip
+            mesh,
+            transport,
+            Trace(),
+            exchange,
+            v_first,
+            VMajor,
+            schedule=schedule,
+            scoring=scoring,
+            reference=reference,
+            now=lambda: now[0],
+        )
         outputs = []
         for step in range(case.steps):
             now[0] = Moment(0, step, case.steps)

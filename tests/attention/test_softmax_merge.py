@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from cocodiff.attention.softmax_merge import _plain, no_keys, partial_attention
+from cocodiff.attention.merge import _plain, no_keys, partial_attention
 from cocodiff.kernels import Kernels
 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(sum), queries=st.integers(1, 33),
-    heads=st.integers(1, 5), dim=st.sampled_from((8, 24, 64)), masked=st.booleans(),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)), seed=st.integers(0, 99),
-)  # fmt: skip
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(sum),
+    queries=st.integers(1, 33),
+    heads=st.integers(1, 5),
+    dim=st.sampled_from((8, 24, 64)),
+    masked=st.booleans(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    seed=st.integers(0, 99),
+)
 def test_merged_parts_are_whole_attention(sizes, queries, heads, dim, masked, dtype, seed):
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, n, heads, dim, generator=draw).to(dtype) for n in (queries, sum(sizes), sum(sizes)))

@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import topologies, topology_of
 
-from cocodiff.attention.choice import Chunking, ExchangeTable
-from cocodiff.attention.chunks import Stages, chunk_ranks, consecutive
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import PLANS, Layout, reverse, slices, split_plan
-from cocodiff.attention.nic_balance import nic_detours
-from cocodiff.attention.relay import Journey
-from cocodiff.attention.softmax_merge import partial_attention
+from cocodiff.attention.merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
-from cocodiff.topology import Topology
+from cocodiff.routes.choice import Chunking, ExchangeTable
+from cocodiff.routes.chunks import Stages, chunk_ranks, consecutive
+from cocodiff.routes.detours import nic_detours
+from cocodiff.routes.plans import PLANS, reverse, split_plan
+from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.relay import Journey
 
 TABLE = ExchangeTable(((0.0005, "tapa"), (float("inf"), "split")))
 
@@ -120,11 +121,18 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
 
 
 @given(
-    topology=topologies(largest=24), extra=st.integers(0, 13), text=st.integers(0, 19), heads=st.integers(0, 5),
-    batch=st.integers(1, 2), dtype=st.sampled_from((torch.float32, torch.bfloat16)), masked=st.booleans(),
-    text_first=st.booleans(), exchange=st.sampled_from(("flat", "tapa", "split", "auto")),
-    order=st.sampled_from((joint, v_first)), chunks=st.integers(2, 7),
-)  # fmt: skip
+    topology=topologies(largest=24),
+    extra=st.integers(0, 13),
+    text=st.integers(0, 19),
+    heads=st.integers(0, 5),
+    batch=st.integers(1, 2),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    masked=st.booleans(),
+    text_first=st.booleans(),
+    exchange=st.sampled_from(("flat", "tapa", "split", "auto")),
+    order=st.sampled_from((joint, v_first)),
+    chunks=st.integers(2, 7),
+)
 @settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process_anywhere(
     topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks

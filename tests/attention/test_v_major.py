@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from v_major_reference import Reference
 from worlds import topology_of
 
-from cocodiff.attention.choice import Chunking
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.selection import Schedule, stable_tokens
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint
 from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major import Moment, VMajor
+from cocodiff.attention.v_major.selection import Schedule, stable_tokens
+from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.kernels import Kernels
+from cocodiff.routes.choice import Chunking
+from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 D = 4
 SCHEDULES = {
@@ -122,13 +122,19 @@ def test_equals_one_process(schedule, scoring, reference, order):
 
 
 @given(
-    size=st.sampled_from((2, 3, 4, 6, 12)), image=st.integers(12, 40), text=st.integers(0, 9),
-    heads=st.integers(12, 15), batch=st.integers(1, 2), text_first=st.booleans(),
+    size=st.sampled_from((2, 3, 4, 6, 12)),
+    image=st.integers(12, 40),
+    text=st.integers(0, 9),
+    heads=st.integers(12, 15),
+    batch=st.integers(1, 2),
+    text_first=st.booleans(),
     schedule=st.sampled_from(sorted(SCHEDULES)),
-    scoring=st.sampled_from(("source", "card")), reference=st.sampled_from(("prev", "sent")),
-    order=st.sampled_from((joint, v_first)), exchange=st.sampled_from(("flat", "tapa", "split")),
+    scoring=st.sampled_from(("source", "card")),
+    reference=st.sampled_from(("prev", "sent")),
+    order=st.sampled_from((joint, v_first)),
+    exchange=st.sampled_from(("flat", "tapa", "split")),
     steps=st.sampled_from((6, 20)),
-)  # fmt: skip
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_equals_one_process_anywhere(
     size, image, text, heads, batch, schedule, text_first, scoring, reference, order, exchange, steps

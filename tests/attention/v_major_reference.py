@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cocodiff.attention.layout import Layout
-from cocodiff.attention.selection import Schedule
 from cocodiff.attention.ulysses import local_attention
-from cocodiff.topology import Topology
+from cocodiff.attention.v_major.selection import Schedule
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 
 
 @dataclass

@@ -25,9 +25,14 @@ def contract(transport: Transport) -> None:
     assert transport.size == SIZE and 0 <= transport.rank < SIZE
     everybody = transport.group(range(SIZE))
     for check in (
-        check_all_to_all, check_send_recv_to_some, check_messages_stay_in_order, check_all_gather, check_all_reduce,
-        check_barrier, check_refusals,
-    ):  # fmt: skip
+        check_all_to_all,
+        check_send_recv_to_some,
+        check_messages_stay_in_order,
+        check_all_gather,
+        check_all_reduce,
+        check_barrier,
+        check_refusals,
+    ):
         check(everybody)
     for check_more in (check_groups, check_objects, check_lane, check_lanes_are_independent, check_lane_errors):
         check_more(transport)

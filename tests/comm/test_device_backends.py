@@ -92,9 +92,13 @@ KILLERS = [
     ({"CCL_OP_SYNC": "1", "CCL_ATL_TRANSPORT": "ofi"}, "ccl", "xpu", ["CCL_OP_SYNC=1", "CCL_ATL_TRANSPORT=ofi"]),
     ({"CCL_ATL_TRANSPORT": "ofi"}, "ccl", "cpu", []),
     ({"CCL_OP_SYNC": "1", "CCL_ATL_TRANSPORT": "ofi"}, "mpi", "cpu", []),
-    ({"TORCH_NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1"}, "nccl", "cuda",
-     ["TORCH_NCCL_BLOCKING_WAIT=1", "CUDA_LAUNCH_BLOCKING=1"]),
-]  # fmt: skip
+    (
+        {"TORCH_NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1"},
+        "nccl",
+        "cuda",
+        ["TORCH_NCCL_BLOCKING_WAIT=1", "CUDA_LAUNCH_BLOCKING=1"],
+    ),
+]
 
 
 @pytest.mark.parametrize(("environment", "library", "device", "settings"), KILLERS)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodiff.comm.fluid import FluidNetwork, fair_rates, padded
+from cocodiff.planning.fluid import FluidNetwork, fair_rates, padded
 
 
 @st.composite

@@ -27,9 +27,15 @@ Open = Callable[[], Watch]
 
 
 def open_all(
-    ranks: range, size: int, port: int | None = None, settings: dict[int, dict[str, str]] | None = None,
-    timeout_s: float = 20.0, meet: Callable[[int], None] | None = None, start_s: float = 20.0, stall_s: float = 60.0,
-) -> list[Watch | BaseException]:  # fmt: skip
+    ranks: range,
+    size: int,
+    port: int | None = None,
+    settings: dict[int, dict[str, str]] | None = None,
+    timeout_s: float = 20.0,
+    meet: Callable[[int], None] | None = None,
+    start_s: float = 20.0,
+    stall_s: float = 60.0,
+) -> list[Watch | BaseException]:
     """Opens the watches of `ranks` side by side; what an opening raised stands in its place.
 
     port: of a rank 0 elsewhere. meet: called with the port before the ranks join.
@@ -211,9 +217,7 @@ def test_ranks_that_make_different_calls_are_named():
         for watch in watches:
             all_wait.enter_context(watch.blocking())
         error = awaited_error(watches[1])
-    assert str(error) == (
-        "rank 0 waits in gather_object, and rank 1 in attention x: ranks make different calls"
-    )  # fmt: skip
+    assert str(error) == ("rank 0 waits in gather_object, and rank 1 in attention x: ranks make different calls")
     awaited_error(watches[2])
     awaited_error(watches[0])
 

@@ -49,9 +49,12 @@ JOINS = """
 
 def started(program: str, *words: object, **environment: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, words)], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=os.environ | {name: str(value) for name, value in environment.items()},
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+    )
 
 
 @pytest.fixture

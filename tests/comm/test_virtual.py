@@ -6,10 +6,10 @@ import torch
 from contract import SIZE
 from worlds import topology_of
 
-from cocodiff.comm.simulate import Latencies, simulate
-from cocodiff.comm.virtual import VirtualTrace, record
 from cocodiff.errors import PeerLost
-from cocodiff.links import Network
+from cocodiff.planning.simulate import Latencies, simulate
+from cocodiff.planning.virtual import VirtualTrace, record
+from cocodiff.topology.links import Network
 
 MB = 1_000_000
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cocodiff_bench.attention import check_close, check_same_bits
+from cocodiff_bench.common import interleave, rows
 from launching import mpiexec, run, with_options
 
-from cocodiff.attention.layout import Layout
 from cocodiff.cli import main
-from cocodiff.commands.bench_attention import check_close, check_same_bits
-from cocodiff.commands.bench_common import interleave, rows
 from cocodiff.config import ORDERS, load_machine
-from cocodiff.topology import Topology
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
 
 pytestmark = pytest.mark.processes
 

@@ -7,11 +7,11 @@ import os
 import sys
 
 import pytest
+from cocodiff_bench.memory import HEAD_DIM, LAYERS, Sampler, check, heads_of, proportional
 from launching import run
 
-from cocodiff.commands.bench_memory import HEAD_DIM, LAYERS, Sampler, check, heads_of, proportional
 from cocodiff.errors import UserError
-from cocodiff.memory import LIBRARIES, MIB, RankMemory, node_memory
+from cocodiff.planning.memory import LIBRARIES, MIB, RankMemory, node_memory
 
 pytestmark = pytest.mark.processes
 
@@ -50,9 +50,20 @@ def test_sizes_and_mistakes():
     for billions in (0.02, 0.3, 1.0):
         width = heads_of(billions) * HEAD_DIM
         assert 36 * LAYERS * width**2 == pytest.approx(billions * 1e9, rel=0.35)
-    values = {"size": 64, "batch": 1, "steps": 1, "ranks": 40, "preset": "tapa", "billions": 0.02, "model": "random",
-              "machine": "local", "transport": "auto", "device": "cpu", "kernels": "auto",
-              "timeout_s": 1.0}  # fmt: skip
+    values = {
+        "size": 64,
+        "batch": 1,
+        "steps": 1,
+        "ranks": 40,
+        "preset": "tapa",
+        "billions": 0.02,
+        "model": "random",
+        "machine": "local",
+        "transport": "auto",
+        "device": "cpu",
+        "kernels": "auto",
+        "timeout_s": 1.0,
+    }
     with pytest.raises(UserError, match="40 ranks and 3 heads"):
         check(values, 40)
     with pytest.raises(UserError, match=r"--billions 0: give a number above 0"):

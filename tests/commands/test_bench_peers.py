@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cocodiff_bench import peers as bench_peers
 from launching import assert_succeeded, run
 
-from cocodiff.commands import bench_peers
 from cocodiff.commands.options import parse
 from cocodiff.errors import UserError
 

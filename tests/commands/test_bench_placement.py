@@ -8,17 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from cocodiff_bench.placement import BENCHMARK, check_alike, named_cases
 from launching import run, with_options
 
-from cocodiff.attention.placement import Work, by_degree
 from cocodiff.cli import main
-from cocodiff.commands.bench_placement import BENCHMARK, check_alike, named_cases
 from cocodiff.config import load_machine
-from cocodiff.topology import Topology
+from cocodiff.planning.placement import Work, by_degree
+from cocodiff.topology.machine import Topology
 
 pytestmark = pytest.mark.processes
-WORDS = ["bench", "placement", "--image-tokens", "40", "--text-tokens", "4", "--heads", "3", "--head-dim", "8",
-         "--repeats", "2", "--quiet"]  # fmt: skip
+WORDS = [
+    "bench",
+    "placement",
+    "--image-tokens",
+    "40",
+    "--text-tokens",
+    "4",
+    "--heads",
+    "3",
+    "--head-dim",
+    "8",
+    "--repeats",
+    "2",
+    "--quiet",
+]
 
 
 def test_every_mesh_is_measured(tmp_path: Path) -> None:

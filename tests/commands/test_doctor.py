@@ -13,7 +13,7 @@ import pytest
 from launching import mpiexec, run
 
 from cocodiff.cli import main
-from cocodiff.commands import doctor
+from cocodiff.commands.doctor import command as doctor
 
 pytestmark = pytest.mark.processes
 
@@ -75,7 +75,7 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path):
 
 
 def test_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cocodiff.doctor.gather.free_memory", lambda *_: 2**30)
+    monkeypatch.setattr("cocodiff.commands.doctor.gather.free_memory", lambda *_: 2**30)
     words = ["--model", "qwen-image", "--kernels", "torch", "--out", str(tmp_path / "d")]
     assert main(["doctor", *words]) == 1
     assert "the model needs" in capsys.readouterr().out

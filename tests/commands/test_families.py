@@ -55,8 +55,14 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = []
     for name, build in tiny_pipelines.PIPELINES.items():
         build().save_pretrained(folder / f"{name}-model")
-        options = {"input": folder / "scan.tif", "mask": folder / "hole.tif", "model": folder / f"{name}-model",
-                   "steps": 2, "ranks": 2, "out": folder / name}  # fmt: skip
+        options = {
+            "input": folder / "scan.tif",
+            "mask": folder / "hole.tif",
+            "model": folder / f"{name}-model",
+            "steps": 2,
+            "ranks": 2,
+            "out": folder / name,
+        }
         runs.append(["inpaint", *(str(word) for key, value in options.items() for word in (f"--{key}", value))])
     command = [sys.executable, str(HERE / "family_runs.py")]
     done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=240, check=False)
@@ -74,8 +80,10 @@ def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Pa
     pipe, arguments = inpainting(name)
 
     def repeated(batch: int) -> dict[str, Any]:
-        return {key: value if isinstance(value, float) else value.repeat(batch, *[1] * (value.ndim - 1))
-                for key, value in arguments.items()}  # fmt: skip
+        return {
+            key: value if isinstance(value, float) else value.repeat(batch, *[1] * (value.ndim - 1))
+            for key, value in arguments.items()
+        }
 
     known = IMAGE_YX[~HOLE_YX]
     scale = IntensityRange(float(known.min()), float(known.max()))

@@ -36,9 +36,22 @@ class Run:
     def __init__(self, slice_file: Path, folder: Path, *extra: str, prefix: tuple[str, ...] = ()) -> None:
         self.out, self.log = folder / "out", folder / "log"
         command = [
-            *prefix, sys.executable, "-m", "cocodiff", "inpaint", "--input", str(slice_file), "--out", str(self.out),
-            "--steps", str(ENDLESS), "--timeout-s", str(TIMEOUT_S), "--quiet", *extra,
-        ]  # fmt: skip
+            *prefix,
+            sys.executable,
+            "-m",
+            "cocodiff",
+            "inpaint",
+            "--input",
+            str(slice_file),
+            "--out",
+            str(self.out),
+            "--steps",
+            str(ENDLESS),
+            "--timeout-s",
+            str(TIMEOUT_S),
+            "--quiet",
+            *extra,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "I_MPI_FABRICS": "shm", "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -111,8 +111,13 @@ def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Path) ->
 def test_results_have_the_promised_names(made: Path) -> None:
     out = made / "prompt-sd3"
     assert sorted(path.name for path in out.iterdir()) == [
-        ".cocodiff-files.json", "images", "metrics.json", "report.html", "run.yaml", "trace.json",
-    ]  # fmt: skip
+        ".cocodiff-files.json",
+        "images",
+        "metrics.json",
+        "report.html",
+        "run.yaml",
+        "trace.json",
+    ]
     names = ["a_tooth", "A_tooth-2", "bone_polished"]
     expected = {f"{name}_{preset}.png" for name in names for preset in ("flat", "tapa")}
     assert {path.name for path in (out / "images").iterdir()} == expected

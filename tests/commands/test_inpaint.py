@@ -67,8 +67,13 @@ def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Re
     tifffile.imwrite(tmp_path / "scan.tif", noise((64, 64), np.uint16))
     out = restore("--input", tmp_path / "scan.tif", "--mask", "block", "center", "--preset", "flat,tapa")
     assert sorted(path.name for path in out.iterdir()) == [
-        ".cocodiff-files.json", "images", "metrics.json", "report.html", "run.yaml", "trace.json",
-    ]  # fmt: skip
+        ".cocodiff-files.json",
+        "images",
+        "metrics.json",
+        "report.html",
+        "run.yaml",
+        "trace.json",
+    ]
     stems = [f"scan_{mask}_{preset}" for mask in ("block", "center") for preset in ("flat", "tapa")]
     assert sorted(path.name for path in (out / "images").iterdir()) == sorted(
         f"{stem}.{suffix}" for stem in stems for suffix in ("png", "tif")

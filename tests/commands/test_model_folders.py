@@ -24,8 +24,11 @@ from cocodiff.errors import UserError
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (
-    "model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json",
-)  # fmt: skip
+    "model_index.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "scheduler/scheduler_config.json",
+)
 WEIGHTS = {part: f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "vae")}
 pytestmark = pytest.mark.usefixtures("promptly")
 

@@ -43,9 +43,14 @@ def mistake(*words: str, options: tuple[Option, ...] = OPTIONS) -> str:
 
 def test_defaults():
     assert values() == {
-        "input": ["a.png"], "steps": 20, "strength": 1.0, "noise_seed": 0, "mask": "block", "exact": True,
+        "input": ["a.png"],
+        "steps": 20,
+        "strength": 1.0,
+        "noise_seed": 0,
+        "mask": "block",
+        "exact": True,
         "overwrite": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("words", [("--noise-seed", "7"), ("--noise_seed", "7"), ("--noise-seed=7",)])
@@ -129,9 +134,14 @@ def test_a_settings_file_and_the_command_line_over_it(tmp_path):
     path.write_text("input: scan.tif\nsteps: 5\nstrength: 1\nmask: center\nexact: false\n")
     found = parse("inpaint", "", OPTIONS, ("--config", str(path), "--steps", "7", "--exact"))
     assert found == {
-        "input": ["scan.tif"], "steps": 7, "strength": 1, "noise_seed": 0, "mask": "center", "exact": True,
+        "input": ["scan.tif"],
+        "steps": 7,
+        "strength": 1,
+        "noise_seed": 0,
+        "mask": "center",
+        "exact": True,
         "overwrite": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

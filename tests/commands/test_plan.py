@@ -12,7 +12,7 @@ from tiny_models import sd3_transformer
 from worlds import topology_of
 
 from cocodiff.cli import main
-from cocodiff.commands.plan_calibrate import slowed
+from cocodiff.commands.plan.calibrate import slowed
 from cocodiff.config import load_machine
 from cocodiff.planning.calibrate import AllToAll, Constants
 

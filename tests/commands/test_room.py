@@ -10,7 +10,7 @@ from cocodiff.cli import main
 from cocodiff.commands import room
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.topology import MOST_RANKS, Topology
+from cocodiff.topology.machine import MOST_RANKS, Topology
 
 MANY = "999999999999"
 

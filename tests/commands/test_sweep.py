@@ -17,8 +17,8 @@ import tifffile
 import yaml
 
 from cocodiff.cli import main
-from cocodiff.commands.sweep_lines import Key, LineWriter, read_results
-from cocodiff.commands.sweep_points import read_grid
+from cocodiff.commands.sweep.lines import Key, LineWriter, read_results
+from cocodiff.commands.sweep.points import read_grid
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 
@@ -27,9 +27,12 @@ pytestmark = pytest.mark.processes
 SWEEP = {
     "base": {"exchange": "flat", "selection": "v_major", "sync_interval": 0},
     "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
-    "points": [{"preset": "flat"}, {"name": "theirs", "preset": "cocodiff"},
-               {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}],
-}  # fmt: skip
+    "points": [
+        {"preset": "flat"},
+        {"name": "theirs", "preset": "cocodiff"},
+        {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2},
+    ],
+}
 POINTS = ["schedule fixed, reference sent", "flat", "theirs", "round"]
 KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
 
@@ -51,9 +54,13 @@ def words(folder: Path, out: Path, *more: str, ranks: int = 2) -> list[str]:
 
 def begin(folder: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "cocodiff", *words(folder, out)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "cocodiff", *words(folder, out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def to_its_end(process: subprocess.Popen[str]) -> str:
@@ -201,13 +208,17 @@ def grid(**sections: Any) -> Any:
 
 def test_a_grid_is_every_combination_and_then_the_points() -> None:
     found = grid(
-        base={"selection": "v_major"}, grid={"ratio": [0.5, 0.75], "reference": ["prev", "sent"], "steps": [20, 50]},
+        base={"selection": "v_major"},
+        grid={"ratio": [0.5, 0.75], "reference": ["prev", "sent"], "steps": [20, 50]},
         points=[{"name": "mine", "preset": "cocodiff+", "ratio": 0.9}],
-    )  # fmt: skip
+    )
     assert [point.name for point in found.points] == [
-        "ratio 0.5, reference prev", "ratio 0.5, reference sent", "ratio 0.75, reference prev",
-        "ratio 0.75, reference sent", "mine",
-    ]  # fmt: skip
+        "ratio 0.5, reference prev",
+        "ratio 0.5, reference sent",
+        "ratio 0.75, reference prev",
+        "ratio 0.75, reference sent",
+        "mine",
+    ]
     assert found.points[0].config == Config(selection="v_major", ratio=0.5, reference="prev")
     assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
@@ -216,9 +227,10 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
 
 def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
     found = grid(
-        base={"exchange": "split"}, grid={"chunks": [1, 2, "auto"], "ring": [1, 2]},
+        base={"exchange": "split"},
+        grid={"chunks": [1, 2, "auto"], "ring": [1, 2]},
         points=[{"preset": "tapa", "placement": "usp", "ring": "auto"}],
-    )  # fmt: skip
+    )
     assert [(point.config.chunks, point.config.ring) for point in found.points[:-1]] == [
         (chunks, ring) for chunks in (1, 2, "auto") for ring in (1, 2)
     ]

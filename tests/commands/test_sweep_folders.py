@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from cocodiff.cli import main
-from cocodiff.commands.sweep_lines import LineWriter, check_folder, read_results
-from cocodiff.commands.sweep_points import MOST_RUNS, read_grid
+from cocodiff.commands.sweep.lines import LineWriter, check_folder, read_results
+from cocodiff.commands.sweep.points import MOST_RUNS, read_grid
 from cocodiff.errors import OwnRankError, UserError
 
 SETTINGS = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from worlds import topology_of
 
-from cocodiff.doctor.check_versions import LEAST, numbers
-from cocodiff.doctor.examine import CHECKS, examine, is_healthy
-from cocodiff.doctor.facts import (
+from cocodiff.commands.doctor.check_versions import LEAST, numbers
+from cocodiff.commands.doctor.examine import CHECKS, examine, is_healthy
+from cocodiff.commands.doctor.facts import (
     FAULT,
     MEASURED,
     WARNING,
@@ -33,9 +33,16 @@ ROOT = Path(__file__).parents[2]
 GIB = 2**30
 AURORA = topology_of("aurora", 12)
 VERSIONS: dict[str, str | None] = {
-    "cocodiff": "0.1.0", "python": "3.12.1", "torch": "2.10.0a0+git5", "diffusers": "0.42.1", "transformers": "5.1.0",
-    "mpi4py": "4.1.2", "impi-rt": None, "intel_extension_for_pytorch": "2.10.10+xpu", "mpi": "MPICH Version: 5.0",
-}  # fmt: skip
+    "cocodiff": "0.1.0",
+    "python": "3.12.1",
+    "torch": "2.10.0a0+git5",
+    "diffusers": "0.42.1",
+    "transformers": "5.1.0",
+    "mpi4py": "4.1.2",
+    "impi-rt": None,
+    "intel_extension_for_pytorch": "2.10.10+xpu",
+    "mpi": "MPICH Version: 5.0",
+}
 ENVIRONMENT = {"PALS_RANKID": "0", "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi"}
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 COLOR = "card:{0,1},{2,3},{4,5},{6,7},{8,9},{10,11};plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
@@ -46,21 +53,44 @@ def healthy_rank(rank: int, host: str = "x1") -> RankFacts:
     socket = local // 6
     first = 4 + 4 * local if local < 6 else 56 + 4 * (local - 6)
     return RankFacts(
-        rank=rank, host=host, local_rank=local, launcher="mpi", local_size=12, world=12, versions=dict(VERSIONS),
-        environment=dict(ENVIRONMENT), library="xccl", device=f"xpu:{local}", tile=f"uuid-{local}", tiles_seen=12,
-        card=Card(f"0000:{local // 2:02x}:00.0", (socket,)), cores=tuple(range(first, first + 4)), sockets=(socket,),
-        host_cores=208, nics=NICS, free=60 * GIB, total=64 * GIB, kernels="auto", sycl="", no_sycl="",
-        mpi_library="/opt/mpich/lib/libmpi.so.12", system_mpi="/opt/mpich/bin/mpiexec", python_prefix="/venv",
-    )  # fmt: skip
+        rank=rank,
+        host=host,
+        local_rank=local,
+        launcher="mpi",
+        local_size=12,
+        world=12,
+        versions=dict(VERSIONS),
+        environment=dict(ENVIRONMENT),
+        library="xccl",
+        device=f"xpu:{local}",
+        tile=f"uuid-{local}",
+        tiles_seen=12,
+        card=Card(f"0000:{local // 2:02x}:00.0", (socket,)),
+        cores=tuple(range(first, first + 4)),
+        sockets=(socket,),
+        host_cores=208,
+        nics=NICS,
+        free=60 * GIB,
+        total=64 * GIB,
+        kernels="auto",
+        sycl="",
+        no_sycl="",
+        mpi_library="/opt/mpich/lib/libmpi.so.12",
+        system_mpi="/opt/mpich/bin/mpiexec",
+        python_prefix="/venv",
+    )
 
 
 def healthy_job() -> Facts:
     ranks = [healthy_rank(rank) for rank in range(12)]
     ranks[0] = replace(ranks[0], sycl="Intel(R) Data Center GPU Max 1550 (level_zero)")
     return Facts(
-        ranks, AURORA, [AllToAll("cocodiff", "float32", 64, 1e-3), AllToAll("xccl's own", "float32", 64, 1e-3)],
-        Overlap(1.0, 1.0, 1.05), {"x1": PlaneMap("Level Zero's fabric ports", AURORA.machine.planes)},
-    )  # fmt: skip
+        ranks,
+        AURORA,
+        [AllToAll("cocodiff", "float32", 64, 1e-3), AllToAll("xccl's own", "float32", 64, 1e-3)],
+        Overlap(1.0, 1.0, 1.05),
+        {"x1": PlaneMap("Level Zero's fabric ports", AURORA.machine.planes)},
+    )
 
 
 def change(job: Facts, rank: int, **values: Any) -> Facts:
@@ -95,122 +125,213 @@ def two_hosts(job: Facts, first: Callable[[int], bool]) -> Facts:
 
 def on_cpu(job: Facts, **environment: str) -> Facts:
     return change(
-        job, -1, device="cpu", tile="", tiles_seen=0, card=None, library="mpi", nics=(), cores=(0, 1), host_cores=4,
-        sycl="", no_sycl="no runtime", environment=environment,
-    )  # fmt: skip
+        job,
+        -1,
+        device="cpu",
+        tile="",
+        tiles_seen=0,
+        card=None,
+        library="mpi",
+        nics=(),
+        cores=(0, 1),
+        host_cores=4,
+        sycl="",
+        no_sycl="no runtime",
+        environment=environment,
+    )
 
 
 CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
     "old torch": (lambda j: version(j, -1, torch="2.5.1"), FAULT, "versions", "torch 2.5.1 is too old", ">=2.10"),
     "no diffusers": (lambda j: version(j, -1, diffusers=None), FAULT, "versions", "diffusers is not installed", "pip"),
     "mixed torch": (
-        lambda j: version(j, 3, torch="2.11.0"), FAULT, "versions", "torch differs: .*on rank 3", "full path",
+        lambda j: version(j, 3, torch="2.11.0"),
+        FAULT,
+        "versions",
+        "torch differs: .*on rank 3",
+        "full path",
     ),
     "IPEX of another": (
-        lambda j: version(j, -1, intel_extension_for_pytorch="2.8.10"), WARNING, "versions", "IPEX 2.8.10", "uninstall",
+        lambda j: version(j, -1, intel_extension_for_pytorch="2.8.10"),
+        WARNING,
+        "versions",
+        "IPEX 2.8.10",
+        "uninstall",
     ),
     "foreign MPI": (lambda j: change(j, -1, world=144), FAULT, "launch", "started 144 .* found 12", "mpiexec that"),
     "uneven hosts": (lambda j: two_hosts(j, lambda r: r < 11), FAULT, "launch", "x1 has 11 ranks", "--ppn"),
     "round-robin": (lambda j: two_hosts(j, lambda r: r % 2 == 0), FAULT, "launch", "belong to 2 nodes", "node by node"),
     "too many hosts": (
-        lambda j: replace(j, ranks=[replace(r, host=f"x{r.rank // 6}", local_size=6) for r in j.ranks]), FAULT,
-        "launch", "2 hosts, .* 1 node", "12 ranks a node",
+        lambda j: replace(j, ranks=[replace(r, host=f"x{r.rank // 6}", local_size=6) for r in j.ranks]),
+        FAULT,
+        "launch",
+        "2 hosts, .* 1 node",
+        "12 ranks a node",
     ),
     "impi-rt loaded": (
-        lambda j: change(version(j, -1, impi_rt="2021.17.2"), -1, mpi_library="/venv/lib/libmpi.so.12"), FAULT, "mpi",
-        "impi-rt 2021.17.2 of PyPI .* /venv/lib/libmpi.so.12 is loaded", "uninstall impi-rt",
+        lambda j: change(version(j, -1, impi_rt="2021.17.2"), -1, mpi_library="/venv/lib/libmpi.so.12"),
+        FAULT,
+        "mpi",
+        "impi-rt 2021.17.2 of PyPI .* /venv/lib/libmpi.so.12 is loaded",
+        "uninstall impi-rt",
     ),
     "impi-rt around": (
-        lambda j: change(version(j, -1, impi_rt="2021.17.2"), -1, launcher="torchrun"), WARNING, "mpi", "beside",
+        lambda j: change(version(j, -1, impi_rt="2021.17.2"), -1, launcher="torchrun"),
+        WARNING,
+        "mpi",
+        "beside",
         "impi-rt",
     ),
     "no mpi4py": (lambda j: version(j, -1, mpi4py=None), FAULT, "mpi", "mpi4py is not installed", "pip install mpi4py"),
     "a tile for two": (
-        lambda j: change(j, 5, tile="uuid-4"), FAULT, "tiles", "ranks 4-5 share tile uuid-4", "gpu_tile_compact",
+        lambda j: change(j, 5, tile="uuid-4"),
+        FAULT,
+        "tiles",
+        "ranks 4-5 share tile uuid-4",
+        "gpu_tile_compact",
     ),
     "composite": (
-        lambda j: change(setting(j, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE"), -1, tiles_seen=6), FAULT, "tiles",
-        "sees 6 devices where .* 12 tiles", "HIERARCHY=FLAT",
+        lambda j: change(setting(j, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE"), -1, tiles_seen=6),
+        FAULT,
+        "tiles",
+        "sees 6 devices where .* 12 tiles",
+        "HIERARCHY=FLAT",
     ),
     "mixed devices": (lambda j: change(j, 2, device="cpu"), FAULT, "tiles", "different devices", "--device"),
     "far from its card": (
-        lambda j: change(j, 7, sockets=(0,), cores=(50,)), FAULT, "cores", "rank 7 runs on socket 0 .* socket 1",
+        lambda j: change(j, 7, sockets=(0,), cores=(50,)),
+        FAULT,
+        "cores",
+        "rank 7 runs on socket 0 .* socket 1",
         "cpu-bind",
     ),
     "unbound": (
-        lambda j: change(j, -1, sockets=(0, 1), cores=tuple(range(208))), WARNING, "cores", "ranks 0-11 may wander",
+        lambda j: change(j, -1, sockets=(0, 1), cores=tuple(range(208))),
+        WARNING,
+        "cores",
+        "ranks 0-11 may wander",
         "cpu-bind",
     ),
-    "shared cores": (
-        lambda j: change(j, 1, cores=(4, 5, 6, 7)), WARNING, "cores", "ranks 0-1 share cores", "cpu-bind",
-    ),
+    "shared cores": (lambda j: change(j, 1, cores=(4, 5, 6, 7)), WARNING, "cores", "ranks 0-1 share cores", "cpu-bind"),
     "workers on a rank's core": (
-        lambda j: setting(j, CCL_WORKER_AFFINITY="4,42"), WARNING, "cores", "workers on cores of rank 0", "unset",
+        lambda j: setting(j, CCL_WORKER_AFFINITY="4,42"),
+        WARNING,
+        "cores",
+        "workers on cores of rank 0",
+        "unset",
     ),
     "a NIC that is not there": (
-        lambda j: setting(j, 3, FI_CXI_DEVICE_NAME="cxi9"), FAULT, "nics", "of rank 3 names cxi9; x1 has cxi0, ",
+        lambda j: setting(j, 3, FI_CXI_DEVICE_NAME="cxi9"),
+        FAULT,
+        "nics",
+        "of rank 3 names cxi9; x1 has cxi0, ",
         "unset",
     ),
     "a NIC far away": (
-        lambda j: setting(j, 3, FI_CXI_DEVICE_NAME="cxi4"), FAULT, "nics",
+        lambda j: setting(j, 3, FI_CXI_DEVICE_NAME="cxi4"),
+        FAULT,
+        "nics",
         "rank 3 .* socket 0, its NIC cxi4 .* socket 1",
         "unset",
     ),
     "fewer NICs": (lambda j: change(j, -1, nics=NICS[:7]), WARNING, "nics", "7 NICs on x1, .* 8", "links.nics"),
     "other planes": (
-        lambda j: planes(j, *[0, 1] * 6), FAULT, "planes", r"finds planes \{0,2,4,6,8,10\},.* has \{0,3,4,6,8,11\}",
+        lambda j: planes(j, *[0, 1] * 6),
+        FAULT,
+        "planes",
+        r"finds planes \{0,2,4,6,8,10\},.* has \{0,3,4,6,8,11\}",
         r"planes: \[0, 1, 0, 1",
     ),
     "other planes by rates": (
-        lambda j: replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}), FAULT, "planes", "measured rates",
+        lambda j: replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}),
+        FAULT,
+        "planes",
+        "measured rates",
         "planes",
     ),
     "other planes on emulated links": (
-        lambda j: on_cpu(replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}), COCODIFF_EMULATED="{}"), FAULT,
-        "planes", "measured rates", "planes",
+        lambda j: on_cpu(replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}), COCODIFF_EMULATED="{}"),
+        FAULT,
+        "planes",
+        "measured rates",
+        "planes",
     ),
     "too few tiles": (lambda j: planes(j, 0, 1), FAULT, "planes", "2 tiles, 12 ranks", "start 2 ranks"),
     "a broken link": (
-        lambda j: planes(j, *AURORA.machine.planes, broken=("port 3 of tile 1 is failed",)), FAULT, "planes",
-        "x1: port 3 of tile 1 is failed", "operators",
+        lambda j: planes(j, *AURORA.machine.planes, broken=("port 3 of tile 1 is failed",)),
+        FAULT,
+        "planes",
+        "x1: port 3 of tile 1 is failed",
+        "operators",
     ),
     "planes unseen": (lambda j: planes(j, why="alike"), WARNING, "planes", "cannot be seen: alike", "CCL_TOPO_COLOR"),
     "wrong numbers": (
-        lambda j: trial(j, "cocodiff"), FAULT, "all-to-all", r"wrong for bfloat16 of 4096 .* rank 3 .* \[5\]",
+        lambda j: trial(j, "cocodiff"),
+        FAULT,
+        "all-to-all",
+        r"wrong for bfloat16 of 4096 .* rank 3 .* \[5\]",
         "transport",
     ),
     "the library's wrong numbers": (
-        lambda j: trial(j, "xccl's own"), WARNING, "all-to-all", "xccl's own is wrong", "does not use it",
+        lambda j: trial(j, "xccl's own"),
+        WARNING,
+        "all-to-all",
+        "xccl's own is wrong",
+        "does not use it",
     ),
     "nothing hidden": (
-        lambda j: replace(j, overlap=Overlap(1.0, 1.0, 1.95)), FAULT, "overlap", "5% of the messages hidden",
+        lambda j: replace(j, overlap=Overlap(1.0, 1.0, 1.95)),
+        FAULT,
+        "overlap",
+        "5% of the messages hidden",
         "settings",
     ),
     "CCL_OP_SYNC": (lambda j: setting(j, CCL_OP_SYNC="1"), FAULT, "settings", "CCL_OP_SYNC=1", "unset CCL_OP_SYNC"),
     "ofi": (
-        lambda j: setting(j, CCL_ATL_TRANSPORT="ofi"), FAULT, "settings", "ofi makes oneCCL synchronous",
+        lambda j: setting(j, CCL_ATL_TRANSPORT="ofi"),
+        FAULT,
+        "settings",
+        "ofi makes oneCCL synchronous",
         "TRANSPORT=mpi",
     ),
     "settings for another library": (
-        lambda j: change(setting(j, CCL_OP_SYNC="1"), -1, library="gloo"), WARNING, "settings", "gloo does not read",
+        lambda j: change(setting(j, CCL_OP_SYNC="1"), -1, library="gloo"),
+        WARNING,
+        "settings",
+        "gloo does not read",
         "unset",
     ),
     "oneCCL without PALS": (
-        lambda j: setting(j, CCL_PROCESS_LAUNCHER="none"), WARNING, "settings", "not told that PALS", "pmix",
+        lambda j: setting(j, CCL_PROCESS_LAUNCHER="none"),
+        WARNING,
+        "settings",
+        "not told that PALS",
+        "pmix",
     ),
     "no room": (
-        lambda j: change(j, 4, free=GIB), FAULT, "memory", "1.00 GiB free on rank 4.* needs 4.00", "fewer ranks",
+        lambda j: change(j, 4, free=GIB),
+        FAULT,
+        "memory",
+        "1.00 GiB free on rank 4.* needs 4.00",
+        "fewer ranks",
     ),
     "no room for a model": (
-        lambda j: replace(j, needed=80 * GIB), FAULT, "memory", "the model needs 80.00 GiB on ranks 0-11", "plan",
+        lambda j: replace(j, needed=80 * GIB),
+        FAULT,
+        "memory",
+        "the model needs 80.00 GiB on ranks 0-11",
+        "plan",
     ),
     "a tile in use": (lambda j: change(j, 4, free=40 * GIB), WARNING, "memory", "tiles of rank 4", "xpu-smi"),
     "SYCL was asked for": (
-        lambda j: change(j, 0, sycl="", no_sycl="no compiler", kernels="sycl"), FAULT, "sycl", "but no compiler",
+        lambda j: change(j, 0, sycl="", no_sycl="no compiler", kernels="sycl"),
+        FAULT,
+        "sycl",
+        "but no compiler",
         "build",
     ),
     "no SYCL": (lambda j: change(j, 0, sycl="", no_sycl="no compiler"), WARNING, "sycl", "torch's operations", "build"),
-}  # fmt: skip
+}
 
 
 def test_a_healthy_job_has_no_fault_and_no_warning():

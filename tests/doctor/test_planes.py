@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topology_of
 
-from cocodiff.doctor.planes import (
+from cocodiff.commands.doctor.planes import (
     canonical,
     from_color,
     from_links,
@@ -56,9 +56,7 @@ def test_planes_from_measured_rates():
 
 
 def test_rates_that_show_no_planes():
-    assert from_rates(rates(PLANES, 10, 10, 9.5), CARDS) == (
-        None, "links between cards are alike (9.5 to 10 GB/s)",
-    )  # fmt: skip
+    assert from_rates(rates(PLANES, 10, 10, 9.5), CARDS) == (None, "links between cards are alike (9.5 to 10 GB/s)")
     broken = rates(PLANES, 170, 15, 9)
     broken[0][4] = broken[4][0] = 9  # one link of a plane is slow: no clique
     planes, why = from_rates(broken, CARDS)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from worlds import topology_of
 
-from cocodiff.doctor import sysman
-from cocodiff.doctor.planes import from_links, same_planes
-from cocodiff.doctor.sysman import fabric_links, read_sysman
+from cocodiff.commands.doctor import sysman
+from cocodiff.commands.doctor.planes import from_links, same_planes
+from cocodiff.commands.doctor.sysman import fabric_links, read_sysman
 
 AURORA = topology_of("aurora", 12)
 Tile = tuple[int, int]
@@ -121,6 +121,11 @@ def test_structures_lie_as_a_c_compiler_lays_them(tmp_path):
     (tmp_path / "sizes.c").write_text(C_SIZES)
     subprocess.run(["cc", "sizes.c", "-o", "sizes"], cwd=tmp_path, check=True)
     told = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True).stdout
-    own = (ctypes.sizeof(sysman.PortProperties), sysman.PortProperties.id.offset, ctypes.sizeof(sysman.PortState),
-           sysman.PortState.remote.offset, ctypes.sizeof(sysman.PciProperties))  # fmt: skip
+    own = (
+        ctypes.sizeof(sysman.PortProperties),
+        sysman.PortProperties.id.offset,
+        ctypes.sizeof(sysman.PortState),
+        sysman.PortState.remote.offset,
+        ctypes.sizeof(sysman.PciProperties),
+    )
     assert told == " ".join(map(str, own))

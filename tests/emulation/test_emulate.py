@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launching import find_mpiexec, run
 
-from cocodiff.emulation.namespaces import Namespace
+from cocodiff.commands.emulate.namespaces import Namespace
 
 
 def lacking() -> str:

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cocodiff_bench import oneccl
+from cocodiff_bench.alltoall import tuned_rows
+from cocodiff_bench.model_step import FITTED, over_schedule, stable_fractions
 
 from cocodiff.cli import main
-from cocodiff.commands import oneccl
 from cocodiff.commands.bench import module_of
-from cocodiff.commands.bench_alltoall import tuned_rows
-from cocodiff.commands.bench_model_step import FITTED, over_schedule, stable_fractions
-from cocodiff.commands.emulate import cocodiff_of, emulated, is_this_one
+from cocodiff.commands.emulate.command import cocodiff_of, emulated, is_this_one
+from cocodiff.commands.emulate.leftovers import registered
 from cocodiff.config import Config, load_exchange_table
-from cocodiff.emulation.leftovers import registered
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
@@ -56,13 +56,17 @@ def test_cocodiff_is_known_by_its_path_and_as_a_module_too(tmp_path, capsys):
     (others / "cocodiff").write_text("#!/bin/sh\n")
     (others / "cocodiff").chmod(0o755)
     forked = [
-        ["cocodiff"], [str(ours / "cocodiff")], [str(tmp_path / "link")], [sys.executable, "-m", "cocodiff"],
+        ["cocodiff"],
+        [str(ours / "cocodiff")],
+        [str(tmp_path / "link")],
+        [sys.executable, "-m", "cocodiff"],
         [str(ours / "python3"), "-m", "cocodiff"],
-    ]  # fmt: skip
+    ]
     executed = [
-        [str(others / "cocodiff")], [str(others / "python3"), "-m", "cocodiff"],
+        [str(others / "cocodiff")],
+        [str(others / "python3"), "-m", "cocodiff"],
         [sys.executable, "-u", "-m", "cocodiff"],
-    ]  # fmt: skip
+    ]
     for program in forked + executed:
         assert cocodiff_of([*program, "bench", "alltoall"]) == program
         assert is_this_one(program) == (program in forked), program
@@ -179,8 +183,8 @@ def test_selection_is_set_beside_what_it_saves(tmp_path, capsys):
 
 
 def test_only_names_of_shapes_are_benched_as_shapes():
-    assert module_of(["step", "--model", "qwen-image"]) == module_of(["step", "--model=flux.1"]) == "bench_model_step"
-    assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "bench_step"
+    assert module_of(["step", "--model", "qwen-image"]) == module_of(["step", "--model=flux.1"]) == "model_step"
+    assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "step"
 
 
 def test_one_card_has_one_phase(tmp_path, capfd):

@@ -33,9 +33,10 @@ OTHER = {
     "external storage": lambda file: file.create_dataset("a", (20, 20), "u2", external=[("other.raw", 0, 800)]),
     "virtual dataset": lambda file: virtual(file, "a", "other.h5"),
     "virtual of external": lambda file: (
-        file.create_dataset("data", (20, 20), "u2", external=[("other.raw", 0, 800)]), virtual(file, "a", "."),
+        file.create_dataset("data", (20, 20), "u2", external=[("other.raw", 0, 800)]),
+        virtual(file, "a", "."),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -131,11 +131,19 @@ def test_summary_means() -> None:
 
 def test_slices_of_a_stack_are_one_line() -> None:
     per_slice = [
-        metrics_row(f"scan[{n}]", "block", mode, {**QUALITY, "psnr_db": 20.0 + n}, 1.5, {"node": 10},
-                    psnr_vs_exact_db=None if mode == "flat" else 40.0 + n, baseline=BASELINE)
+        metrics_row(
+            f"scan[{n}]",
+            "block",
+            mode,
+            {**QUALITY, "psnr_db": 20.0 + n},
+            1.5,
+            {"node": 10},
+            psnr_vs_exact_db=None if mode == "flat" else 40.0 + n,
+            baseline=BASELINE,
+        )
         for n in range(3)
         for mode in ("flat", "cocodiff")
-    ]  # fmt: skip
+    ]
     ((name, mask, slices, (flat, lossy)),) = grouped(per_slice)
     assert (name, mask, slices) == ("scan", "block", 3)
     assert (flat["psnr_db"], flat["psnr_vs_exact_db"], flat["seconds"], flat["bytes"]["node"]) == (21.0, None, 4.5, 30)
@@ -171,9 +179,15 @@ def test_documents_are_json_where_numbers_overflow() -> None:
         quality.add(truth_YX, restored_YX, mask_YX)
         distance.add(truth_YX, restored_YX, mask_YX)
     row = metrics_row(
-        "a", "block", "flat", quality.result(), 1.0, {}, psnr_vs_exact_db=distance.psnr_vs_exact_db(),
+        "a",
+        "block",
+        "flat",
+        quality.result(),
+        1.0,
+        {},
+        psnr_vs_exact_db=distance.psnr_vs_exact_db(),
         drift=[{"step": 0, "change": math.inf, "stable_fraction": 0.0}],
-    )  # fmt: skip
+    )
     document = metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])
     written = json.loads(json.dumps(document, allow_nan=False))
     assert written["config"] == {"timeout_s": "inf", "ratios": ["nan"]}

@@ -65,10 +65,16 @@ def test_select_takes_the_later_of_equal_scores(sycl: SyclOps):
 
 
 @given(
-    shape=rows, D=even_dims, dtype=dtypes, seed=seeds, form=forms, weighted=st.booleans(),
-    epsilon=st.sampled_from((1e-6, 1e-5, None)), layout=st.sampled_from(("pairs", "halves", "complex", "none")),
+    shape=rows,
+    D=even_dims,
+    dtype=dtypes,
+    seed=seeds,
+    form=forms,
+    weighted=st.booleans(),
+    epsilon=st.sampled_from((1e-6, 1e-5, None)),
+    layout=st.sampled_from(("pairs", "halves", "complex", "none")),
     twice=st.booleans(),
-)  # fmt: skip
+)
 @quick
 def test_qk_norm_rope(sycl: SyclOps, shape, D, dtype, seed, form, weighted, epsilon, layout, twice):
     x_BLHD = random_BLHD(seed, (*shape, D), dtype, form)

@@ -16,14 +16,14 @@ from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
 from worlds import topology_of
 
-from cocodiff.attention.exchange import Exchange
-from cocodiff.attention.layout import Layout
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.choices import CHOICES, OPS
+from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
 
 WITHOUT_COMPILER = """
 import torch

@@ -60,12 +60,16 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("norm", "rotary"),
     [
-        (nn.LayerNorm(D), FLUX), (RMSNorm(D, 1e-6, bias=True), FLUX), (hooked(), FLUX), (nn.RMSNorm(D), FLUX),
-        (nn.RMSNorm(D, 1e-6, dtype=torch.float64), FLUX), (None, Rotary()),
+        (nn.LayerNorm(D), FLUX),
+        (RMSNorm(D, 1e-6, bias=True), FLUX),
+        (hooked(), FLUX),
+        (nn.RMSNorm(D), FLUX),
+        (nn.RMSNorm(D, 1e-6, dtype=torch.float64), FLUX),
+        (None, Rotary()),
         (nn.RMSNorm(D, 1e-6), Rotary("pairs", (ANGLES.double().cos(), ANGLES.double().sin()))),
     ],
     ids=["layer_norm", "bias", "hook", "no_epsilon", "another_dtype", "nothing_to_do", "another_precision"],
-)  # fmt: skip
+)
 def test_what_the_kernel_does_not_do_is_left_to_the_modules(norm, rotary):
     x_BLHD, ran = torch.randn(1, L, 2, D), []
     kernels = Kernels("sycl", lambda op, path: ran.append((op, path)))

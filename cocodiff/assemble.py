@@ -1,0 +1,115 @@
+"""One rank's attention from the settings: which mesh, which exchange, which strategy, on any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from cocodiff.attention.merge import partial_attention
+from cocodiff.attention.ring import Ring
+from cocodiff.attention.torus import LocalPart
+from cocodiff.attention.ulysses import Local, Ulysses, joint
+from cocodiff.attention.v_first import v_first
+from cocodiff.attention.v_major.selection import Schedule
+from cocodiff.attention.v_major.strategy import Moment, VMajor
+from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Ranks
+from cocodiff.config import Config, load_chunk_table, load_exchange_table
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+from cocodiff.planning.placement import Work, choose
+from cocodiff.routes.choice import Chunking, ExchangeTable
+from cocodiff.routes.chunks import sequence_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Machine, Topology
+from cocodiff.trace import Trace
+from cocodiff.wire.exchange import Exchange
+
+ORDERS = {"joint": joint, "v_first": v_first}
+
+
+def build_strategy(
+    config: Config,
+    mesh: Mesh,
+    transport: Ranks,
+    trace: Trace,
+    kernels: Kernels,
+    now: Callable[[], Moment],
+    local: Local | None = None,
+    part: LocalPart = partial_attention,
+) -> Ulysses:
+    """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
+    group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
+    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
+    order, exchange, ring = ORDERS[config.order], None, None
+    group, slot = mesh.seat(transport.rank)
+    topology, ranks = mesh.parts[group], mesh.groups[group]
+    members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
+    chunked = chunking(config, topology)
+    if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+        sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
+        ring = Ring(mesh, transport, trace, kernels, part, sequences)
+    if mesh.ulysses > 1:
+        table = exchange_table(config, mesh.topology)
+        exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
+    if config.selection == "full":
+        return Ulysses(topology, exchange, trace, order, local, part, ring)
+    return VMajor(
+        topology,
+        exchange,
+        trace,
+        order,
+        transport=members,
+        schedule=schedule_of(config),
+        scoring=config.scoring,
+        reference=config.reference,
+        now=now,
+        ring=ring,
+    )
+
+
+def schedule_of(config: Config) -> Schedule:
+    """V-Major's schedule by the settings."""
+    return Schedule(config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval)
+
+
+def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
+
+    Raises UserError for a ring that ranks and heads do not allow."""
+    work = replace(work, chunking=predicted_chunking(config))
+    return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
+
+
+def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
+    """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    if config.exchange != "auto":
+        return None
+    rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
+    return ExchangeTable(tuple(rows))
+
+
+def chunking(config: Config, topology: Topology) -> Chunking:
+    """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
+    many nodes of a machine as were not measured."""
+    return chunking_on(config, topology.machine, topology.nodes)
+
+
+def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
+    if config.chunks == "auto":
+        return Chunking(*load_chunk_table(machine.name, nodes))
+    return Chunking(int(config.chunks))
+
+
+def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
+    """`chunking` for predictions, which look at meshes that nobody takes: without chunks where none were measured."""
+
+    @cache
+    def on_nodes(machine: Machine, nodes: int) -> Chunking:
+        try:
+            return chunking_on(config, machine, nodes)
+        except UserError:
+            return Chunking()
+
+    return lambda part: on_nodes(part.machine, part.nodes)

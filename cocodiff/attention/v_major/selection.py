@@ -1,0 +1,162 @@
+"""Which tokens travel (V-Major, CoCoDiff section III-D): schedules, scores of change, and the choice they lead to.
+
+A token is *active* when it travels at this step and *stable* when every rank uses what it received earlier. Text tokens
+are always active. Pure arithmetic: nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cocodiff.kernels import Kernels
+from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.machine import Topology
+
+SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stable fraction r(t) of image tokens over the steps that run, t from 0.
+
+    kind            linear (0 at the end of the warm-up, 1 at the last step), fixed (`ratio`), reverse (1 - linear),
+                    cosine (half a wave from 0 to 1), list (`ratios`, the last one repeated) or threshold (tokens whose
+                    score is at most `threshold` times the card's mean L1 norm of V are stable)
+    warmup          full steps at the start; None is a tenth of the steps, at least one
+    sync_interval   every so many steps after the warm-up all tokens travel; 1 is at every step, 0 never
+    """
+
+    kind: str = "linear"
+    ratio: float = 0.5
+    ratios: tuple[float, ...] = ()
+    threshold: float = 0.1
+    warmup: int | None = None
+    sync_interval: int = 10
+
+    def warm_steps(self, steps: int) -> int:
+        return max(1, steps // 10) if self.warmup is None else self.warmup
+
+    def is_full(self, step: int, steps: int) -> bool:
+        """Whether all tokens travel, whatever their scores."""
+        since = step - self.warm_steps(steps)
+        if since < 0 or self.sync_interval == 1:
+            return True
+        return self.sync_interval > 0 and since > 0 and since % self.sync_interval == 0
+
+    def stable_fraction(self, step: int, steps: int) -> float | None:
+        """r(t) of a step that is not full; None where the threshold decides."""
+        warm = self.warm_steps(steps)
+        progress = (step - warm) / max(1, steps - 1 - warm)
+        if self.kind == "threshold":
+            return None
+        if self.kind == "list":
+            return self.ratios[min(step, len(self.ratios) - 1)]
+        shapes = {
+            "linear": progress,
+            "fixed": self.ratio,
+            "reverse": 1 - progress,
+            "cosine": (1 - math.cos(math.pi * progress)) / 2,
+        }
+        return min(1.0, max(0.0, shapes[self.kind]))
+
+
+def stable_tokens(score_BN: Tensor, fraction: float, kernels: Kernels) -> Tensor:
+    """The floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
+    tokens = score_BN.shape[1]
+    active_BK = kernels.select(score_BN.contiguous(), tokens - math.floor(tokens * fraction))
+    return torch.ones_like(score_BN, dtype=torch.bool).scatter_(1, active_BK, False)
+
+
+def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
+    """The tokens whose score is at most `threshold` times the mean L1 norm of the row's tokens: bool [B, N]."""
+    return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Where the image tokens of every card are, on the device that chooses among them.
+
+    sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
+    of as many tokens together, [C, N] each, since one launch can choose in all of them.
+    """
+
+    sizes: tuple[int, ...]
+    all_S: Tensor
+    alike: tuple[Tensor, ...]
+
+    @classmethod
+    def build(cls, topology: Topology, image: Sequence[int], device: torch.device) -> Cards:
+        """image: the image tokens of every rank."""
+        of_rank = slices(image)
+        cards = [
+            torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
+            for ranks in topology.cards.values()
+        ]
+        of_size: dict[int, list[Tensor]] = {}
+        for positions in cards:
+            of_size.setdefault(len(positions), []).append(positions)
+        alike = tuple(torch.stack(same).to(device) for same in of_size.values())
+        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
+
+    def active(self, score_BS: Tensor, norm_BS: Tensor, stable: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The tokens that travel, bool [B, S]: all but those that are stable, of scores and norms [rows, N], among
+        their own card's."""
+        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
+        for positions_CN in self.alike:
+            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
+            of_cards = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
+            active_BS[:, chosen] = ~stable(*of_cards).view(len(score_BS), -1)
+        return active_BS
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that travel in one attention call, the same on every rank.
+
+    layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
+    of_rank    of every rank, indices of its rows in its flattened [B * L]
+    arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence
+    """
+
+    layout: Layout
+    of_rank: tuple[Tensor, ...]
+    arriving: Tensor
+
+    @classmethod
+    def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
+        """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
+        device = active_BS.device
+        image_S, turn_S, first_S, rows_of = rows_in_order(layout, text_first, device)
+        travels_BS = active_BS.index_select(1, image_S.clamp(min=0)) | (image_S < 0)
+        batch_N, place_N = travels_BS.nonzero(as_tuple=True)
+        turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
+        batch_N, place_N = batch_N[order], place_N[order]
+        ranks = layout.in_sequence
+        own_N = batch_N * rows_of[turn_N] + place_N - first_S[place_N]
+        in_turn = torch.bincount(turn_N, minlength=len(ranks)).tolist()
+        of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
+        counts, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
+        arriving_N = batch_N * len(image_S) + place_N
+        return cls(replace(layout, image=counts, text=(0,) * len(counts)), rows, arriving_N)
+
+
+@lru_cache(maxsize=64)
+def rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every row of the sequence, in its order of ranks and in the model's order: its image token (-1: it is text),
+    its rank's turn, and that rank's first row. And the rows of every rank, in the sequence's order."""
+    image: list[Tensor] = []
+    turns, first, tokens_of = [], [], slices(layout.image)
+    for turn, rank in enumerate(layout.in_sequence):
+        tokens, rows = tokens_of[rank], layout.row_slices[rank]
+        pair = (torch.full((layout.text[rank],), -1), torch.arange(tokens.start, tokens.stop))
+        image += pair if text_first else pair[::-1]
+        turns.append(torch.full((rows.stop - rows.start,), turn))
+        first.append(torch.full((rows.stop - rows.start,), rows.start))
+    rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
+    return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)

@@ -1,0 +1,262 @@
+"""`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
+
+Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. It imports neither diffusers nor
+transformers: twelve ranks would wait for those longer than for all checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.options import Option, check_counts, engine_settings, parse
+from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.session import run_holding, settle
+from cocodiff.commands.terminal import say
+from cocodiff.config import DEVICES, KERNELS, TRANSPORTS, Config, load_machine
+from cocodiff.errors import UserError
+
+if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
+    from cocodiff.commands.doctor.facts import Facts, Finding, PlaneMap, RankFacts
+    from cocodiff.commands.doctor.sysman import Sysman
+    from cocodiff.topology.machine import Topology
+
+FILE = "doctor.json"
+OPTIONS = (
+    Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
+    Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
+    Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
+    Option("device", "what ranks compute on", "auto", choices=DEVICES),
+    Option("kernels", "what packs, gathers and scores", "auto", choices=KERNELS),
+    Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
+    Option("size", "side of its square image in pixels", 1024, type=int),
+    Option("batch", "images in one call of it", 1, type=int),
+    Option("patience_s", "seconds after which a step that does not end is taken for hanging", 120.0, type=float),
+    Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
+    Option("out", "folder of doctor.json", "doctor"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+)
+SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
+    values = parse("doctor", about, OPTIONS, words)
+    check_counts(values, "ranks", "batch", "size")
+    if not values["patience_s"] > 0:
+        raise UserError(f"--patience_s {values['patience_s']}: give a number of seconds above 0")
+    settle(values, launch)
+    config = Config(**engine_settings(values))
+    load_machine(config.machine)
+    output = OutputFolder(values["out"], values["overwrite"])
+
+    def imports() -> None:
+        if (values["ranks"] or 1) > 1:
+            for name in ("engine", "doctor.examine", "doctor.gather", "doctor.trials"):
+                import_module(f"cocodiff.{name}")
+
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
+    verdict: list[bool] = []
+    work = partial(look, values, launch, output, verdict)
+    code = run_holding(output, values["ranks"], launch, config, alike, work, imports)
+    if code:
+        return code
+    healthy = verdict[0] if verdict else json.loads((output.final / FILE).read_text())["healthy"]
+    return 0 if healthy else 1
+
+
+def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: list[bool], transport: Any) -> None:
+    """One rank's part: facts, trials, and on rank 0 the findings. verdict: takes whether all is well, on every rank."""
+    from cocodiff.commands.doctor.examine import examine, is_healthy
+
+    started = time.monotonic()
+    if launch.kind == "alone" and transport.size > 1:
+        launch = Launch("forked", transport.rank, transport.size, transport.rank, transport.size)
+    facts = gather(values, launch, transport)
+    healthy = True
+    if transport.rank == 0:
+        findings = examine(facts)
+        healthy = is_healthy(findings)
+        write(output, values, facts, findings, healthy)
+        say("\n".join(table(findings)))
+        say(
+            f"{'healthy' if healthy else 'not healthy'}: {len(facts.ranks)} rank(s) looked at in "
+            f"{time.monotonic() - started:.1f} s; {output.final / FILE}"
+        )
+    verdict.append(transport.broadcast_object(healthy))
+
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
+    """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
+    from cocodiff.commands.doctor import trials
+    from cocodiff.commands.doctor.facts import Facts
+    from cocodiff.commands.doctor.gather import gather_rank
+    from cocodiff.commands.doctor.sysman import read_sysman
+    from cocodiff.topology.machine import Topology
+
+    topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
+    step = partial(patience, values["patience_s"], transport.rank)
+    with step("reading this rank's facts"):
+        sysman = read_sysman()
+        looks = launch.local_rank == 0
+        own = gather_rank(transport, launch, values["kernels"], sysman, looks)
+        ranks = transport.gather_object(own) or [own]
+        if transport.size == 1:
+            return Facts(ranks, topology, needed=needed(values, topology, transport))
+    with step("making a group of all ranks"):
+        group = transport.group(range(transport.size))
+        group.barrier()
+    with step("all-to-alls"):
+        alltoalls = trials.all_to_alls(transport, group)
+    with step("messages beside other work"):
+        overlap = trials.overlap(transport, group)
+    with step("finding planes"):
+        planes, rates = find_planes(topology, transport, ranks, own, sysman)
+    return Facts(ranks, topology, alltoalls, overlap, planes, rates, needed(values, topology, transport))
+
+
+@contextmanager
+def patience(seconds: float, rank: int, what: str) -> Iterator[None]:
+    """Ends the process with a word where a step hangs in a library, which no error reaches."""
+
+    def give_up() -> None:
+        os.write(
+            2,
+            f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, and "
+            f"look at docs/doctor.md; a slow machine needs a larger --patience_s\n".encode(),
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
+    """Bytes of the fullest rank for --model at an exact preset; None without one."""
+    if not values["model"] or transport.rank:
+        return None
+    from cocodiff.commands.model_shapes import load_shape
+    from cocodiff.planning.memory import Load, size_run
+    from cocodiff.planning.placement import Work, choose
+
+    shape = load_shape(values["model"])
+    load = Load(shape.image_tokens(values["size"]), shape.text_tokens, values["batch"] * shape.rows_per_image)
+    mesh = choose(topology, Work(shape.heads, shape.head_dim))
+    return max(need.total for need in size_run(shape, topology, load, mesh))
+
+
+def find_planes(
+    topology: Topology, transport: Any, ranks: list[RankFacts], own: RankFacts, sysman: Sysman | str
+) -> tuple[dict[str, PlaneMap], list[list[float]]]:
+    """Every host's plane map: by its fabric ports, else by CCL_TOPO_COLOR, else by measured rates. All ranks call it;
+    rank 0's answer is whole."""
+    from cocodiff.commands.doctor.facts import name_nodes
+
+    told = told_planes(topology, own, sysman)
+    of_ranks = transport.gather_object((own.host, told)) or [(own.host, told)]
+    names = name_nodes([host for host, _ in of_ranks], [place.node for place in topology.places])
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names[: len(of_ranks)]):
+        nodes.setdefault(name, []).append(rank)
+    silent = [name for name, members in nodes.items() if of_ranks[members[0]][1] is None]
+    groups = transport.broadcast_object([nodes[name] for name in nodes] if silent else None)
+    rates: list[list[float]] = []
+    if groups is not None:
+        from cocodiff.commands.doctor.trials import pair_rates
+
+        rates = pair_rates(transport, groups)
+    if transport.rank:
+        return {}, []
+    maps = {}
+    for name, members in nodes.items():
+        found = of_ranks[members[0]][1] or measured_planes(topology, members, rates)
+        maps[name] = replace(found, first=members[0])
+    return maps, rates
+
+
+def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> PlaneMap | None:
+    """What the system tells of the planes, None where it is silent."""
+    from cocodiff.commands.doctor.facts import PlaneMap
+    from cocodiff.commands.doctor.planes import from_color, from_links
+    from cocodiff.commands.doctor.sysman import fabric_links
+
+    tiles = topology.machine.tiles
+    if not isinstance(sysman, str) and sysman.ports:
+        links, broken = fabric_links(sysman.ports, tiles)
+        return PlaneMap(
+            "Level Zero's fabric ports", from_links(len(sysman.addresses) * tiles, links), "", tuple(broken)
+        )
+    color = own.environment.get("CCL_TOPO_COLOR", "")
+    if "plane" in color:
+        try:
+            return PlaneMap("CCL_TOPO_COLOR", from_color(color))
+        except ValueError as error:
+            return PlaneMap("CCL_TOPO_COLOR", None, str(error))
+    return None
+
+
+def measured_planes(topology: Topology, members: list[int], rates: list[list[float]]) -> PlaneMap:
+    from cocodiff.commands.doctor.facts import MEASURED, PlaneMap
+    from cocodiff.commands.doctor.planes import from_rates
+
+    within = [[rates[a][b] for b in members] for a in members]
+    planes, why = from_rates(within, [topology.places[rank].card for rank in members])
+    return PlaneMap(MEASURED, planes, why)
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding, and under those that need it the remedy."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{SIGNS[finding.severity]:<6} {finding.check:<11} {finding.text}")
+        if finding.remedy and finding.severity in ("fault", "warning"):
+            lines.append(f"{'':<18} -> {finding.remedy}")
+    return lines
+
+
+def write(
+    output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
+) -> None:
+    """doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts": {...}}."""
+    folder = output.open()
+    known = {
+        "machine": facts.topology.machine.name,
+        "ranks": [asdict(rank) for rank in facts.ranks],
+        "alltoalls": [asdict(trial) for trial in facts.alltoalls],
+        "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
+        "planes": {host: asdict(plane_map) for host, plane_map in facts.planes.items()},
+        "pair_gb_s": facts.pair_gb_s,
+        "needed_bytes": facts.needed,
+    }
+    document = {
+        "schema": 1,
+        "cocodiff": __version__,
+        "healthy": healthy,
+        "findings": [asdict(finding) for finding in findings],
+        "facts": known,
+    }
+    (folder / FILE).write_text(json.dumps(document, indent=1))
+    write_settings(folder, values)
+    output.publish()

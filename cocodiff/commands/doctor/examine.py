@@ -1,0 +1,35 @@
+"""All checks, in the order of the report; and facts to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cocodiff.commands.doctor.check_binding import check_cores, check_nics, check_tiles
+from cocodiff.commands.doctor.check_links import check_planes
+from cocodiff.commands.doctor.check_memory import check_memory, check_sycl
+from cocodiff.commands.doctor.check_messages import check_alltoall, check_overlap, check_settings
+from cocodiff.commands.doctor.check_versions import check_launch, check_mpi, check_versions
+from cocodiff.commands.doctor.facts import FAULT, Facts, Finding
+
+CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
+    check_versions,
+    check_launch,
+    check_mpi,
+    check_tiles,
+    check_cores,
+    check_nics,
+    check_planes,
+    check_alltoall,
+    check_overlap,
+    check_settings,
+    check_memory,
+    check_sycl,
+)
+
+
+def examine(facts: Facts) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.severity != FAULT for finding in findings)

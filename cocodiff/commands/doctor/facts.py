@@ -1,0 +1,178 @@
+"""What doctor knows of a job: plain data, gathered by `gather.py` and `trials.py`, judged by the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cocodiff.topology.machine import Topology
+
+FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
+MEASURED = "measured rates"  # what a plane map is from that no system told
+EMULATED = "COCODIFF_EMULATED"  # in the environment of ranks on emulated links
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check. remedy: what to do, "" where nothing is to be done."""
+
+    check: str
+    severity: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU of a host. sockets: those whose cores are near it."""
+
+    address: str
+    sockets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Nic:
+    name: str
+    sockets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank sees.
+
+    local_size: what the launcher says, None where it does not.
+    versions: package -> version, None where it is not installed; the MPI library's under "mpi".
+    environment: the variables that matter (`gather.VARIABLES`).
+    library: what carries messages: mpi, gloo, xccl, ccl, nccl; "none" for a rank alone.
+    device: "cpu", "xpu:3". tile: what tells tiles of a host apart, "" on a CPU. tiles_seen: devices of that kind.
+    card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
+    host_cores: all cores of the host. free and total: bytes of memory.
+    sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
+    mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec outside this environment; python_prefix: the
+    environment's folder, where the one of PyPI would lie.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    launcher: str
+    local_size: int | None
+    world: int | None
+    versions: dict[str, str | None]
+    environment: dict[str, str]
+    library: str
+    device: str
+    tile: str
+    tiles_seen: int
+    card: Card | None
+    cores: tuple[int, ...]
+    sockets: tuple[int, ...]
+    host_cores: int
+    nics: tuple[Nic, ...]
+    free: int | None
+    total: int | None
+    kernels: str
+    sycl: str
+    no_sycl: str
+    mpi_library: str
+    system_mpi: str
+    python_prefix: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this host's ranks have no links between them but its memory."""
+        return self.on_cpu and EMULATED not in self.environment
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """A trial of one all-to-all. wrong: a line for each rank that received something else than was sent."""
+
+    how: str
+    dtype: str
+    bytes: int
+    seconds: float
+    wrong: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of communication alone, of other work alone and of both at once, of the slowest rank."""
+
+    communication_s: float
+    work_s: float
+    both_s: float
+
+    @property
+    def hidden(self) -> float:
+        """The part of the shorter one that went on behind the longer one, from 0 to 1."""
+        shorter = min(self.communication_s, self.work_s)
+        return max(0.0, min(1.0, (self.communication_s + self.work_s - self.both_s) / shorter)) if shorter else 1.0
+
+
+@dataclass(frozen=True)
+class PlaneMap:
+    """The planes of a node's tiles, in rank order, as found by `how`; numbers carry no meaning but equality.
+
+    planes None: nothing was found, and `why` tells. broken: links that are there but not healthy. first: the node's
+    first rank.
+    """
+
+    how: str
+    planes: tuple[int, ...] | None
+    why: str = ""
+    broken: tuple[str, ...] = ()
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A job. planes: of each node, by its host's name. needed: bytes per rank of the model asked about, or None."""
+
+    ranks: Sequence[RankFacts]
+    topology: Topology
+    alltoalls: Sequence[AllToAll] = ()
+    overlap: Overlap | None = None
+    planes: dict[str, PlaneMap] = field(default_factory=dict)
+    pair_gb_s: Sequence[Sequence[float]] = ()
+    needed: int | None = None
+
+    def hosts(self) -> dict[str, list[RankFacts]]:
+        found: dict[str, list[RankFacts]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.host, []).append(rank)
+        return found
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-5", "ranks 0-2, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {text}"
+
+
+def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
+    """ "A on ranks 0-3; B on rank 4"."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(value, []).append(rank.rank)
+    return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
+
+
+def name_nodes(hosts: Sequence[str], nodes: Sequence[int]) -> list[str]:
+    """A name for every rank's node: its host's, with a number where one host has ranks of several (an emulation)."""
+    nodes_of: dict[str, set[int]] = {}
+    for host, node in zip(hosts, nodes, strict=False):
+        nodes_of.setdefault(host, set()).add(node)
+    return [
+        host if len(nodes_of[host]) == 1 else f"{host}, node {node}" for host, node in zip(hosts, nodes, strict=False)
+    ]

@@ -1,0 +1,131 @@
+"""`cocodiff plan --calibrate bench.json`: what a run of bench alltoall says of the machine's links."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.files import irregular
+from cocodiff.planning.calibrate import NAMES, AllToAll, Calibration, Constants, Fit, Measured
+from cocodiff.routes.plans import PLANS
+from cocodiff.topology.links import alltoall_bound
+from cocodiff.topology.machine import Machine, Topology
+
+
+def run_calibration(values: dict[str, Any], topology: Topology) -> None:
+    import yaml
+
+    path = Path(values["calibrate"])
+    rows = read_rows(path)
+    measured = measured_of(rows, path)
+    output = OutputFolder(values["out"], values["overwrite"])
+    scale = scale_of(rows, topology)
+    machine = slowed(topology.machine, scale)
+    calibration = Calibration(Topology(machine, topology.places), measured)
+    start = Constants(machine.links.latency_us, machine.links.message_us)
+    names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
+    fit = calibration.fit(start, names)
+    say("\n".join(told(fit, measured, names, scale)))
+    plan = {
+        "schema": 1,
+        "calibration": {
+            "from": str(path),
+            "scale": scale,
+            "constants": asdict(fit.constants),
+            "fitted": list(fit.fitted),
+            "left": [name for name in names if name not in fit.fitted],
+            "rms": fit.rms(measured),
+            "measurements": [
+                {"variant": m.variant, "size_mb": m.size_mb, "part": m.part, "measured_s": m.value, "plan_s": p}
+                for m, p in zip(measured, fit.predicted, strict=True)
+            ],
+        },
+    }
+    described = yaml.safe_dump(machine_file(fit.constants.machine(machine)), sort_keys=False)
+    with output.held(), output.writing():
+        folder = output.open()
+        (folder / "machine.yaml").write_text(described)
+        (folder / "plan.json").write_text(json.dumps(plan, indent=1))
+        write_settings(folder, values)
+        output.publish()
+    say(f"results: {output.final / 'plan.json'}, {output.final / 'machine.yaml'} (use it with --machine)")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        if kind := irregular(path):
+            raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
+        data = json.loads(path.read_text())
+        rows = data["rows"]
+        assert isinstance(rows, list) and all({"case", "variant", "median_s"} <= row.keys() for row in rows)
+    except OSError as error:
+        raise UserError(f"--calibrate {path}: {error.strerror}") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise UserError(f"--calibrate {path} is no bench.json: give the one that bench alltoall wrote") from error
+    return rows
+
+
+def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]:
+    """What of the file the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
+    found = []
+    for row in rows:
+        size = str(row["case"]).removesuffix("MB")
+        known = row["variant"] in (*PLANS, "flat_serial") and size.replace(".", "", 1).isdigit()
+        if known:
+            found.append(Measured(row["variant"], float(size), row["median_s"]))
+            for part in ("phase1", "phase2"):
+                if row.get(f"{part}_s"):
+                    found.append(Measured(row["variant"], float(size), row[f"{part}_s"], part))
+    if not found:
+        raise UserError(
+            f"--calibrate {path} has no all-to-all of flat, flat_serial, tapa or split: run cocodiff bench alltoall"
+        )
+    return found
+
+
+def scale_of(rows: Sequence[Mapping[str, Any]], topology: Topology) -> float:
+    """How many times slower the measured links were than the machine file's: 1, or the scale of an emulated machine."""
+    for row in rows:
+        if row["variant"] == "bound":
+            size = float(row["case"].removesuffix("MB"))
+            nominal = alltoall_bound(topology, AllToAll(topology, "flat", size).block_bytes)
+            return round(row["median_s"] / nominal, 6) if nominal else 1.0
+    return 1.0
+
+
+def slowed(machine: Machine, scale: float) -> Machine:
+    return Constants(machine.links.latency_us, machine.links.message_us, 1 / scale, 1 / scale, 1 / scale).machine(
+        machine
+    )
+
+
+def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
+    lines = [f"links {scale:g} times slower than the machine file's, as on an emulated machine"] if scale != 1 else []
+    for name in names:
+        value = getattr(fit.constants, name)
+        shown = f"{value:.4g} us" if name.endswith("_us") else f"{value:.3f} of the nominal rate"
+        lines.append(
+            f"{name:<12} {shown:<28} {'fitted' if name in fit.fitted else 'left: nothing measured depends on it'}"
+        )
+    lines.append(f"{'exchange':<14}{'MB':>8}{'part':>9}{'measured ms':>14}{'plan ms':>12}{'off by':>9}")
+    for one, seconds in zip(measured, fit.predicted, strict=True):
+        lines.append(
+            f"{one.variant:<14}{one.size_mb:>8g}{one.part:>9}{one.value * 1e3:>14.3f}{seconds * 1e3:>12.3f}"
+            f"{seconds / one.value - 1:>9.1%}"
+        )
+    return [*lines, f"root mean square error {fit.rms(measured):.1%}"]
+
+
+def machine_file(machine: Machine) -> dict[str, Any]:
+    """A machine as its file has it."""
+    data = {key: value for key, value in asdict(machine).items() if value is not None}
+    data["planes"], data["links"]["nic_of"] = list(machine.planes), list(machine.links.nic_of)
+    return data

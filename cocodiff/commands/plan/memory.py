@@ -1,0 +1,89 @@
+"""The memory part of `cocodiff plan`: its figures, table and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cocodiff.planning.memory import MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Topology
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the plan tells, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
+    tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too."""
+
+    site: RankMemory
+    rank: RankMemory
+    node: RankMemory
+    tile: int | None
+    largest: int | None
+
+
+def size(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh) -> Sizes:
+    of_ranks = size_run(shape, topology, load, mesh)
+    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
+    one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
+    site = size_run(one_site, topology, replace(load, branches=1), mesh)[fullest]
+    nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
+    tile = int(topology.machine.device.memory_gib * 2**30) or None
+    largest = None if tile is None else largest_batch(shape, topology, load, tile, mesh)
+    return Sizes(site, of_ranks[fullest], max(nodes, key=lambda node: node.total), tile, largest)
+
+
+def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> list[str]:
+    side, rank = values["size"], sizes.rank
+    lines = [
+        f"{shape.name} {side}x{side} batch {values['batch']}, {load.branches} branch(es), {values['dtype']}, preset "
+        f"{values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of {topology.machine.name}",
+        f"{'MiB':<28}{'a site':>12}{'a rank':>12}{'a node':>12}",
+    ]
+    cached = {
+        "q, k, v of the image": "image_cache",
+        "scoring reference": "reference_cache",
+        "q, k, v of the text": "text_cache",
+    }
+    for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
+        lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))
+    for name in ("weights", "activations", "total"):
+        about = f"{name} (estimate)" if name == "activations" else name
+        lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
+    if sizes.tile is None:
+        return [*lines, f"machine {topology.machine.name} does not say how much memory a rank has"]
+    reason = misfit(rank, sizes.tile)
+    left = f"fits: {mib(sizes.tile - rank.total)} of {mib(sizes.tile)} MiB of a tile are left for text encoders and VAE"
+    return [*lines, left if reason is None else f"does not fit: {reason}", f"largest batch that fits: {sizes.largest}"]
+
+
+def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> dict[str, Any]:
+    def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
+        return {name: getattr(of, name) / MIB for name in names}
+
+    cache = ("image_cache", "reference_cache", "text_cache", "cache")
+    return {
+        "schema": 1,
+        "case": {
+            "model": shape.name,
+            "size": values["size"],
+            "batch": values["batch"],
+            "image_tokens": load.image_tokens,
+            "text_tokens": load.text_tokens,
+            "branches": load.branches,
+            "dtype": values["dtype"],
+            "preset": values["preset"],
+            "machine": topology.machine.name,
+            "nodes": topology.nodes,
+            "ranks": topology.size,
+        },
+        "memory_mib": {
+            "site": part(sizes.site, cache),
+            "rank": part(sizes.rank, (*cache, "weights", "activations", "total")),
+            "node": part(sizes.node, (*cache, "weights", "activations", "total")),
+            "tile": None if sizes.tile is None else sizes.tile / MIB,
+        },
+        "fits": None if sizes.tile is None else sizes.rank.total <= sizes.tile,
+        "largest_batch": sizes.largest,
+    }

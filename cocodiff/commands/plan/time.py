@@ -1,0 +1,185 @@
+"""The time part of `cocodiff plan`: a preset's step, all presets side by side, and one layer in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cocodiff.commands.terminal import say
+from cocodiff.config import Config, preset_names
+from cocodiff.errors import UserError
+from cocodiff.planning.layers import Case
+from cocodiff.planning.memory import Load, ModelShape, misfit, size_run
+from cocodiff.planning.placement import Work, by_degree, table
+from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.routes.detours import nic_detours
+from cocodiff.routes.plans import PLANS, Phase, split_plan
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import LINK_CLASSES
+
+PEERS_SHOWN = 6  # of one phase's messages
+
+
+def add_times(
+    values: dict[str, Any],
+    shape: ModelShape,
+    topology: Topology,
+    config: Config,
+    load: Load,
+    plan: dict[str, Any],
+    folder: Path,
+) -> None:
+    """Says the times and adds them to the plan; with --compare those of all presets, with plan.png."""
+    network, latencies = Network(topology), Latencies.of(topology.machine)
+    case = Case(shape, topology, config, load, values["steps"], values["stable"])
+    recording = Recording(case)
+    chosen = recording.plan(network, latencies)
+    say("\n".join(summary(chosen)))
+    plan["time"] = as_json(chosen)
+    plan["assumed"] = {**latencies._asdict(), "stable": values["stable"] if config.schedule == "threshold" else None}
+    if values["explain"]:
+        told = explain(recording, network, latencies)
+        say("\n".join(told))
+        (folder / "explain.txt").write_text("\n".join(told) + "\n")
+    if values["compare"]:
+        from cocodiff.commands.plan.plots import plot_presets
+
+        rows = compare(values, case, network, latencies, {values["preset"]: chosen})
+        plan["compare"] = rows
+        say("\n".join(compared(rows)))
+        where = f"{shape.name} {values['size']}x{values['size']} batch {values['batch']}, {topology.size} ranks on "
+        plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
+
+
+def summary(plan: StepPlan) -> list[str]:
+    sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
+    return [
+        f"a step: {plan.step_s * 1e3:.1f} ms, of them {plan.compute_s * 1e3:.1f} ms compute and "
+        f"{plan.communication_share:.0%} communication that nothing hides",
+        f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
+        f"GB sent in a step by all ranks: {sent}",
+    ]
+
+
+def as_json(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "step_s": plan.step_s,
+        "image_s": plan.image_s,
+        "steps": plan.steps,
+        "compute_s": plan.compute_s,
+        "communication_share": plan.communication_share,
+        "bytes_per_step": plan.bytes,
+        "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
+    }
+
+
+# All presets ----------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    values: dict[str, Any], case: Case, network: Network, latencies: Latencies, known: Mapping[str, StepPlan]
+) -> list[dict[str, Any]]:
+    """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
+    rows: list[dict[str, Any]] = []
+    for name in sorted(preset_names(), key=lambda name: name != "flat"):
+        config = Config.preset(name, machine=values["machine"])
+        load = replace(case.load, scoring=config.scoring if config.selection == "v_major" else None)
+        row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
+        try:
+            plan = known.get(name) or Recording(replace(case, config=config, load=load)).plan(network, latencies)
+        except UserError as error:
+            rows.append(row | {"error": str(error)})
+            continue
+        need = max(
+            size_run(case.shape, case.topology, load, replace(case, config=config).mesh), key=lambda rank: rank.total
+        )
+        tile = int(case.topology.machine.device.memory_gib * 2**30)
+        row |= as_json(plan) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
+        row["over_flat"] = rows[0]["step_s"] / plan.step_s if rows and "step_s" in rows[0] else 1.0
+        rows.append(row)
+    return rows
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    heads = "".join(f"{link + ' GB':>16}" for link in LINK_CLASSES)
+    lines = [f"{'preset':<12}{'ms a step':>11}{'s an image':>12}{'over flat':>11}{'comm.':>7}{heads}  memory"]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"{row['preset']:<12} {row['error']}")
+            continue
+        sent = "".join(f"{row['bytes_per_step'][link] / 1e9:>16.2f}" for link in LINK_CLASSES)
+        fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]]
+        lines.append(
+            f"{row['preset']:<12}{row['step_s'] * 1e3:>11.1f}{row['image_s']:>12.2f}{row['over_flat']:>10.2f}x"
+            f"{row['communication_share']:>7.0%}{sent}  {row['rank_mib']:.0f} MiB a rank: {fits}"
+            + ("" if row["exact"] else "; lossy")
+        )
+    return lines
+
+
+# One layer ------------------------------------------------------------------------------------------------------------
+
+
+def explain(recording: Recording, network: Network, latencies: Latencies) -> list[str]:
+    """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what."""
+    lines = []
+    for kind, segments in recording.kinds:
+        for segment in segments:
+            outcome = recording.outcome(segment, network, latencies)
+            part = "all tokens travel" if segment.fraction is None else f"{segment.fraction:.0%} of the tokens stay"
+            lines.append(f"layer {kind.name}, {part}: {outcome.seconds * 1e3:.3f} ms; rank 0, ms from its start:")
+            spans = sorted(outcome.spans[0], key=lambda span: (span.start_ns, span.end_ns))
+            lines += [
+                f"  {span.start_ns / 1e6:9.3f} to {span.end_ns / 1e6:9.3f}  {span.lane:<8} {span.name}"
+                for span in spans
+            ]
+    return lines + messages(recording.case)
+
+
+def messages(case: Case) -> list[str]:
+    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
+    q, k or v with all tokens."""
+    if case.topology.size == 1:
+        return ["one rank: nothing is sent"]
+    work = Work(
+        case.shape.heads,
+        case.shape.head_dim,
+        case.load.image_tokens,
+        case.load.text_tokens,
+        case.load.batch,
+        case.load.itemsize,
+    )
+    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
+    lines += table(by_degree(case.topology, work), case.mesh)
+    group, slot = case.mesh.seat(0)
+    topology = case.mesh.parts[group]
+    if topology.size == 1:
+        return lines
+    layout = case.mesh.layouts(case.load.image_tokens, case.load.text_tokens, case.shape.heads)[group]
+    cell = case.load.batch * case.shape.head_dim * case.load.itemsize
+    names = list(PLANS) if case.config.exchange == "auto" else [case.config.exchange]
+    for name in names:
+        plan = PLANS[name](topology, slot)
+        if name == "split" and case.config.nic_balance:
+            plan = split_plan(topology, slot, nic_detours(topology))
+        for number, phase in enumerate(plan, 1):
+            lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
+            lines += sends(phase, topology, slot, layout, cell)
+    return lines
+
+
+def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:
+    lines = []
+    for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
+        size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
+        about = ", ".join(f"{block.rows} for {block.heads}" for block in blocks[:4]) + (
+            ", ..." if len(blocks) > 4 else ""
+        )
+        lines.append(f"  to {peer:<4} {topology.link_class(slot, peer):<12} {size / 1e6:9.3f} MB  rows of {about}")
+    hidden = len(phase.sends) - PEERS_SHOWN
+    return lines + ([f"  and {hidden} more"] if hidden > 0 else [])

@@ -1,0 +1,207 @@
+"""`cocodiff sweep`: a grid of settings over slices, a result line for each run, and what they say together.
+
+Ranks start once and load the model once. A killed sweep, started again, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.commands.families import INPAINT
+from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
+from cocodiff.commands.inpaint import find_tasks
+from cocodiff.commands.options import Option, check_counts, check_strength, parse
+from cocodiff.commands.outputs import storage_faults
+from cocodiff.commands.pipelines import Request, check_model
+from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.session import import_before_fork, settle
+from cocodiff.commands.sweep.lines import REPORTS, check_folder, check_reportable, read_results
+from cocodiff.commands.sweep.points import SECTIONS, SETTINGS, Grid, Point, read_grid
+from cocodiff.commands.terminal import note, say
+from cocodiff.config import Config, load_chunk_table, load_machine
+from cocodiff.errors import UserError
+from cocodiff.topology.machine import Topology
+
+ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
+OWN = (
+    Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True),
+    Option("mask", "block, center or mask files, instead of the file's", many=True),
+    Option("steps", "denoising steps that run, one or more numbers, instead of the file's", many=True, type=int),
+    Option("out", "folder of the results", "sweep"),
+    Option("overwrite", "start afresh where a sweep has been", False, type=bool),
+    Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
+)
+LEFT_AWAY = ("exact", *SETTINGS)  # the points' business
+OPTIONS = (*OWN, *(option for option in OF_INPAINT if option.name not in {*LEFT_AWAY, *(own.name for own in OWN)}))
+# What a result depends on, beside grid, ranks and inputs. How the sweep is watched and where inputs lie is not in it.
+REMEMBERED = (
+    "strength",
+    "seed",
+    "prompt",
+    "guidance",
+    "model",
+    "dtype",
+    "batch",
+    "machine",
+    "vae",
+    "transport",
+    "device",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep. settings: what it is, in plain data: the same settings give the same lines."""
+
+    values: dict[str, Any]
+    request: Request
+    grid: Grid
+    tasks: list[Any]
+    settings: dict[str, Any]
+    started: float
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    values = parse("sweep", ABOUT, OPTIONS, words, SECTIONS)
+    if values["report_only"]:
+        if launch.speaks:
+            report(Path(values["out"]))
+        return 0
+    ranks = settle(values, launch)
+    check_request(values)
+    grid = read_grid(values)
+    if launch.speaks:
+        what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
+        say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
+    sweep = prepare(values, grid, ranks, started)
+    if launch.speaks and not values["quiet"]:
+        note(f"{sweep.settings['lines']} runs; importing torch and diffusers, loading the model: {values['model']}")
+    if launch.kind == "alone":
+        import_before_fork(sweep.request)
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | {"sweep": str(sweep.settings)}
+    config = sweep.grid.points[0].config
+    left = "finished runs are kept: start again to go on"
+    code = run_ranks(values["ranks"], launch, config, alike, partial(work, sweep), lambda: left)
+    if code == 0 and launch.speaks:
+        report(Path(values["out"]))
+    return code
+
+
+def check_request(values: dict[str, Any]) -> None:
+    """Raises UserError for what no grid, machine or model need be known for."""
+    if not any(values[section] for section in SECTIONS):
+        raise UserError("nothing to sweep: name a file with base, grid or points: --config configs/sweeps/quality.yaml")
+    if not values["input"]:
+        raise UserError("--input is missing: slices; see cocodiff sweep --help")
+    check_counts(values, "batch", "ranks")
+
+
+def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> Sweep:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts({"steps": grid.steps}, "steps")
+    check_strength(values["strength"], grid.steps)
+    lossy = [point.name for point in grid.points if point.lossy]
+    if ranks == 1 and lossy:
+        raise UserError(
+            f"V-Major selects nothing on one rank, so {len(lossy)} point(s) ({lossy[0]}, ...) would be exact: start 2 "
+            f"ranks or more with --ranks, mpiexec or torchrun"
+        )
+    topology = Topology.build(load_machine(values["machine"]), ranks)
+    for point in grid.points:
+        check_point(point, topology)
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    check_model(request, ranks)
+    tasks = find_tasks({**values, "mask": grid.masks})
+    settings = describe(values, ranks, grid, tasks)
+    check_folder(values["out"], settings, values["overwrite"])
+    return Sweep(values, request, grid, tasks, settings, started)
+
+
+def check_point(point: Point, topology: Topology) -> None:
+    """Raises UserError for a ring that does not divide the ranks, and `chunks: auto` on a machine without a table."""
+    from cocodiff.topology.axes import Mesh
+
+    try:
+        if point.config.ring != "auto":
+            Mesh.build(topology, int(point.config.ring))
+        if point.config.chunks == "auto":
+            load_chunk_table(topology.machine.name, topology.nodes)
+    except UserError as error:
+        raise UserError(f"point {point.name}: {error}") from error
+
+
+def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -> dict[str, Any]:
+    """A sweep as plain data: all that its results depend on, and how many lines it will have."""
+    masked = sum(bool(task.mask.read(index).any()) for task in tasks for index in range(len(task.stack)))
+    inputs = [
+        {
+            "name": task.stack.name,
+            "mask": task.mask.name,
+            "voxels": digest(task.stack),
+            "hidden": digest(task.mask),
+            "truth": digest(task.truth) if task.truth else None,
+        }
+        for task in tasks
+    ]
+    described = {
+        "cocodiff": __version__,
+        "ranks": ranks,
+        **{name: values[name] for name in REMEMBERED},
+        "steps": grid.steps,
+        "points": [{"name": p.name, **_lasting(p.config)} for p in grid.points],
+        "inputs": inputs,
+        "lines": masked * len(grid.steps) * len(grid.points),
+    }
+    return dict(json.loads(json.dumps(described)))
+
+
+def _lasting(config: Config) -> dict[str, Any]:
+    """The settings that results depend on: how long to wait for a lost rank is none of them."""
+    settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
+    return settings | {"timeout_s": None}
+
+
+def digest(slices: Any) -> str:
+    """What a stack or a mask holds, in a few characters."""
+    found = hashlib.sha256(str(slices.shape).encode())
+    for index in range(slices.shape[0]):
+        found.update(slices.read(index).tobytes())
+    return found.hexdigest()[:16]
+
+
+def work(sweep: Sweep, transport: Any) -> None:
+    from cocodiff.commands.sweep.runs import run_sweep
+
+    run_sweep(sweep, transport)
+
+
+def report(folder: Path) -> None:
+    """Writes the reports of the lines that a folder holds, and prints their tables. Raises UserError for no lines."""
+    results = read_results(folder)
+    if not results.lines:
+        raise UserError(f"{folder} holds no results yet: start the sweep without --report-only")
+    from cocodiff_eval.sweep_report import FACTS, write_page
+    from cocodiff_eval.sweep_summary import cost_table, quality_table, summarise
+
+    check_reportable(folder, results, FACTS)
+    rows = summarise(results.lines)
+    with storage_faults(f"the reports of {folder}"):
+        write_page(folder, rows, results.settings, len(results.lines))
+    say()
+    say(quality_table(rows))
+    say()
+    say(cost_table(rows))
+    missing = results.settings["lines"] - len(results.lines)
+    if missing:
+        say(f"\n{missing} of {results.settings['lines']} runs are not done yet")
+    say(f"\nreport: {', '.join(str(folder / name) for name in REPORTS)}")

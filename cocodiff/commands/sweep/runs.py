@@ -1,0 +1,167 @@
+"""A sweep on its ranks: what is not done yet, run by run, each against the exact run of the same slice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from cocodiff_eval.intensity import compose_native, prepare_slice
+from cocodiff_eval.metrics import LINKS
+from cocodiff_eval.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.tiling import TilingSettings
+
+from cocodiff.commands.inpaint import SMALL_MODEL
+from cocodiff.commands.options import engine_settings
+from cocodiff.commands.restore_stack import Restorer, Run, Task, psnr_vs_exact_db, quality, slice_name
+from cocodiff.commands.session import EXACT, load_requested
+from cocodiff.commands.sweep.lines import Key, LineWriter
+from cocodiff.commands.sweep.points import Point
+from cocodiff.commands.terminal import say
+from cocodiff.config import Config
+from cocodiff.engine import Engine
+
+if TYPE_CHECKING:
+    from cocodiff.commands.sweep.command import Sweep
+
+EXACT_RUN = "exact run"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice under a mask at a number of steps, with the points that have no line for it yet."""
+
+    task: Task
+    index: int
+    steps: int
+    points: list[Point]
+
+    @property
+    def name(self) -> str:
+        return slice_name(self.task.stack, self.index)
+
+
+def run_sweep(sweep: Sweep, transport: Any) -> None:
+    """Does what is missing. All ranks call it; rank 0 judges and writes."""
+    values = sweep.values
+    writer = LineWriter(values["out"], sweep.settings, values["overwrite"]) if transport.rank == 0 else None
+    done: set[Key] = transport.broadcast_object(writer.done if writer else None)
+    missing = list(missing_slices(sweep, done))
+    if writer is not None and done:
+        say(f"{len(done)} of {sweep.settings['lines']} runs are done already")
+    if missing:
+        runner = Runner(sweep, transport, writer)
+        transport.broadcast_object(None)  # all ranks have their model
+        if writer is not None:
+            say(f"{transport.size} rank(s) ready after {time.monotonic() - sweep.started:.1f} s")
+        with torch.no_grad():
+            runner.warm_up(missing)
+            for one in missing:
+                runner.run(one)
+    transport.broadcast_object(None)
+
+
+def missing_slices(sweep: Sweep, done: set[Key]) -> Iterator[Slice]:
+    """What is to be done, the same on every rank. All points of a slice come together: its exact run is made once,
+    and a machine that gets slower with time does so for all points."""
+    for task in sweep.tasks:
+        for index in range(len(task.stack)):
+            if not task.mask.read(index).any():
+                continue
+            name = slice_name(task.stack, index)
+            for steps in sweep.grid.steps:
+                points = [p for p in sweep.grid.points if Key(p.name, steps, task.mask.name, name) not in done]
+                if points:
+                    yield Slice(task, index, steps, points)
+
+
+@dataclass
+class Runner:
+    """The model and the engines of one rank. Points with the same settings share an engine."""
+
+    sweep: Sweep
+    transport: Any
+    writer: LineWriter | None
+    exact: Config = field(init=False)
+    restorers: dict[int, Restorer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        values = self.sweep.values
+        self.model = load_requested(self.sweep.request, values["dtype"], self.transport)
+        self.exact = Config.preset(EXACT, **engine_settings(values))
+        self.engines: dict[Config, Engine] = {}
+
+    def engine(self, config: Config) -> Engine:
+        """Every rank asks for engines in the same order."""
+        if config not in self.engines:
+            self.engines[config] = Engine(self.model.pipe, config, self.transport)
+        return self.engines[config]
+
+    def restorer(self, steps: int) -> Restorer:
+        if steps not in self.restorers:
+            values = self.sweep.values
+            # `steps` are those that run, also where a strength below 1 skips the first part of the schedule.
+            total = round(steps / values["strength"])
+            inpainter = PipelineInpainter(self.model.pipe, self.model.arguments, total, values["seed"])
+            batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
+            shows_bars = self.writer is not None and not values["quiet"]
+            tiling = TilingSettings(strength=values["strength"])
+            self.restorers[steps] = Restorer(inpainter, {}, [], EXACT_RUN, batch, tiling, shows_bars)
+        return self.restorers[steps]
+
+    def restore(self, one: Slice, config: Config, name: str) -> Run:
+        restorer = replace(self.restorer(one.steps), engines={name: self.engine(config)})
+        original_YX, mask_YX = one.task.stack.read(one.index), one.task.mask.read(one.index)
+        return restorer.run(one.task, prepare_slice(original_YX, mask_YX, one.task.scale), mask_YX, name)
+
+    def warm_up(self, missing: list[Slice]) -> None:
+        """A short run in every mode, so that no result pays for first allocations and connections."""
+        short = replace(missing[0], steps=1)
+        points = {point.config for one in missing for point in one.points}
+        for config in [self.exact, *(p.config for p in self.sweep.grid.points if p.config in points)]:
+            if config not in self.engines:
+                self.restore(short, config, "warm-up")
+
+    def run(self, one: Slice) -> None:
+        """The exact run, kept for as long as it is needed, then every point that has no line."""
+        exact = self.restore(one, self.exact, EXACT_RUN)
+        for point in one.points:
+            if point.config == self.exact:
+                run = exact
+            else:
+                run = self.restore(one, point.config, point.name)
+            if self.writer is not None:
+                line = result_line(one, point, run, exact)
+                self.writer.add(line)
+                psnr = line["psnr_db"]
+                shown = "" if psnr is None else f" {psnr:.2f} dB,"
+                key = f"{point.name}, {one.steps} steps, {one.task.mask.name}, {one.name}"
+                say(f"{len(self.writer.done)}/{self.sweep.settings['lines']}  {key}:{shown} {run.cost.seconds:.1f} s")
+
+
+def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any]:
+    """A line of results.jsonl. `psnr_vs_exact_db` is null where every bit is the exact run's; `exact` is that run's
+    own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
+    task = one.task
+    original_YX, mask_YX = task.stack.read(one.index), task.mask.read(one.index)
+    truth_YX = task.truth.read(one.index) if task.truth is not None else None
+
+    def judged(judged_run: Run) -> dict[str, Any]:
+        native_YX: np.ndarray = compose_native(original_YX, judged_run.restored01_YX, mask_YX, task.scale)
+        sent = {link: judged_run.cost.sent.get(link, 0) for link in LINKS}
+        return {**quality(task.scale, truth_YX, native_YX, mask_YX), "seconds": judged_run.cost.seconds, "bytes": sent}
+
+    return {
+        "point": point.name,
+        "settings": point.settings,
+        "steps": one.steps,
+        "mask": task.mask.name,
+        "slice": one.name,
+        **judged(run),
+        "psnr_vs_exact_db": psnr_vs_exact_db(task.scale, exact, run, mask_YX),
+        "exact": judged(exact),
+        "drift": run.cost.drift,
+    }

@@ -1,0 +1,308 @@
+"""What a run takes of each rank's memory: weights, activations and V-Major's caches. Pure arithmetic, in bytes.
+
+Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
+P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
+scoring reference. They hold whole sequences, so the rows of the text come on top. Activations are an estimate
+(`activations`). Text encoders, the VAE and what the allocator keeps in reserve are not counted. On a CPU a rank also
+has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from cocodiff.errors import UserError
+from cocodiff.routes.plans import scored_blocks
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+
+T = TypeVar("T")
+MIB = 2**20
+
+# What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
+STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
+ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
+EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
+RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
+# Of a CPU rank's own beside all that, once a step has run; measured by `cocodiff bench memory` (docs/benchmarks.md).
+# About half are pages of the imports that ranks share after a fork until Python counts references in them; the rest are
+# buffers of connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
+LIBRARIES = 26 * MIB
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer as memory sees it.
+
+    joint_layers      attention over image and text tokens, then an MLP (double blocks)
+    parallel_layers   the MLP runs beside the attention (FLUX's single blocks)
+    image_layers      second attentions over image tokens alone (the dual layers of SD3.5 Medium)
+    mlp_ratio         width of the MLP's hidden layer over the model's; gated_mlp: it is made of two of them
+    text_tokens       of the longest prompt
+    pixels_per_token  of a side: the VAE's factor times the patch
+    rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
+    branches          calls in one step: 2 where guidance calls the model twice
+    entrance          tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
+                      positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
+                      first block, 0 where the call's inputs are
+    parameters        numbers that the weights hold
+    """
+
+    name: str
+    heads: int
+    head_dim: int
+    joint_layers: int
+    parameters: int
+    parallel_layers: int = 0
+    image_layers: int = 0
+    mlp_ratio: float = 4.0
+    gated_mlp: bool = False
+    text_tokens: int = 512
+    pixels_per_token: int = 16
+    rows_per_image: int = 1
+    branches: int = 1
+    entrance: int = 0
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "entrance")
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
+            if field.type == "int" and (type(value) is not int or value < least):
+                raise UserError(f"model {self.name}: {field.name} {value!r}: give a whole number of at least {least}")
+        if not isinstance(self.mlp_ratio, (int, float)) or not self.mlp_ratio > 0:
+            raise UserError(f"model {self.name}: mlp_ratio {self.mlp_ratio!r}: give a number above 0")
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def image_tokens(self, side: int) -> int:
+        """Tokens of a square image of `side` pixels. Raises UserError for sides that patches do not fill."""
+        a_side, rest = divmod(side, self.pixels_per_token)
+        if rest or side < 1:
+            lower, step = max(1, a_side) * self.pixels_per_token, self.pixels_per_token
+            raise UserError(
+                f"size {side}: {self.name} cuts images into tokens of {step} x {step} pixels; "
+                f"use {lower} or {lower + step}"
+            )
+        return a_side**2
+
+
+# Of each class of diffusers what its config does not say.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "SD3Transformer2DModel": {"text_tokens": 333, "rows_per_image": 2, "entrance": 3},
+    "FluxTransformer2DModel": {},
+    "Flux2Transformer2DModel": {"gated_mlp": True},
+    "QwenImageTransformer2DModel": {"branches": 2, "entrance": 1},
+}
+
+
+def family_of(kind: type) -> str:
+    """The class of diffusers, known to FAMILIES, that a transformer's class is or derives from; else its own name."""
+    return next((parent.__name__ for parent in kind.__mro__ if parent.__name__ in FAMILIES), kind.__name__)
+
+
+def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> ModelShape:
+    """The shape of a diffusers transformer from its class and its config. The VAE's factor is taken to be 8.
+
+    Raises UserError for a class that is not in FAMILIES.
+    """
+    if kind not in FAMILIES:
+        raise UserError(f"the memory of a {kind} is not known; known are {', '.join(FAMILIES)}")
+    patch = config["patch_size"] if kind == "SD3Transformer2DModel" else 2  # the others' pipelines pack 2 x 2 latents
+    return ModelShape(
+        name=kind,
+        pixels_per_token=8 * patch,
+        heads=config["num_attention_heads"],
+        head_dim=config["attention_head_dim"],
+        joint_layers=config["num_layers"],
+        parallel_layers=config.get("num_single_layers", 0),
+        image_layers=len(config.get("dual_attention_layers") or ()),
+        mlp_ratio=config.get("mlp_ratio", 4.0),
+        parameters=parameters,
+        **FAMILIES[kind],
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run puts on the ranks.
+
+    batch: rows B of one call. scoring: of V-Major, "source" or "card"; None where nothing is kept between steps.
+    """
+
+    image_tokens: int
+    text_tokens: int
+    batch: int
+    itemsize: int = 2
+    branches: int = 1
+    scoring: str | None = None
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. Caches: q, k and v of image tokens, the scoring reference, and q, k and v of text tokens."""
+
+    weights: int = 0
+    activations: int = 0
+    image_cache: int = 0
+    reference_cache: int = 0
+    text_cache: int = 0
+    libraries: int = 0
+
+    @property
+    def cache(self) -> int:
+        return self.image_cache + self.reference_cache + self.text_cache
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.cache + self.libraries
+
+
+def add(parts: list[RankMemory]) -> RankMemory:
+    return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
+
+
+def site_cache(topology: Topology, layout: Layout, scoring: str, cell: int) -> list[RankMemory]:
+    """Every rank's caches of one site. cell: bytes of one token and one head, B x D x itemsize.
+
+    What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the own image
+    tokens with all heads (source), or on the first tile of a card the card's image tokens with that tile's plane's
+    heads (card). One rank alone keeps nothing.
+    """
+    if topology.size == 1:
+        return [RankMemory()]
+    found = []
+    for rank, heads in enumerate(layout.heads):
+        rows, scored_heads = layout.image[rank], sum(layout.heads)
+        if scoring == "card":
+            card, of_plane = scored_blocks(topology, rank)
+            rows = sum(layout.image[other] for other in card) if card[0] == rank else 0
+            scored_heads = sum(layout.heads[other] for other in of_plane)
+        found.append(
+            RankMemory(
+                image_cache=3 * sum(layout.image) * heads * cell,
+                reference_cache=rows * scored_heads * cell,
+                text_cache=3 * sum(layout.text) * heads * cell,
+            )
+        )
+    return found
+
+
+def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing.
+
+    mesh: of Ulysses and Ring; None is Ulysses alone."""
+    if load.scoring is None:
+        return [RankMemory()] * topology.size
+    cell = load.batch * shape.head_dim * load.itemsize
+    total = [RankMemory()] * topology.size
+    for layers, text in ((shape.joint_layers + shape.parallel_layers, load.text_tokens), (shape.image_layers, 0)):
+        of_site = by_rank(
+            mesh or Mesh.build(topology),
+            (load.image_tokens, text, shape.heads),
+            lambda part, layout: site_cache(part, layout, load.scoring or "", cell),
+        )
+        total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
+    return total
+
+
+def by_rank(mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
+    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. tokens: image tokens, text
+    tokens and heads of the call."""
+    found: dict[int, T] = {}
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*tokens), strict=True):
+        found |= dict(zip(group, of_part(part, layout), strict=True))
+    return [found[rank] for rank in range(mesh.topology.size)]
+
+
+def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
+    """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
+
+    Where tokens enter there are `entrance` tensors of the whole image, one of which lives on in the first layer. In a
+    layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of: attention (q,
+    k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it;
+    that layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before
+    and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The text's
+    embeddings, rotary angles and the model's exit are left out as small.
+    """
+    mesh = mesh or Mesh.build(topology)
+    attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
+    hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
+    stages = [attention, 1 + max(2, gates) * hidden]
+    if shape.parallel_layers:
+        fused = 3 if shape.gated_mlp else 1
+        stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
+    copies = STREAMS + max(stages)
+
+    def of_part(_part: Topology, layout: Layout) -> list[int]:
+        whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
+        return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
+
+    shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
+    whole = load.image_tokens * shape.width
+    kept = whole if shape.entrance and mesh.topology.size > 1 else 0
+    numbers = [max(shape.entrance * whole, kept + copies * share) for share in shares]
+    return [int(count * load.batch * load.itemsize) for count in numbers]
+
+
+def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """What every rank needs. Every rank holds all weights. mesh: None is Ulysses alone.
+
+    Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
+    """
+    weights = shape.parameters * load.itemsize
+    return [
+        replace(cache, weights=weights, activations=active)
+        for cache, active in zip(
+            run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
+        )
+    ]
+
+
+def node_memory(of_ranks: list[RankMemory], on_cpu: bool) -> RankMemory:
+    """What the ranks of one node take together. On a CPU, weights in their files' memory maps are there once for all
+    ranks, and every rank has its own pages of the libraries."""
+    whole = add(of_ranks)
+    if not on_cpu:
+        return whole
+    return replace(whole, weights=of_ranks[0].weights, libraries=LIBRARIES * len(of_ranks))
+
+
+def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
+    """The most images that fit into `memory` bytes on every rank; 0 where one is too many. load.batch plays no part."""
+    of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image), mesh)
+    return max(0, min((memory - need.weights) // (need.total - need.weights) for need in of_one))
+
+
+def misfit(need: RankMemory, memory: int) -> str | None:
+    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit."""
+    if need.total <= memory:
+        return None
+    parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache}
+    if need.weights > memory:
+        blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
+    elif need.weights + need.activations > memory:
+        blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+    else:
+        blame = "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa, which keeps no cache"
+    listed = ", ".join(f"{name} {mib(count)}" for name, count in parts.items())
+    return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
+
+
+def check_fits(need: RankMemory, memory: int, where: str) -> None:
+    """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes.
+
+    where: what is asked, for the message, e.g. "rank 3 on cpu".
+    """
+    reason = misfit(need, memory)
+    if reason is not None:
+        raise UserError(f"memory of {where}: {reason}")
+
+
+def mib(count: int) -> str:
+    """Bytes as MiB: whole ones, of less than ten with two decimals."""
+    return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"

@@ -1,0 +1,262 @@
+"""Which mesh of Ulysses and Ring to take: every mesh that ranks and heads allow, what it sends over which links, how
+many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2, appendix D).
+
+A prediction is coarse: every link carries its bytes at the machine file's rate and the fullest link sets the pace;
+attention runs at half of the tile's bf16 rate; a move of a ring hides behind attention to the block before. It is meant
+to rank meshes, not to tell seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from cocodiff.errors import UserError
+from cocodiff.planning.traffic import Traffic, Wires, busiest_node
+from cocodiff.routes.choice import Chunking, megabytes_per_rank
+from cocodiff.routes.chunks import chunk_ranks
+from cocodiff.routes.rounds import LEVELS, rounds_of
+from cocodiff.topology.axes import AXES, PLACEMENTS, Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import LINK_CLASSES
+
+EFFICIENCY = 0.5  # of attention, against the dense rate of a tile
+UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order of magnitude of a CPU
+MESSAGE_S = 20e-6  # what a step of messages takes at least
+GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
+NODE = "node"
+
+
+def never(_part: Topology) -> Chunking:
+    return Chunking()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
+    pixels with a prompt of 512 tokens.
+
+    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
+    chunking: in how many chunks tensors travel among a group's ranks (Torus).
+    """
+
+    heads: int
+    head_dim: int = 128
+    image_tokens: int = 4096
+    text_tokens: int = 512
+    batch: int = 1
+    itemsize: int = 2
+    attention_s: float | None = None
+    chunking: Callable[[Topology], Chunking] = never
+
+    @property
+    def cell(self) -> int:
+        """Bytes of one token for one head."""
+        return self.batch * self.head_dim * self.itemsize
+
+
+class InStages(NamedTuple):
+    """Ulysses' messages of a call that goes in stages: seconds of those of the own chunk and of all others, which use
+    other links, and which part of the group's keys is the own chunk. More than two chunks count as two."""
+
+    own_s: float
+    others_s: float
+    own: float
+
+    def seconds(self, a_block: float, moves_s: Sequence[float]) -> float:
+        """Of the call, in the order of `torus.py`. q, k, v and o take a quarter of the messages each."""
+        others = 1 - self.own
+        at = 0.75 * self.own_s + self.own**2 * a_block
+        at = max(at, 0.25 * self.others_s) + self.own * others * a_block
+        began = at = max(at, 0.75 * self.others_s)  # all keys of the group are here and begin to go round
+        last = others * a_block
+        for move_s in moves_s:
+            at, last = at + last, a_block
+            began = at = max(at, began + move_s)
+        return at + others * last + max(0.25 * self.others_s, self.own * last) + 0.25 * self.own_s
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a mesh costs in one attention call.
+
+    bytes: of all ranks together by link class, the ring's messages included; Ulysses' blocks go straight to their
+    ranks, as with exchange flat (others move bytes between the classes of a node). busiest_node: the most bytes that
+    leave one node. heads: of every slot.
+    """
+
+    mesh: Mesh
+    bytes: dict[str, int]
+    busiest_node: int
+    heads: tuple[int, ...]
+    ulysses_s: float
+    moves_s: tuple[float, ...]
+    compute_s: float
+    stages: InStages | None = None
+
+    @property
+    def node_bytes(self) -> int:
+        return self.bytes[NODE]
+
+    @property
+    def idle(self) -> float:
+        """What uneven heads cost: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
+        return max(self.heads) * len(self.heads) / sum(self.heads)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Ulysses' messages, in stages behind attention to what is here; then the ring: each block travels while the
+        one before it is attended to."""
+        a_block = self.compute_s / self.mesh.ring
+        if self.stages is not None:
+            return self.stages.seconds(a_block, self.moves_s)
+        return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
+
+
+def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
+    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree.
+
+    Raises UserError for a ring that these ranks and heads do not allow.
+    """
+    size = topology.size
+    fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
+    if ring != "auto" and ring not in fitting:
+        raise UserError(
+            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
+            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
+        )
+    found: dict[frozenset[tuple[int, ...]], Mesh] = {}
+    for degree in fitting if ring == "auto" else [int(ring)]:
+        for name in PLACEMENTS if placement == "auto" else (placement,):
+            for axis in AXES:
+                mesh = Mesh.build(topology, degree, name, axis)
+                found.setdefault(frozenset(mesh.groups), mesh)
+    return list(found.values())
+
+
+def price(mesh: Mesh, work: Work) -> Priced:
+    layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
+    wires = Wires(mesh.topology)
+    ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
+    for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
+        rows_U, heads_U, ranks_U = np.array(layout.rows), np.array(layout.heads), np.array(group)
+        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.cell
+        senders_UU, receivers_UU = np.meshgrid(ranks_U, ranks_U, indexing="ij")
+        ulysses.send(senders_UU.ravel(), receivers_UU.ravel(), bytes_UU.ravel())
+        chunks = work.chunking(part).chunks
+        if chunks > 1:
+            near_UU = np.zeros_like(bytes_UU, dtype=bool)
+            for i in range(part.size):
+                near_UU[i, list(chunk_ranks(part, i, chunks)[0])] = True
+            for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
+                traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
+    around = Around(mesh, layouts, work.cell, wires)
+    total = sum(sum(layout.rows) for layout in layouts)
+    fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
+    messages = [ulysses, around.all]
+    sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
+    if work.attention_s is None:
+        rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+        compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
+    else:
+        compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
+    return Priced(
+        mesh,
+        sent,
+        busiest_node(messages),
+        layouts[0].heads,
+        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1),
+        around.moves_s,
+        compute_s,
+        stages_of(mesh, layouts[0], work, own, others),
+    )
+
+
+def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traffic) -> InStages | None:
+    """None where a call does not go in stages. layout: of the first group."""
+    chunking = work.chunking(mesh.parts[0])
+    chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
+    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.cell) < chunking.from_mb:
+        return None
+    share = sum(layout.rows[rank] for rank in chunks[0]) / sum(layout.rows)
+    return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)
+
+
+class Around:
+    """The ring's messages: `all` of a call, and the seconds of every move. Moves along one level (tile, card or node)
+    take the same links; each is given the time of the level's largest blocks."""
+
+    def __init__(self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires) -> None:
+        self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
+        rows_G = np.array([sum(layout.rows) for layout in layouts])
+        ranks_GU = np.array(mesh.groups)
+        every, grids = range(mesh.ring), rounds_of(mesh)
+        for slot, grid in enumerate(grids):
+            sizes_MG = 2 * layouts[0].heads[slot] * cell * rows_G[grid.held(every)[:-1]]
+            for level in LEVELS:
+                chosen_MG = sizes_MG[grid.levels_M == level]
+                if len(chosen_MG):
+                    pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
+                    self.all.send(*pair, chosen_MG.sum(0))
+                    of_level[level].send(*pair, chosen_MG.max(0))
+        seconds = [traffic.seconds() + MESSAGE_S for traffic in of_level]
+        self.moves_s = tuple(seconds[level] for level in grids[0].levels_M)
+
+
+def best_of_degree(priced: Sequence[Priced]) -> Priced:
+    """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
+    of all nodes, then the least time."""
+    return min(priced, key=lambda one: (one.busiest_node, one.node_bytes, one.seconds))
+
+
+def by_degree(topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto") -> list[list[Priced]]:
+    """All meshes, priced, in lists of one Ring degree each, ascending; the default placement of each comes first."""
+    found: dict[int, list[Priced]] = {}
+    for mesh in meshes(topology, work.heads, ring, placement):
+        found.setdefault(mesh.ring, []).append(price(mesh, work))
+    for of_degree in found.values():
+        best = best_of_degree(of_degree)
+        of_degree.sort(key=lambda one: (one is not best, one.seconds))
+    return list(found.values())
+
+
+def choose(
+    topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto", prefer_ulysses: bool = False
+) -> Mesh:
+    """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
+    alone, a ring is only looked at on machines whose file tells the tiles' rate.
+
+    prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
+    """
+    alone = topology.size <= work.heads
+    known = topology.machine.device.bf16_tflop_s > 0
+    if ring == 1 or (ring == "auto" and alone and (prefer_ulysses or not known)):
+        return meshes(topology, work.heads, 1)[0]
+    defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement)]
+    fastest = min(one.seconds for one in defaults)
+    return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
+
+
+def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
+    """Lines that show meshes as `by_degree` lists them; the chosen one is marked."""
+    lines = [
+        f"{'ulysses':>9}{'ring':>6} {'placement':<18}{'heads a slot':>13}{'idle':>7}"
+        + "".join(f"{name:>13}" for name in ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB"))
+        + f"{'ms':>10}"
+    ]
+    for one in (p for of_degree in priced for p in of_degree):
+        mesh, megabytes = one.mesh, {name: count / 1e6 for name, count in one.bytes.items()}
+        name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
+        heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
+        lines.append(
+            f"{mesh.ulysses:>9}{mesh.ring:>6} {name:<18}{heads:>13}{one.idle:>7.3f}"
+            + "".join(f"{megabytes[kind]:>13.2f}" for kind in LINK_CLASSES)
+            + f"{one.busiest_node / 1e6:>13.2f}{one.seconds * 1e3:>10.3f}"
+            + ("  <- taken" if mesh == chosen else "")
+        )
+    return lines

@@ -1,0 +1,59 @@
+"""How long a device computes: as long as its arithmetic or its memory traffic takes, whichever is longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cocodiff.planning.memory import ModelShape
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Device, Topology
+
+ITEMSIZE = 2  # bf16
+
+
+def seconds(device: Device, flops: float, moved_bytes: float) -> float:
+    """Of one kernel at the device's full rates. A rate of 0 is one that the machine file does not tell: then nothing
+    is charged for it."""
+    arithmetic = flops / (device.bf16_tflop_s * 1e12) if device.bf16_tflop_s else 0.0
+    traffic = moved_bytes / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
+    return max(arithmetic, traffic)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Seconds of one attention layer's parts on one rank of the real machine, all rows and heads of the rank.
+
+    score: of V-Major, change of every own token. rest: output projection and MLP.
+    """
+
+    project_v: float
+    project_qk: float
+    attention: float
+    rest: float
+    score: float
+
+    @property
+    def total(self) -> float:
+        return self.project_v + self.project_qk + self.attention + self.rest
+
+
+def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Layout) -> Layer:
+    """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
+
+    Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
+    of normalisation and rotation. Not counted: modulation, residuals, launches, embeddings.
+    """
+    device, W, D = topology.machine.device, shape.width, shape.head_dim
+    L, G = layout.rows[rank] * batch, layout.heads[rank]
+
+    def kernel(flops: float, moved: float) -> float:
+        return seconds(device, flops, moved * ITEMSIZE)
+
+    def product(width_in: float, width_out: float) -> float:
+        return kernel(2 * L * width_in * width_out, L * (width_in + width_out) + width_in * width_out)
+
+    hidden = shape.mlp_ratio * W
+    mlp = product(W, hidden * (2 if shape.gated_mlp else 1)) + product(hidden, W)
+    attention = kernel(4.0 * batch * tokens**2 * G * D, 4.0 * batch * tokens * G * D)
+    qk = 2 * product(W, W) + kernel(0, 4 * L * W)
+    return Layer(product(W, W), qk, attention, product(W, W) + mlp, kernel(0, 2 * L * W))

@@ -1,0 +1,122 @@
+"""What `cocodiff bench kernels` runs: each operation at a size, as an engine would call it, and the bytes it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocodiff.kernels import Rows
+
+HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node
+Call = Callable[[Any], object]  # of an object with the operations
+
+
+@dataclass(frozen=True)
+class Case:
+    """call: one operation, by whoever has it. moved: bytes it has to read and to write. diffusers: the library's own
+    modules in the operation's place, where there are such."""
+
+    call: Call
+    moved: int
+    diffusers: Callable[[], object] | None = None
+
+
+def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
+    """An operation on `size` bytes (of one tensor, or of q, k and v together); 0 is one row for one peer."""
+    row = HEADS * HEAD_DIM * dtype.itemsize
+    cases = {
+        "pack": _pack,
+        "unpack": _unpack,
+        "gather_pack": _gather,
+        "scatter_rows": _scatter,
+        "l1_score": _score,
+        "select": _select,
+        "qk_norm_rope": _norm_rope,
+        "merge_partials": _merge,
+    }
+    return cases[op](max(1, size // row), PEERS if size else 1, dtype)
+
+
+def _random(L: int, dtype: torch.dtype, heads: int = HEADS) -> Tensor:
+    return torch.randn(1, L, heads, HEAD_DIM, generator=torch.Generator().manual_seed(L)).to(dtype)
+
+
+def _heads_of(peers: int) -> list[slice]:
+    return [slice(peer * HEADS // peers, (peer + 1) * HEADS // peers) for peer in range(peers)]
+
+
+def _pack(L: int, peers: int, dtype: torch.dtype) -> Case:
+    """q, k and v to 12 send buffers, heads by heads."""
+    qkv = [_random(max(1, L // 3), dtype) for _ in range(3 if peers > 1 else 1)]
+    messages = [[x[:, :, heads] for x in qkv] for heads in _heads_of(peers)]
+    buffers = [torch.empty(sum(x.numel() for x in message), dtype=dtype) for message in messages]
+    return Case(lambda ops: ops.pack(messages, buffers), 2 * sum(x.nbytes for x in qkv))
+
+
+def _unpack(L: int, peers: int, dtype: torch.dtype) -> Case:
+    """The output's heads from 12 received buffers to their places in every row."""
+    out_BLHD = torch.empty_like(_random(L, dtype))
+    places = [out_BLHD[:, :, heads] for heads in _heads_of(peers)]
+    parts = [place.clone(memory_format=torch.contiguous_format) for place in places]
+    return Case(lambda ops: ops.unpack(parts, places), 2 * out_BLHD.nbytes)
+
+
+def _active(L: int) -> Tensor:
+    """Half of the rows, at random, ascending."""
+    chosen = torch.randperm(L, generator=torch.Generator().manual_seed(L))[: max(1, L // 2)]
+    return chosen.sort().values
+
+
+def _gather(L: int, peers: int, dtype: torch.dtype) -> Case:
+    """Half of the rows of a tensor twice the size to 12 send buffers, heads by heads."""
+    source_RHD = _random(2 * L, dtype)[0]
+    rows = Rows(source_RHD, _active(2 * L))
+    messages = [[rows.heads(heads)] for heads in _heads_of(peers)]
+    buffers = [torch.empty(messages[0][0].shape.numel(), dtype=dtype) for _ in messages]
+    return Case(lambda ops: ops.gather_pack(messages, buffers), 2 * sum(x.nbytes for x in buffers))
+
+
+def _scatter(L: int, peers: int, dtype: torch.dtype) -> Case:
+    """Received rows of two heads to half of the rows of a cache."""
+    L *= peers
+    cache_RHD, index_K = _random(2 * L, dtype, HEADS // peers)[0], _active(2 * L)
+    rows_KHD = _random(len(index_K), dtype, HEADS // peers)[0]
+    return Case(lambda ops: ops.scatter_rows([rows_KHD], index_K, [cache_RHD]), 2 * rows_KHD.nbytes)
+
+
+def _score(L: int, _peers: int, dtype: torch.dtype) -> Case:
+    v_BLHD, reference_BLHD = _random(L, dtype), _random(L + 1, dtype)[:, 1:].contiguous()
+    return Case(lambda ops: ops.l1_score(v_BLHD, reference_BLHD), 2 * v_BLHD.nbytes)
+
+
+def _select(L: int, _peers: int, _dtype: torch.dtype) -> Case:
+    """Half of the tokens, as many as there are rows in such a tensor on 12 ranks together."""
+    score_BN = torch.rand(1, max(2, PEERS * L), generator=torch.Generator().manual_seed(L))
+    return Case(lambda ops: ops.select(score_BN, score_BN.numel() // 2), 2 * score_BN.nbytes)
+
+
+def _norm_rope(L: int, _peers: int, dtype: torch.dtype) -> Case:
+    from diffusers.models.embeddings import apply_rotary_emb
+    from diffusers.models.normalization import RMSNorm
+
+    x_BLHD = _random(L, dtype)
+    angle_LD = torch.rand(L, HEAD_DIM // 2).repeat_interleave(2, -1)
+    rotary = angle_LD.cos(), angle_LD.sin()
+    norm = RMSNorm(HEAD_DIM, 1e-6).to(dtype)
+    weight_D = norm.weight.detach()
+
+    def modules() -> Tensor:
+        with torch.no_grad():
+            return apply_rotary_emb(norm(x_BLHD), rotary, sequence_dim=1)
+
+    return Case(lambda ops: ops.qk_norm_rope(x_BLHD, weight_D, 1e-6, rotary, "pairs"), 2 * x_BLHD.nbytes, modules)
+
+
+def _merge(L: int, _peers: int, dtype: torch.dtype) -> Case:
+    out_BLHD, part_BLHD = _random(L, dtype), _random(L + 1, dtype)[:, 1:].contiguous()
+    lse_BLH, part_lse_BLH = torch.randn(1, L, HEADS), torch.randn(1, L, HEADS)
+    return Case(lambda ops: ops.merge_partials(out_BLHD, lse_BLH, part_BLHD, part_lse_BLH), 3 * out_BLHD.nbytes)

@@ -1,0 +1,149 @@
+"""`cocodiff bench selection`: what choosing and gathering V-Major's tokens costs one rank, beside what it saves.
+
+The cost is measured here, on one process with the cores to itself; the saving is arithmetic: the all-to-all bound of
+the bytes of q, k and v that stay, on the machine's links so many times slower as `cocodiff emulate --scale` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from cocodiff.commands.options import Option, check_counts
+from cocodiff.commands.outputs import OutputFolder
+from cocodiff.commands.pipelines import torch_dtype
+from cocodiff.commands.terminal import say
+from cocodiff.config import load_machine
+from cocodiff.errors import UserError
+from cocodiff.topology.links import alltoall_bound
+from cocodiff.topology.machine import Topology
+from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
+
+RANK = 0
+OPTIONS = with_common_options(
+    Option("machine", "machine whose links the saving is of", "aurora"),
+    Option("nodes", "nodes of it", 1, type=int),
+    Option("scale", "how many times slower its links are", 3000.0, type=float),
+    Option("image_tokens", "image tokens of all ranks", 4096, type=int),
+    Option("heads", "attention heads of all ranks", 24, type=int),
+    Option("head_dim", "size of a head", 128, type=int),
+    Option("fraction", "of the tokens that stay", 0.5, type=float),
+    Option("dtype", "of q, k and v", "bf16", choices=("bf16", "fp16", "fp32")),
+    Option("repeats", "measurements", 25, type=int),
+)
+
+
+def check(values: Values, ranks: int | None) -> None:
+    check_counts(values, "nodes", "image_tokens", "heads", "head_dim", "repeats")
+    if ranks != 1:
+        raise UserError("bench selection measures one rank's part in one process: start it alone")
+    if not 0 < values["fraction"] < 1:
+        raise UserError(f"--fraction {values['fraction']:g}: give a fraction between 0 and 1")
+    if not 0 < values["scale"] < float("inf"):
+        raise UserError(f"--scale {values['scale']:g}: give a number above 0")
+    if load_machine(values["machine"]).tiles_per_node is None:
+        raise UserError(f"machine {values['machine']} has no fixed size: use --machine aurora or local-6x2")
+
+
+def import_before_fork(_values: Values) -> None:
+    import_module("cocodiff.engine")
+
+
+def measure(values: Values, output: OutputFolder, _transport: Any) -> None:
+    import torch
+
+    from cocodiff.topology.layout import Layout
+
+    machine = load_machine(values["machine"])
+    topology = Topology.build(machine, int(machine.tiles_per_node or 1) * values["nodes"])
+    layout = Layout.build(topology, values["image_tokens"], 0, values["heads"])
+    with torch.no_grad():
+        parts = stages(values, topology, layout)
+        turns = partial(interleave, parts, units=1, meet=lambda: None, tick=lambda: None)
+        turns(1)
+        seconds = turns(values["repeats"])
+    u = values["head_dim"] * torch_dtype(values["dtype"]).itemsize
+    block = 3 * values["fraction"] * sum(layout.rows) * sum(layout.heads) * u / topology.size**2
+    bound = alltoall_bound(topology, block)
+    assert bound is not None, "a node of fixed size has links"
+    saved = bound * values["scale"]
+    case = (
+        f"{values['image_tokens']} tokens, {values['heads']} heads of {values['head_dim']}, {values['dtype']}, "
+        f"{values['fraction']:g} stay, {machine.name}, links {values['scale']:g} times slower"
+    )
+    found = rows(case, seconds, {}, {name: {} for name in seconds})
+    say(case)
+    for row in found:
+        row["share_of_saving"] = row["median_s"] / saved
+        row["moved_bytes"] = parts[row["variant"]].moved_bytes
+        say(
+            f"  {row['variant']:<8} {row['median_s'] * 1e3:8.3f} ms (p10 {row['p10_s'] * 1e3:.3f}, p90 "
+            f"{row['p90_s'] * 1e3:.3f}, n {row['n']})  {row['moved_bytes'] / 1e6:.2f} MB  "
+            f"{row['share_of_saving']:.1%} of the saving"
+        )
+    say(f"  saving   {saved * 1e3:8.3f} ms: what the links would take for the bytes that stay, at best")
+    both = sum(row["median_s"] for row in found if row["variant"] in ("select", "gather"))
+    say(f"  select and gather together: {both / saved:.1%} of the saving")
+    save(output.open(), found, values)
+    output.publish()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the work, and the bytes that it reads and writes at least."""
+
+    run: Callable[[], Any]
+    moved_bytes: int
+
+    def __call__(self) -> None:
+        self.run()
+
+
+def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
+    """score: own tokens against their reference; select: all cards' tokens by their scores, and the indices of rows;
+    gather: own rows of q, k and v into what is sent to each rank; scatter: what arrives into the caches."""
+    import torch
+
+    from cocodiff.attention.v_major.selection import Cards, Selection, stable_tokens
+    from cocodiff.attention.v_major.strategy import travelling_rows
+    from cocodiff.kernels import Kernels
+
+    generator, dtype = torch.Generator().manual_seed(0), torch_dtype(values["dtype"])
+    tokens, D = values["image_tokens"], values["head_dim"]
+    own_BLHD = torch.randn(4, layout.rows[RANK], values["heads"], D, generator=generator).to(dtype)
+    q, k, v, reference = (own_BLHD[n : n + 1].clone() for n in range(4))
+    scores_BS = torch.rand(1, tokens, generator=generator)
+    cards, kernels = Cards.build(topology, layout.image, scores_BS.device), Kernels(values["kernels"])
+
+    def select() -> Selection:
+        active_BS = cards.active(scores_BS, scores_BS, lambda x_BN, _: stable_tokens(x_BN, values["fraction"], kernels))
+        return Selection.build(active_BS, layout, True)
+
+    chosen = select()
+    caches = [torch.zeros(1, tokens, layout.heads[RANK], D, dtype=dtype) for _ in range(3)]
+    arrived = [torch.ones(len(chosen.arriving), layout.heads[RANK], D, dtype=dtype) for _ in range(3)]
+
+    rows_of = [travelling_rows(x, chosen.of_rank[RANK]) for x in (q, k, v)]
+    messages = [[one.heads(heads) for one in rows_of] for heads in layout.head_slices]
+    sent = [q.new_empty(sum(one.shape.numel() for one in message)) for message in messages]
+    flat = [cache.flatten(0, 1) for cache in caches]
+    return {
+        "score": Stage(lambda: kernels.l1_score(v, reference), v.nbytes + reference.nbytes),
+        "select": Stage(select, scores_BS.nbytes + chosen.arriving.nbytes),
+        "gather": Stage(lambda: kernels.gather_pack(messages, sent), 2 * sum(x.nbytes for x in sent)),
+        "scatter": Stage(
+            lambda: kernels.scatter_rows(arrived, chosen.arriving, flat), 2 * sum(x.nbytes for x in arrived)
+        ),
+    }
+
+
+BENCHMARK = Benchmark(
+    "Times V-Major's selection and gathering on one rank, beside what the saved bytes take on the machine's links.",
+    OPTIONS,
+    check,
+    import_before_fork,
+    measure,
+)

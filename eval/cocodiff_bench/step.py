@@ -1,0 +1,103 @@
+"""`cocodiff bench step`: whole denoising steps of a pipeline, plain diffusers and presets in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cocodiff.commands.families import INPAINT
+from cocodiff.commands.options import Option, check_counts, preset_configs
+from cocodiff.commands.outputs import OutputFolder
+from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
+from cocodiff.commands.session import DTYPES, Job, import_before_fork, load_on_rank
+from cocodiff.commands.terminal import progress_bar, say
+from cocodiff_bench.common import Benchmark, Values, interleave, meet, rows, save, say_rows, with_common_options
+
+PLAIN = "diffusers"
+OPTIONS = with_common_options(
+    Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
+    Option("preset", "what to measure beside the baseline", ["flat", "tapa"], many=True),
+    Option("batch", "images in one call", 1, type=int),
+    Option("steps", "denoising steps of one pipeline call", 10, type=int),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+)
+
+
+def request_of(values: Values) -> Request:
+    return Request(values["model"], INPAINT)
+
+
+def check(values: Values, ranks: int | None) -> None:
+    check_counts(values, "batch", "steps", "repeats", "ranks")
+    preset_configs(values)
+    check_model(request_of(values), ranks or 1)
+
+
+def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
+    import torch
+
+    from cocodiff.engine import Engine
+
+    job = Job(values, request_of(values), preset_configs(values), output, time.monotonic())
+    model = load_on_rank(job, transport)
+    model.pipe.set_progress_bar_config(disable=True)
+    side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
+    call = partial(restore_once, model, values["batch"], side, values["steps"])
+    engines = {name: Engine(model.pipe, config, transport) for name, config in job.presets.items()}
+
+    def parallel(engine: Engine) -> None:
+        with engine:
+            call()
+
+    variants: dict[str, Callable[[], None]] = {name: partial(parallel, engine) for name, engine in engines.items()}
+    if transport.size == 1:
+        variants = {PLAIN: call} | variants  # on several ranks the plain pipeline would do everything on each
+    calls = values["repeats"] + 1
+    shown = not values["quiet"] and not transport.rank
+    with torch.no_grad(), progress_bar("bench step", calls * len(variants), shown) as bar:
+        turns = partial(interleave, variants, units=values["steps"], meet=partial(meet, transport), tick=bar.update)
+        turns(1)
+        seconds = turns(values["repeats"])
+    traffic = {name: engine.bytes() for name, engine in engines.items()}
+    if transport.rank == 0:
+        steps = calls * values["steps"]
+        sent = {name: {link: count // steps for link, count in total.items()} for name, total in traffic.items()}
+        case = f"{model.name} {side}x{side} batch {values['batch']}, {transport.size} rank(s)"
+        baseline = next(iter(variants))
+        measured = rows(case, seconds, sent, {name: {"flat": "flat", baseline: baseline} for name in variants})
+        save(output.open(), measured, values)
+        output.publish()
+        say_rows(measured, "a step")
+        say(f"results: {output.final / 'bench.json'}")
+    transport.broadcast_object(None)
+
+
+def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
+    import torch
+
+    noise = torch.Generator().manual_seed(0)
+    mask_BCHW = torch.zeros(batch, 1, side, side)
+    mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
+    model.pipe(
+        image=torch.rand(batch, 3, side, side, generator=noise),
+        mask_image=mask_BCHW,
+        height=side,
+        width=side,
+        strength=1.0,
+        num_inference_steps=steps,
+        generator=noise,
+        output_type="latent",
+        **model.arguments(batch),
+    )
+
+
+BENCHMARK = Benchmark(
+    "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several.",
+    OPTIONS,
+    check,
+    lambda values: import_before_fork(request_of(values)),
+    measure,
+)
