@@ -42,7 +42,7 @@ def check_agreement(
         group.all_gather(own, parts).wait()
         return torch.stack(parts)
 
-    of_ranks = used_on_current_stream(lane.submit_and_wait_soon(gather).wait()).tolist()
+    of_ranks = used_on_current_stream(lane.submit_inline(gather).wait()).tolist()
     differing = [row for row in range(ROWS) if any(rows[row] != of_ranks[0][row] for rows in of_ranks)]
     if not differing:
         return

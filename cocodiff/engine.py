@@ -143,7 +143,7 @@ class Engine:
         if self.size > 1:
             self._gather_group = self.transport.group(range(self.size))
             self._gather_lane = self.transport.lane("gather")
-        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
+        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -179,8 +179,7 @@ class Engine:
         while self._restore:
             self._restore.pop()()
         self._sized.clear()
-        if isinstance(self.strategy, VMajor):
-            self.strategy.clear()
+        self.strategy.coding.end()
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
@@ -214,8 +213,9 @@ class Engine:
         self.counter.call(arguments.get("timestep"), sample, text, scheduler)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        if isinstance(self.strategy, VMajor) and self.size > 1:
-            self._check_memory(self.strategy, arguments["hidden_states"])
+        self.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
+        if self.strategy.coding.keeps_state and self.size > 1:
+            self._check_memory(arguments["hidden_states"])
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
@@ -228,11 +228,11 @@ class Engine:
         device = arguments["hidden_states"].device
         check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
 
-    def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
-        """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
+    def _check_memory(self, hidden: Tensor) -> None:
+        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is far ahead of
         another then: the first exchange needs them all."""
         tokens, branches = self._shard.tokens, self.counter.branch + 1
-        load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, strategy.scoring)
+        load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, self.config.scoring)
         node = self.topology.places[self.rank].node
         free = None
         if load not in self._sized:
@@ -245,17 +245,12 @@ class Engine:
         model: Any = self.model
         shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
         need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
-        check_fits(need, free + weights + strategy.cache_bytes(), f"rank {self.rank} on {hidden.device}")
-
-    def _moment(self) -> Moment:
-        """Where denoising stands. How many steps run is known from the settings or from the pipeline."""
-        steps = self._steps()
-        if not steps:
-            raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
-        return Moment(self.counter.run, self.counter.step, int(steps))
+        check_fits(need, free + weights + self.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
 
     def _steps(self) -> int | None:
-        return getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        """How many steps run, from the pipeline or the settings."""
+        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        return None if steps is None else int(steps)
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         self.transport.health.arrive(f"attention {layer}")
@@ -275,7 +270,7 @@ class Engine:
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self._gather_lane.submit_and_wait_soon(gather).wait())
+        return used_on_current_stream(self._gather_lane.submit_inline(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 
@@ -292,8 +287,7 @@ class Engine:
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        if isinstance(self.strategy, VMajor):
-            self.strategy.drift.clear()
+        self.strategy.coding.forget_report()
         if self._results is not None:
             self._results = replace(self._results, drift=[])
 
@@ -303,8 +297,7 @@ class Engine:
         return self._results or Results.merged([self._own_results()])
 
     def _own_results(self) -> tuple[dict[str, int], Any]:
-        drift = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
-        return self.trace.bytes(), drift
+        return self.trace.bytes(), self.strategy.coding.report()
 
     def _results_of_all_ranks(self) -> Results:
         """All ranks call it."""

@@ -234,7 +234,7 @@ class Lane:
         self._wake.release()
         return LanePending(future, self._health)
 
-    def submit_and_wait_soon(self, work: Callable[[], T]) -> LanePending[T]:
+    def submit_inline(self, work: Callable[[], T]) -> LanePending[T]:
         """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
         which saves waking a thread and being woken by it."""
         if self._device.type != "cpu":

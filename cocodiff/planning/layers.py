@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, mesh_of, schedule_of
+from cocodiff.assemble import build_strategy, coding_of, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.attention.v_major.selection import Schedule
@@ -36,7 +36,7 @@ LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = (
     4,
     4,
 )  # q and k: a product of each, and its normalisation and rotation in one
-Make = Callable[[Config, Mesh, Any, Trace, Kernels, Callable[[], Moment]], Ulysses]
+Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,9 @@ def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
 
 def fractions_of(case: Case) -> list[float | None]:
     """Of every step the part of the image tokens that stay; None where all travel without looking."""
-    if case.config.selection == "full" or case.topology.size == 1:
+    if case.topology.size == 1:
         return [None] * case.steps
-    schedule, steps = schedule_of(case.config), case.steps
-    found: list[float | None] = []
-    for step in range(steps):
-        part = schedule.stable_fraction(step, steps)
-        found.append(None if schedule.is_full(step, steps) else case.stable if part is None else part)
-    return found
+    return coding_of(case.config).stable_fractions(case.config, case.steps, case.stable)
 
 
 def recorded_fractions(case: Case) -> list[float | None]:
@@ -123,17 +118,18 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
         with pricing:
             kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
             over: Any = SerialTransport(transport) if case.one_peer else transport
-            strategy = case.make(case.config, case.mesh, over, trace, kernels, lambda: Moment(0, step, case.steps))
+            strategy = case.make(case.config, case.mesh, over, trace, kernels)
             layer = PlannedLayer(case, kind, layout, slot, pricing)
-            if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
+            if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
+                strategy.coding.begin_step(Moment(0, step, case.steps))
                 layer.run(strategy)
-                strategy.prepare(layout, layer.qkv().text_first, torch.device("cpu"))
+                strategy.coding.prepare(layout, layer.qkv(), torch.device("cpu"))
             found = []
             transport.recorder.cut()
             for fraction in fractions:
                 step += 1
-                if isinstance(strategy, VMajor):
-                    strategy.schedule = held_at(strategy.schedule, fraction)
+                strategy.coding.hold_at(fraction)
+                strategy.coding.begin_step(Moment(0, step, case.steps))
                 trace.clear()
                 layer.run(strategy)
                 found.append((transport.recorder.cut(), trace.bytes()))
@@ -149,15 +145,6 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
         )
         for index, fraction in enumerate(fractions)
     ]
-
-
-def held_at(schedule: Schedule, fraction: float | None) -> Schedule:
-    """A schedule that has every step be as one of this fraction. A threshold stays one: what travels with it does."""
-    if fraction is None:
-        return Schedule(schedule.kind, threshold=schedule.threshold, ratios=schedule.ratios, warmup=0, sync_interval=1)
-    if schedule.kind == "threshold":
-        return Schedule("threshold", threshold=schedule.threshold, warmup=0, sync_interval=0)
-    return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
 
 class PlannedLayer:

@@ -193,7 +193,7 @@ class VirtualLane:
                 error = caught
         return VirtualPending(self._recorder, number, value, error)
 
-    submit_and_wait_soon = submit
+    submit_inline = submit
 
     def close(self) -> None:
         return

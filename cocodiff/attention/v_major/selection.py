@@ -7,9 +7,10 @@ are always active. Pure arithmetic: nothing here communicates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,21 @@ class Schedule:
     threshold: float = 0.1
     warmup: int | None = None
     sync_interval: int = 10
+
+    @classmethod
+    def of(cls, settings: Any) -> Schedule:
+        """V-Major's schedule by the engine's settings."""
+        s = settings
+        return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
+
+    def held_at(self, fraction: float | None) -> Schedule:
+        """A schedule that has every step be as one of this fraction, None: full. A threshold stays one: what travels
+        with it does."""
+        if fraction is None:
+            return replace(self, warmup=0, sync_interval=1)
+        if self.kind == "threshold":
+            return replace(self, warmup=0, sync_interval=0)
+        return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
     def warm_steps(self, steps: int) -> int:
         return max(1, steps // 10) if self.warmup is None else self.warmup
@@ -104,16 +120,6 @@ class Cards:
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
         return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
 
-    def active(self, score_BS: Tensor, norm_BS: Tensor, stable: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The tokens that travel, bool [B, S]: all but those that are stable, of scores and norms [rows, N], among
-        their own card's."""
-        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
-        for positions_CN in self.alike:
-            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
-            of_cards = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
-            active_BS[:, chosen] = ~stable(*of_cards).view(len(score_BS), -1)
-        return active_BS
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -160,3 +166,11 @@ def rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tup
         first.append(torch.full((rows.stop - rows.start,), rows.start))
     rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
     return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)
+
+
+def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """What scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and the ranks
+    whose heads are of that tile's plane."""
+    card = sorted(topology.cards[topology.places[rank].card])
+    plane = topology.places[card[0]].plane
+    return card, [place.rank for place in topology.places if place.plane == plane]
