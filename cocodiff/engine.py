@@ -140,9 +140,6 @@ class Engine:
 
     def _set_up_exchange(self) -> None:
         """What belongs to the transport: groups, lanes and the strategy over them."""
-        if self.size > 1:
-            self._gather_group = self.transport.group(range(self.size))
-            self._gather_lane = self.transport.lane("gather")
         self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
@@ -226,7 +223,7 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         device = arguments["hidden_states"].device
-        check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
+        check_agreement(facts | arguments, device, self.transport)
 
     def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
         """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
@@ -270,12 +267,12 @@ class Engine:
         def gather() -> Tensor:
             parts = [x_BLC.new_empty(B, share, C) for share in shares]
             with self.trace.span("gather", "gather"):
-                self._gather_group.all_gather(x_BLC.contiguous(), parts).wait()
+                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
             for peer in range(self.size):
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self._gather_lane.submit_and_wait_soon(gather).wait())
+        return used_on_current_stream(self.transport.control.submit_and_wait_soon(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 
