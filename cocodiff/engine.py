@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from cocodiff.agreement import check_agreement
 from cocodiff.assemble import build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
@@ -39,6 +38,7 @@ from cocodiff.results import Results
 from cocodiff.topology.layout import share_image, share_text, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -140,9 +140,6 @@ class Engine:
 
     def _set_up_exchange(self) -> None:
         """What belongs to the transport: groups, lanes and the strategy over them."""
-        if self.size > 1:
-            self._gather_group = self.transport.group(range(self.size))
-            self._gather_lane = self.transport.lane("gather")
         self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
@@ -226,11 +223,11 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         device = arguments["hidden_states"].device
-        check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
+        check_agreement(facts | arguments, device, self.transport)
 
     def _check_memory(self, hidden: Tensor) -> None:
-        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is far ahead of
-        another then: the first exchange needs them all."""
+        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
+        far ahead of another then: the first exchange needs them all."""
         tokens, branches = self._shard.tokens, self.counter.branch + 1
         load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, self.config.scoring)
         node = self.topology.places[self.rank].node
@@ -265,12 +262,12 @@ class Engine:
         def gather() -> Tensor:
             parts = [x_BLC.new_empty(B, share, C) for share in shares]
             with self.trace.span("gather", "gather"):
-                self._gather_group.all_gather(x_BLC.contiguous(), parts).wait()
+                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
             for peer in range(self.size):
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self._gather_lane.submit_inline(gather).wait())
+        return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from worlds import topology_of
 
 from cocodiff import engine as engine_module
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.v_first import v_first
+from cocodiff.attention.ulysses import Ulysses, v_first
+from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.device import free_memory
@@ -40,6 +40,7 @@ from cocodiff.planning.memory import (
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
@@ -58,25 +59,18 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
-    """What VMajor.cache_bytes() says on every rank after a full and two selective steps of every site."""
+    """What VMajor.bytes_held() says on every rank after a full and two selective steps of every site."""
     sites = [(f"layer.{n}", load.text_tokens) for n in range(shape.joint_layers + shape.parallel_layers)]
     sites += [(f"image.{n}", 0) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
-        trace, now = Trace(transport.rank), [Moment(0, 0, 3)]
-        strategy = VMajor(
-            topology,
-            Exchange("tapa", topology, transport, trace),
-            trace,
-            v_first,
-            transport=transport,
-            schedule=Schedule("fixed", ratio=0.5, sync_interval=0),
-            scoring=load.scoring or "",
-            reference="sent",
-            now=lambda: now[0],
-        )
+        trace = Trace(transport.rank)
+        exchange = Exchange("tapa", topology, transport, trace)
+        schedule = Schedule("fixed", ratio=0.5, sync_interval=0)
+        coding = VMajor(exchange, transport, schedule, load.scoring or "", "sent")
+        strategy = Ulysses(topology, exchange, trace, v_first, coding)
         for step in range(3):
-            now[0] = Moment(0, step, 3)
+            coding.begin_step(Moment(0, step, 3))
             for layer, text in sites:
                 for branch in range(load.branches):
                     counts = (load.image_tokens, text, shape.heads)
@@ -87,7 +81,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
                         return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)
 
                     strategy.attend(LazyQKV(project, project, project, *counts), Site(layer, branch))
-        return strategy.cache_bytes()
+        return coding.bytes_held()
 
     return run_ranks(topology.size, work)
 
@@ -136,7 +130,7 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
             load = Load(42, 5, 2, 4, 1, scoring)
             shape = shape_of_config(family_of(type(own)), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
-            return engine.strategy.cache_bytes(), expected
+            return engine.strategy.coding.bytes_held(), expected
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 

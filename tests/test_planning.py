@@ -99,7 +99,7 @@ def by_the_next_rank(topology, rank):
 def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
     monkeypatch.setitem(PLANS, "next", by_the_next_rank)
 
-    def make(config, mesh, transport, trace, kernels, now):
+    def make(config, mesh, transport, trace, kernels):
         from cocodiff.wire.exchange import Exchange
 
         exchange = Exchange("next", mesh.topology, transport, trace, kernels=kernels)
@@ -115,6 +115,7 @@ class Twice:
 
     def __init__(self, *arguments):
         self._inner = build_strategy(*arguments)
+        self.coding = self._inner.coding
 
     def attend(self, qkv, site):
         self._inner.attend(qkv, site)

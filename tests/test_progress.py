@@ -126,7 +126,7 @@ def test_schedulers_of_second_order(make, evaluations):
         own, held = copy.deepcopy(pipe), []
         with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
             seen = watched(engine)
-            engine.model.register_forward_hook(lambda *_: held.append(engine.strategy.cache_bytes()))
+            engine.model.register_forward_hook(lambda *_: held.append(engine.strategy.coding.bytes_held()))
             pipeline_call(own, 0, steps=6)
         return seen, held, engine.drift_profile()
 

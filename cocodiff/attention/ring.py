@@ -60,13 +60,7 @@ class Ring:
         self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
     def attend(
-        self,
-        q_BSGD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGD: Tensor,
-        qkv: LazyQKV,
-        layouts: Sequence[Layout],
-        layer: str = "",
+        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
     ) -> Tensor:
         """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype. layouts: of every
         group."""

@@ -91,7 +91,7 @@ class AllToAll:
             trace = VirtualTrace(transport.recorder)
             exchange = Exchange(self._variant.removesuffix("_serial"), self._topology, over, trace)
             x_BLHD = torch.empty(1, L, P, ROW_BYTES // 4, device="meta")
-            exchange.forward([x_BLHD], layout, "x").wait()
+            exchange.transfer(layout).send(x=x_BLHD).wait()
 
         _, programs, messages = record(P, work)
         return programs, messages

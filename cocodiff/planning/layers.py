@@ -13,8 +13,6 @@ from torch import Tensor
 from cocodiff.assemble import build_strategy, coding_of, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.planning.memory import Load, ModelShape
@@ -28,6 +26,7 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three

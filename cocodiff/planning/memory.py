@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from cocodiff.attention.v_major.selection import scored_blocks
 from cocodiff.errors import UserError
-from cocodiff.routes.plans import scored_blocks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology

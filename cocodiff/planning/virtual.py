@@ -210,6 +210,7 @@ class VirtualTransport:
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self._objects = 0
+        self.control, self.world = self.lane("control"), self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)

@@ -77,8 +77,8 @@ class Coding:
 
     @classmethod
     def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any) -> Coding:
-        """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport: of
-        the group's ranks."""
+        """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
+        of the group's ranks."""
         return cls()
 
     @classmethod

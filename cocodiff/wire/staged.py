@@ -32,7 +32,7 @@ PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is pas
 
 
 class StagedExchange:
-    """One rank's end of an exchange in stages. What is passed on has groups of its own: two lanes must not post in one."""
+    """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
     def __init__(self, exchange: Exchange, transport: Ranks, stages: Stages, from_mb: float) -> None:
         """from_mb: of q, k and v per rank, the size from which stages are worth it."""
@@ -41,7 +41,8 @@ class StagedExchange:
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
         self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
-        self._passed_on = {way: [_parts_in_use(of, n) for n in range(len(self.chunks))] for way, of in self.plans.items()}
+        numbers = range(len(self.chunks))
+        self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
         # Which parts there are is told by the machine and the plans' names, alike on all ranks.
         relays = any(name != "flat" for name in exchange.plans)
         lanes = PART_LANES[: 1 + relays + (relays and topology.nodes > 1)]

@@ -76,8 +76,8 @@ class Variant:
     layer."""
 
     def __init__(self, config: Config, topology: Topology, transport: Any, waiting: WaitingAttention | None) -> None:
+
         from cocodiff.assemble import ORDERS, chunking, exchange_table
-        from cocodiff.attention.merge import partial_attention
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.kernels import Kernels
         from cocodiff.wire.exchange import Exchange
@@ -93,8 +93,8 @@ class Variant:
             Kernels(config.kernels, self.trace.note_kernel),
             chunking(config, topology),
         )
-        local, part = (None, partial_attention) if waiting is None else (waiting.whole, waiting.part)
-        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], local, part)
+        local: Any = waiting
+        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], local=local)
         self.outputs: dict[str, Tensor] = {}
         self._waiting = waiting
 
@@ -248,7 +248,7 @@ def v_phase1_seconds(variants: Mapping[str, Variant], layer: StandInLayer, trans
         meet(transport)
         if number == 1:
             variant.trace.clear()  # the first warms up
-        variant.exchange.forward([layer.v_BLHD], layout, "v", layer.site.kind).wait()
+        variant.exchange.transfer(layout, layer=layer.site.kind).send(v=layer.v_BLHD).wait()
     name = first_phase(variant.trace.spans)
     lengths = [span.end_ns - span.start_ns for span in variant.trace.spans if span.name == name]
     medians = transport.gather_object(statistics.median(lengths) if lengths else 0)
@@ -262,9 +262,9 @@ def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> f
     for _ in range(CALIBRATION_CALLS // 3 + 1):
         meet(transport)
         started = time.perf_counter()
-        tensors = [layer.q_BLHD, layer.k_BLHD, layer.v_BLHD]
-        out_BSGD = variant.exchange.forward(tensors, layout, "qkv", layer.site.kind, soon=True).wait()[0]
-        variant.exchange.back(out_BSGD, layout, "o", layer.site.kind).wait()
+        transfer = variant.exchange.transfer(layout, layer=layer.site.kind)
+        sent = transfer.send(q=layer.q_BLHD, k=layer.k_BLHD, v=layer.v_BLHD, wait_next=True)
+        transfer.back(sent.wait()[0])
         lengths.append(time.perf_counter() - started)
     medians = transport.gather_object(statistics.median(lengths[1:]))
     return float(transport.broadcast_object(medians and max(medians)))

@@ -174,21 +174,24 @@ class Variant:
 
     def __init__(self, name: str, topology: Topology, transport: Any) -> None:
         from cocodiff.assemble import ORDERS
+        from cocodiff.attention.ulysses import Ulysses
         from cocodiff.wire.exchange import Exchange
-        from cocodiff_bench.stand_in import StandIn
+        from cocodiff_bench.stand_in import SomeTokens, WaitingAttention
 
         exchange, order, selection = VARIANTS[name]
         self.selective = selection == "v_major"
         trace = Trace(transport.rank)
         over: Any = SerialTransport(transport) if name == "flat_serial" else transport
-        self._strategy = StandIn(
-            topology, Exchange(exchange, topology, over, trace), trace, ORDERS[order], transport, self.selective
-        )
+        self._local = WaitingAttention()
+        self._coding = SomeTokens(transport, self._local)
+        ours = Exchange(exchange, topology, over, trace)
+        self._strategy = Ulysses(topology, ours, trace, ORDERS[order], self._coding, self._local)
 
     def run(self, call: Call, fraction: float, dilation: float) -> None:
         from cocodiff.attention.strategy import Site
 
-        self._strategy.set_call(fraction, call.layer.attention * dilation, call.layer.score * dilation)
+        self._coding.fraction = fraction if self.selective else 0.0
+        self._coding.score_s, self._local.seconds = call.layer.score * dilation, call.layer.attention * dilation
         self._strategy.attend(call.qkv(dilation), Site("layer"))
         time.sleep(call.layer.rest * dilation)
 

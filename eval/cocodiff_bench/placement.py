@@ -38,7 +38,7 @@ from cocodiff_bench.common import (
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.merge import Partial
+    from cocodiff.attention.local import Partial
     from cocodiff.attention.strategy import LazyQKV
     from cocodiff.planning.placement import Work
     from cocodiff.topology.axes import Mesh
@@ -79,7 +79,7 @@ class WaitingAttention:
         return self.part(q_BSGD, k_BSGD, v_BSGD, mask_B11S).out_BLHD
 
     def part(self, q_BLGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B11S: Tensor | None) -> Partial:
-        from cocodiff.attention.merge import Partial, partial_attention
+        from cocodiff.attention.local import Partial, partial_attention
 
         if self.seconds is None:
             return partial_attention(q_BLGD, k_BSGD, v_BSGD, mask_B11S)
@@ -110,22 +110,14 @@ class Variant:
     """A mesh in chunks or not, with a trace of its own."""
 
     def __init__(self, config: Config, mesh: Mesh, transport: Any, mean_pairs: float) -> None:
+
         from cocodiff.assemble import build_strategy
-        from cocodiff.attention.v_major.strategy import Moment
         from cocodiff.kernels import Kernels
 
         self.trace, self.attention = Trace(transport.rank), WaitingAttention(mean_pairs)
         kernels = Kernels(config.kernels, self.trace.note_kernel)
-        self.strategy = build_strategy(
-            config,
-            mesh,
-            transport,
-            self.trace,
-            kernels,
-            lambda: Moment(0, 0, 1),
-            self.attention.whole,
-            self.attention.part,
-        )
+        local: Any = self.attention
+        self.strategy = build_strategy(config, mesh, transport, self.trace, kernels, local)
 
     def call(self, qkv: LazyQKV) -> Tensor:
         from cocodiff.attention.strategy import Site

@@ -107,8 +107,8 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     gather: own rows of q, k and v into what is sent to each rank; scatter: what arrives into the caches."""
     import torch
 
-    from cocodiff.attention.v_major.selection import Cards, Selection, stable_tokens
-    from cocodiff.attention.v_major.strategy import travelling_rows
+    from cocodiff.attention.v_major.coding import travelling_rows
+    from cocodiff.attention.v_major.selection import Cards, Selection
     from cocodiff.kernels import Kernels
 
     generator, dtype = torch.Generator().manual_seed(0), torch_dtype(values["dtype"])
@@ -119,7 +119,7 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     cards, kernels = Cards.build(topology, layout.image, scores_BS.device), Kernels(values["kernels"])
 
     def select() -> Selection:
-        active_BS = cards.active(scores_BS, scores_BS, lambda x_BN, _: stable_tokens(x_BN, values["fraction"], kernels))
+        active_BS = cards.active(scores_BS, scores_BS, values["fraction"], 0.0, kernels)
         return Selection.build(active_BS, layout, True)
 
     chosen = select()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.merge import Partial
+    from cocodiff.attention.local import Partial
     from cocodiff.attention.strategy import LazyQKV, Site
 
 V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
@@ -59,7 +59,7 @@ class WaitingAttention:
     def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, _mask: Tensor | None) -> Partial:
         import torch
 
-        from cocodiff.attention.merge import Partial
+        from cocodiff.attention.local import Partial
 
         out_BTGD = self._attend(q_BTGD, k_BUGD, v_BUGD)
         log_keys = math.log(k_BUGD.shape[1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from byte_formulas import Formulas
-from worlds import TRIPLE, topology_of
+from worlds import TRIPLE, back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.topology.layout import Layout
@@ -33,11 +33,11 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
         trace = Trace(transport.rank)
         ours = Exchange(exchange, topology, transport, trace, nic_balance=False)
         rows, heads = layout.rows[transport.rank], sum(layout.heads)
-        q_BSGD, _, _ = ours.forward([torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
-        forward = trace.bytes()
+        q_BSGD, _, _ = forward(ours, [torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
+        there = trace.bytes()
         trace.clear()
-        ours.back(q_BSGD, layout).wait()
-        return forward, trace.bytes()
+        back(ours, q_BSGD, layout)
+        return there, trace.bytes()
 
     return run_ranks(topology.size, work)
 
@@ -50,9 +50,9 @@ def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
     layout = Layout.build(topology, image, text, heads)
     formulas, u = Formulas(topology, layout), B * D * dtype.itemsize
     counted = counted_bytes(exchange, topology, layout, dtype)
-    for rank, (forward, back) in enumerate(counted):
-        assert forward == formulas.sent(exchange, "forward", rank, 3 * u)
-        assert back == formulas.sent(exchange, "back", rank, u)
+    for rank, (there, returned) in enumerate(counted):
+        assert there == formulas.sent(exchange, "forward", rank, 3 * u)
+        assert returned == formulas.sent(exchange, "back", rank, u)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -68,6 +68,6 @@ def test_even_case_on_aurora(nodes):
         "split": {"sibling": 6 * c, "plane": 10 * c, "cross_plane": 0, "node": node},
     }
     for exchange, of_each_rank in expected.items():
-        for forward, back in counted_bytes(exchange, topology, layout, torch.float32):
-            assert forward == {link: 3 * count for link, count in of_each_rank.items()}
-            assert back == of_each_rank
+        for there, returned in counted_bytes(exchange, topology, layout, torch.float32):
+            assert there == {link: 3 * count for link, count in of_each_rank.items()}
+            assert returned == of_each_rank

@@ -5,7 +5,7 @@ import torch
 from byte_formulas import Formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import topologies, topology_of
+from worlds import back, forward, topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.kernels import Kernels
@@ -28,11 +28,11 @@ def check_exchange(
     def work(transport: LoopbackTransport) -> None:
         rows, own_heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
         ours = Exchange(exchange, topology, transport, Trace(transport.rank))
-        received = ours.forward([x[:, rows] for x in wholes_BSHD], layout).wait()
+        received = forward(ours, [x[:, rows] for x in wholes_BSHD], layout).wait()
         assert len(received) == tensors
         for whole, x_BSGD in zip(wholes_BSHD, received, strict=True):
             assert torch.equal(x_BSGD, whole[:, :, own_heads])
-            assert torch.equal(ours.back(x_BSGD, layout).wait(), whole[:, rows])
+            assert torch.equal(back(ours, x_BSGD, layout), whole[:, rows])
 
     run_ranks(topology.size, work, timeout_s=60.0)
 
@@ -70,7 +70,7 @@ def test_calls_under_way_together_do_not_mix(exchange):
     def work(transport: LoopbackTransport) -> None:
         ours = Exchange(exchange, topology, transport, Trace(transport.rank))
         rows = layout.row_slices[transport.rank]
-        under_way = [ours.forward([whole[:, rows]], layout) for whole in wholes_BSHD]
+        under_way = [forward(ours, [whole[:, rows]], layout) for whole in wholes_BSHD]
         for n, pending in enumerate(under_way):
             (x_BSGD,) = pending.wait()
             assert torch.equal(x_BSGD, torch.full((1, 13, layout.heads[transport.rank], 2), float(n)))
@@ -100,7 +100,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
         packs: list[str] = []
         kernels = Kernels("torch", lambda op, _: packs.append(op))
         ours = Exchange("flat", topology, transport, Trace(transport.rank), kernels=kernels)
-        (x_BSGD,) = ours.forward([whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
+        (x_BSGD,) = forward(ours, [whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
         return packs
 
@@ -120,10 +120,10 @@ def test_auto_takes_what_its_table_has_for_the_size():
         rows = layout.row_slices[transport.rank]
         for tensors in (1, 3):
             trace.clear()
-            received = ours.forward([whole_BSHD[:, rows]] * tensors, layout).wait()
+            received = forward(ours, [whole_BSHD[:, rows]] * tensors, layout).wait()
             assert all(torch.equal(x, whole_BSHD[:, :, layout.head_slices[transport.rank]]) for x in received)
             seen.append((tensors, transport.rank, trace.bytes()))
-            assert torch.equal(ours.back(received[0], layout).wait(), whole_BSHD[:, rows])
+            assert torch.equal(back(ours, received[0], layout), whole_BSHD[:, rows])
 
     run_ranks(topology.size, work, timeout_s=60.0)
     formulas = Formulas(topology, layout)
@@ -141,9 +141,9 @@ def test_non_contiguous_parts_are_packed():
         ours = Exchange("tapa", topology, transport, Trace(transport.rank))
         x_BLHD = whole_BSHD[:, layout.row_slices[transport.rank]]
         assert not x_BLHD.is_contiguous()
-        (x_BSGD,) = ours.forward([x_BLHD], layout).wait()
+        (x_BSGD,) = forward(ours, [x_BLHD], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
         out_BSGD = x_BSGD.transpose(1, 2).contiguous().transpose(1, 2)
-        assert torch.equal(ours.back(out_BSGD, layout).wait(), x_BLHD)
+        assert torch.equal(back(ours, out_BSGD, layout), x_BLHD)
 
     run_ranks(3, work, timeout_s=60.0)

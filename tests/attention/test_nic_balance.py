@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_exchange import check_exchange
 from test_layout import by_heads, by_rows, check_pairs, simulate
-from worlds import topology_of
+from worlds import forward, topology_of
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.routes.detours import nic_detours
@@ -71,7 +71,7 @@ def test_counted_bytes_are_those_of_the_plan():
     def work(transport):
         trace = Trace(transport.rank)
         ours = Exchange("split", topology, transport, trace)
-        ours.forward([torch.zeros(1, layout.rows[transport.rank], 25, 3)], layout).wait()
+        forward(ours, [torch.zeros(1, layout.rows[transport.rank], 25, 3)], layout).wait()
         return trace.bytes()
 
     for rank, counted in enumerate(run_ranks(topology.size, work)):

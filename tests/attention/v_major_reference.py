@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cocodiff.attention.ulysses import local_attention
+from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -54,7 +54,7 @@ class Reference:
         else:
             self.known_v[active_BS] = v_BSHD[active_BS]
         return [
-            local_attention(*(cache[:, :, heads].contiguous() for cache in self.caches))
+            LocalAttention().whole(*(cache[:, :, heads].contiguous() for cache in self.caches))
             for heads in self.layout.head_slices
         ]
 

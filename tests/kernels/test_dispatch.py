@@ -14,7 +14,7 @@ from cocodiff_sycl.build import cache_folder, kernel_source
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
-from worlds import topology_of
+from worlds import back, forward, topology_of
 
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
@@ -59,9 +59,9 @@ def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
         trace = Trace(transport.rank)
         ours = Exchange("tapa", topology, transport, trace, kernels=Kernels("sycl", trace.note_kernel))
         rows, heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
-        (x_BSGD,) = ours.forward([whole_BSHD[:, rows]], layout).wait()
+        (x_BSGD,) = forward(ours, [whole_BSHD[:, rows]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, heads])
-        assert torch.equal(ours.back(x_BSGD, layout).wait(), whole_BSHD[:, rows])
+        assert torch.equal(back(ours, x_BSGD, layout), whole_BSHD[:, rows])
         assert {path for _, path in trace.kernels()} == {"sycl"}
         assert {op for op, _ in trace.kernels()} == {"pack", "unpack"}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.v_major.coding import SelectiveCall, travelling_rows
-from cocodiff.attention.v_major.selection import Selection, scored_blocks
+from cocodiff.attention.v_major.selection import Selection, scored_blocks, staying
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.wire.blocks import BlockSet, Payload, Target
@@ -96,7 +96,7 @@ class CardCall(SelectiveCall):
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)
-            active_BN = ~coding.stable(change_BN, norm_BN)
+            active_BN = ~staying(change_BN, norm_BN, coding.fraction, coding.schedule.threshold, self.kernels)
             coding.drift.chosen(coding.moment.step, active_BN)
             self.update_reference(scored_BNHD, active_BN)
             own = active_BN.to(torch.uint8)

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.v_major.drift import Drift, DriftNotes
-from cocodiff.attention.v_major.selection import (
-    Cards,
-    Schedule,
-    Selection,
-    quiet_tokens,
-    rows_in_order,
-    scored_blocks,
-    stable_tokens,
-)
+from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, rows_in_order, scored_blocks
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
@@ -143,23 +135,10 @@ class VMajor(Coding):
     def steps(self) -> int:
         return self.moment.steps or 0
 
-    def select(self, score_BS: Tensor, norm_BS: Tensor, layout: Layout) -> Tensor:
-        """The active image tokens, bool [B, S_img], from every token's score (and norm, for a threshold)."""
-        cards = self.cards(layout, score_BS.device)
-        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
-        for positions_CN in cards.alike:
-            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
-            of_cards = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
-            active_BS[:, chosen] = ~self.stable(*of_cards).view(len(score_BS), -1)
-        return active_BS
-
-    def stable(self, score_BN: Tensor, norm_BN: Tensor) -> Tensor:
-        """Of cards' image tokens, each card's in a row, those that stay: bool [B, N]."""
-        assert self._exchange is not None, "one rank alone selects nothing"
-        fraction = self.schedule.stable_fraction(self.moment.step, self.steps)
-        if fraction is None:
-            return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
-        return stable_tokens(score_BN, fraction, self._exchange.kernels)
+    @property
+    def fraction(self) -> float | None:
+        """r(t) of this step; None where the threshold decides."""
+        return self.schedule.stable_fraction(self.moment.step, self.steps)
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
         assert self._exchange is not None, "one rank alone selects nothing"
@@ -278,7 +257,8 @@ class SourceCall(SelectiveCall):
         parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.image]
         self.gather(sent, parts)
         of_all = torch.cat(parts, 2)
-        active_BS = coding.select(of_all[0], of_all[-1], layout)
+        cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
+        active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
         coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.image)[coding.rank]])
         return Selection.build(active_BS, layout, self.qkv.text_first)
 

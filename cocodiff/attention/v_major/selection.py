@@ -94,6 +94,13 @@ def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
     return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
 
 
+def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold: float, kernels: Kernels) -> Tensor:
+    """The tokens of each row that stay: that fraction, or where it is None as the threshold says; bool [B, N]."""
+    if fraction is None:
+        return quiet_tokens(score_BN, norm_BN, threshold)
+    return stable_tokens(score_BN, fraction, kernels)
+
+
 @dataclass(frozen=True)
 class Cards:
     """Where the image tokens of every card are, on the device that chooses among them.
@@ -119,6 +126,18 @@ class Cards:
             of_size.setdefault(len(positions), []).append(positions)
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
         return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
+
+    def active(
+        self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
+    ) -> Tensor:
+        """The tokens that travel, bool [B, S]: all but those that stay among their own card's, see `staying`."""
+        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
+        for positions_CN in self.alike:
+            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
+            score_BN, norm_BN = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
+            stays_BN = staying(score_BN, norm_BN, fraction, threshold, kernels)
+            active_BS[:, chosen] = ~stays_BN.view(len(score_BS), -1)
+        return active_BS
 
 
 @dataclass(frozen=True)
