@@ -155,7 +155,7 @@ def test_a_run_that_starts_within_the_schedule(alone):
                 guidance_scale=1,
                 output_type="latent",
             )
-            assert engine._moment().steps == 8 * strength
+            assert engine._steps() == 8 * strength
     assert seen == [*[(0, s, 0) for s in range(4)], *[(1, s, 0) for s in range(2)], *[(2, s, 0) for s in range(8)]]
 
 

@@ -56,10 +56,10 @@ class CodedCall:
         """What travels in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
         return Encoded(list(tensors_BLHD.values()), self.layout)
 
-    def decode(self, name: str, received_BSGW: Tensor, coded: Layout, rows: slice) -> Tensor:
-        """The tensor [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
-        return received_BSGW
+        return list(received_BSGW.values())
 
     def encode_output(self, out_BTGD: Tensor) -> Tensor:
         """What travels back in the place of some rows of attention's output: [B, T, G, W]."""

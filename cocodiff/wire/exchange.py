@@ -238,8 +238,7 @@ class WholeArriving:
 
     def wait(self) -> list[Tensor]:
         if not self._decoded:
-            received = self._pending.wait().tensors
-            self._decoded = [self._cargo.decode(*pair) for pair in zip(self.names, received, strict=True)]
+            self._decoded = self._cargo.decode(self._pending.wait().tensors)
         return self._decoded
 
     def chunk(self, name: str, number: int) -> Tensor:
@@ -290,9 +289,10 @@ class Forward:
         places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
         return Target(received_BSGW, places, self._exchange.kernels)
 
-    def decode(self, name: str, received_BSGW: Tensor, rows: slice | None = None) -> Tensor:
+    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """rows: those that have just arrived, None for all."""
-        return self.coded.decode(name, received_BSGW, self.layout, rows or slice(0, sum(self.layout.rows)))
+        by_name = dict(zip(self.names, received_BSGW, strict=True))
+        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
 
 
 class Back:

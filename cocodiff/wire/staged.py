@@ -180,7 +180,7 @@ class TensorInStages:
 
     def chunk(self, number: int) -> Tensor:
         received_BSGW = used_on_current_stream(self.expect(number).wait())
-        return self._cargo.decode(self._cargo.label, received_BSGW, self._staged.rows(self._cargo.layout, number))
+        return self._cargo.decode([received_BSGW], self._staged.rows(self._cargo.layout, number))[0]
 
 
 class StagedArriving:

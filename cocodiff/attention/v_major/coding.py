@@ -123,8 +123,9 @@ class VMajor(Coding):
         self.drift.clear()
 
     def prepare(self, layout: Layout, qkv: LazyQKV, device: torch.device) -> None:
-        self.cards(layout, device)
-        rows_in_order(layout, qkv.text_first, device)
+        if self._exchange is not None:
+            self.cards(layout, device)
+            rows_in_order(layout, qkv.text_first, device)
 
     def hold_at(self, fraction: float | None) -> None:
         self.schedule = self.schedule.held_at(fraction)
@@ -183,15 +184,16 @@ class SelectiveCall(CodedCall):
         payloads = [travelling_rows(x_BLHD, own) for x_BLHD in tensors_BLHD.values()]
         return Encoded(payloads, selection.layout)
 
-    def decode(self, name: str, received_BSGW: Tensor, coded: Layout, rows: slice) -> Tensor:
-        """Into the cache: all of it, or those rows that came."""
-        received = self.cache.received
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        """Into the caches: everything, or in one launch those rows that came."""
+        caches = self.cache.received
         if self.full:
-            received[name] = received_BSGW
+            caches |= received_BSGW
         else:
-            here, into = received_BSGW[0, rows], received[name].flatten(0, 1)
-            self.kernels.scatter_rows([here], self.selection().arriving[rows], [into])
-        return received[name]
+            here = [x_1NGD[0, rows] for x_1NGD in received_BSGW.values()]
+            into = [caches[name].flatten(0, 1) for name in received_BSGW]
+            self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
+        return [caches[name] for name in received_BSGW]
 
     def image_rows(self, rank: int) -> slice:
         """Where a rank's image tokens stand among its rows."""
