@@ -30,9 +30,9 @@ from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models import adapter_for
+from cocodiff.models import family_of
 from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
-from cocodiff.planning.memory import Load, check_fits, family_of, shape_of_config, size_run
+from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
 from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
@@ -120,7 +120,8 @@ class Engine:
         self._pipe = target if target is not model else None
         self.config = config
         check_not_compiled(self.model.named_modules())
-        self.adapter: Adapter = adapter_for(self.model)
+        self.family = family_of(self.model)
+        self.adapter: Adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
@@ -243,7 +244,7 @@ class Engine:
         stored = [*self.model.parameters(), *self.model.buffers()]
         weights = sum(x.nbytes for x in stored if x.device == hidden.device)
         model: Any = self.model
-        shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
+        shape = shape_of_config(self.family, model.config, sum(x.numel() for x in stored))
         need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
         check_fits(need, free + weights + strategy.cache_bytes(), f"rank {self.rank} on {hidden.device}")
 

@@ -89,6 +89,7 @@ MAY_IMPORT = {
         "cocodiff.comm",
         "cocodiff.kernels",
         "cocodiff.attention",
+        "cocodiff.models.family",
         "cocodiff.assemble",
     ),
     "cocodiff.demo_model": (),

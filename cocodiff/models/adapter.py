@@ -62,9 +62,6 @@ class Adapter(ABC):
     attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
 
     @abstractmethod
-    def matches(self, model: nn.Module) -> bool: ...
-
-    @abstractmethod
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         """Where image tokens, text tokens and their rotary angles become this rank's own."""
 

@@ -8,10 +8,11 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV, nothing
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 
@@ -20,11 +21,6 @@ Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text 
 
 class FluxAdapter(Adapter):
     unsupported: ClassVar = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), CONTROLNET)
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import FluxTransformer2DModel
-
-        return isinstance(model, FluxTransformer2DModel)
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         return [Hook(model, arguments=partial(shard_call, shard))]
@@ -108,3 +104,23 @@ def single_block(
     if x_BLC.dtype == torch.float16:
         x_BLC = x_BLC.clip(-65504, 65504)
     return x_BLC[:, :text_rows], x_BLC[:, text_rows:]
+
+
+FAMILY = Family(
+    transformer="diffusers.FluxTransformer2DModel",
+    adapter=FluxAdapter(),
+    pipelines=(
+        Pipelines(
+            "FluxPipeline",
+            "FluxInpaintPipeline",
+            ("prompt_embeds", "pooled_prompt_embeds", ""),
+            others=("FluxImg2ImgPipeline",),
+        ),
+        Pipelines(
+            "",
+            "FluxFillPipeline",
+            ("prompt_embeds", "pooled_prompt_embeds", ""),
+            lacks="FluxFillPipeline's weights only restore; FluxPipeline's (FLUX.1-dev) generate",
+        ),
+    ),
+)

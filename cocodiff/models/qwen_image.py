@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 
@@ -17,11 +18,6 @@ from cocodiff.models.streams import Stream, Streams
 class QwenImageAdapter(Adapter):
     unsupported: ClassVar = {"controlnet_block_samples": CONTROLNET}
     attention_kwargs = "attention_kwargs"
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import QwenImageTransformer2DModel
-
-        return isinstance(model, QwenImageTransformer2DModel)
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         """The model derives text positions from its text's length, so tokens are cut at the first block. The text mask
@@ -78,3 +74,23 @@ class QwenAttentionProcessor(AttentionProcessor):
         image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
         image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC
         return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+
+
+FAMILY = Family(
+    transformer="diffusers.QwenImageTransformer2DModel",
+    adapter=QwenImageAdapter(),
+    pipelines=(
+        Pipelines(
+            "QwenImagePipeline",
+            "QwenImageInpaintPipeline",
+            ("prompt_embeds", "prompt_embeds_mask"),
+            negative=" ",
+            guidance="true_cfg_scale",
+            others=("QwenImageImg2ImgPipeline",),
+        ),
+    ),
+    vae_numbers=(),
+    vae_lists=("latents_mean", "latents_std"),
+    branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
+    unsharded_copies=1,  # tokens are cut at the first block
+)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard, Tokens
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.streams import Stream, Streams
 
 
 class SD3Adapter(Adapter):
     unsupported: ClassVar = {"block_controlnet_hidden_states": CONTROLNET}
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import SD3Transformer2DModel
-
-        return isinstance(model, SD3Transformer2DModel)
 
     def tokens(self, model: Any, arguments: Arguments) -> Tokens:
         height, width = arguments["hidden_states"].shape[-2:]
@@ -57,3 +53,22 @@ class SD3AttentionProcessor(AttentionProcessor):
             return image_out_BLC
         text_out_BLC = out_BLC[:, image_BLC.shape[1] :]
         return image_out_BLC, text_out_BLC if attn.context_pre_only else attn.to_add_out(text_out_BLC)
+
+
+FAMILY = Family(
+    transformer="diffusers.SD3Transformer2DModel",
+    adapter=SD3Adapter(),
+    pipelines=(
+        Pipelines(
+            "StableDiffusion3Pipeline",
+            "StableDiffusion3InpaintPipeline",
+            ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+            also=("prompt_2", "prompt_3"),
+            others=("StableDiffusion3Img2ImgPipeline",),
+        ),
+    ),
+    patch=None,
+    text_tokens=333,  # 77 of CLIP and 256 of T5
+    rows_per_image=2,  # classifier-free guidance puts both halves in one call
+    unsharded_copies=3,  # what the patches give, their positions, and the sum
+)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cocodiff.errors import UserError
+from cocodiff.models.family import Family
 from cocodiff.routes.plans import scored_blocks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
@@ -45,7 +46,7 @@ class ModelShape:
     pixels_per_token  of a side: the VAE's factor times the patch
     rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
     branches          calls in one step: 2 where guidance calls the model twice
-    entrance          tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
+    unsharded_copies  tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
                       positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
                       first block, 0 where the call's inputs are
     parameters        numbers that the weights hold
@@ -64,10 +65,10 @@ class ModelShape:
     pixels_per_token: int = 16
     rows_per_image: int = 1
     branches: int = 1
-    entrance: int = 0
+    unsharded_copies: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "entrance")
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies")
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
             if field.type == "int" and (type(value) is not int or value < least):
@@ -91,31 +92,10 @@ class ModelShape:
         return a_side**2
 
 
-# Of each class of diffusers what its config does not say.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "SD3Transformer2DModel": {"text_tokens": 333, "rows_per_image": 2, "entrance": 3},
-    "FluxTransformer2DModel": {},
-    "Flux2Transformer2DModel": {"gated_mlp": True},
-    "QwenImageTransformer2DModel": {"branches": 2, "entrance": 1},
-}
-
-
-def family_of(kind: type) -> str:
-    """The class of diffusers, known to FAMILIES, that a transformer's class is or derives from; else its own name."""
-    return next((parent.__name__ for parent in kind.__mro__ if parent.__name__ in FAMILIES), kind.__name__)
-
-
-def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> ModelShape:
-    """The shape of a diffusers transformer from its class and its config. The VAE's factor is taken to be 8.
-
-    Raises UserError for a class that is not in FAMILIES.
-    """
-    if kind not in FAMILIES:
-        raise UserError(f"the memory of a {kind} is not known; known are {', '.join(FAMILIES)}")
-    patch = config["patch_size"] if kind == "SD3Transformer2DModel" else 2  # the others' pipelines pack 2 x 2 latents
+def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
+    """The shape of a family's transformer from its config."""
     return ModelShape(
-        name=kind,
-        pixels_per_token=8 * patch,
+        name=family.class_name,
         heads=config["num_attention_heads"],
         head_dim=config["attention_head_dim"],
         joint_layers=config["num_layers"],
@@ -123,7 +103,7 @@ def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> Mo
         image_layers=len(config.get("dual_attention_layers") or ()),
         mlp_ratio=config.get("mlp_ratio", 4.0),
         parameters=parameters,
-        **FAMILIES[kind],
+        **family.shape_facts(config),
     )
 
 
@@ -222,12 +202,12 @@ def by_rank(mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topolog
 def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
     """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
 
-    Where tokens enter there are `entrance` tensors of the whole image, one of which lives on in the first layer. In a
-    layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of: attention (q,
-    k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it;
-    that layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before
-    and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The text's
-    embeddings, rotary angles and the model's exit are left out as small.
+    Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
+    layer. In a layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of:
+    attention (q, k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs
+    beside it; that layer's output projection, whose input is put together from both; and an MLP that follows (hidden
+    layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
+    text's embeddings, rotary angles and the model's exit are left out as small.
     """
     mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
@@ -244,8 +224,8 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
 
     shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
     whole = load.image_tokens * shape.width
-    kept = whole if shape.entrance and mesh.topology.size > 1 else 0
-    numbers = [max(shape.entrance * whole, kept + copies * share) for share in shares]
+    kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
+    numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
     return [int(count * load.batch * load.itemsize) for count in numbers]
 
 

@@ -1,0 +1,28 @@
+"""A model family of the tests' own, all that is to be written for one: an adapter and a record."""
+
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.models.adapter import Adapter, AttentionProcessor, Hook
+from cocodiff.models.family import Family
+from cocodiff.models.streams import Stream, Streams
+
+
+class ToyAdapter(Adapter):
+    def hooks(self, model, shard):
+        cuts = {"hidden_states": shard.image, "encoder_hidden_states": shard.text}
+        return [Hook(model, arguments=lambda call: call | {name: cut(call[name]) for name, cut in cuts.items()})]
+
+    def processors(self):
+        return {AttnProcessor2_0: ToyProcessor}
+
+
+class ToyProcessor(AttentionProcessor):
+    def __call__(self, attn, x_BLC, **_):
+        streams = Streams([Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v)], attn.heads, self._kernels)
+        tokens = self._tokens()
+        qkv = LazyQKV(streams.q, streams.k, streams.v, tokens.image, tokens.text, attn.heads, text_first=True)
+        return attn.to_out[0](self._attend(qkv, self._layer).flatten(-2))
+
+
+FAMILY = Family("toys.transformer.ToyTransformer", ToyAdapter(), text_tokens=5, branches=2)
