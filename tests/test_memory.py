@@ -26,6 +26,7 @@ from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.models import family_of
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import (
     MIB,
     Load,
@@ -43,7 +44,7 @@ from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
-QWEN_LOAD = Load(image_tokens=96 * 96, text_tokens=512, batch=4, scoring="source")
+QWEN_LOAD = Load(image_and_text(96 * 96, 512), batch=4, scoring="source")
 AURORA = topology_of("aurora", 12)
 
 
@@ -59,8 +60,8 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
     """What VMajor.cache_bytes() says on every rank after a full and two selective steps of every site."""
-    sites = [(f"layer.{n}", load.text_tokens) for n in range(shape.joint_layers + shape.parallel_layers)]
-    sites += [(f"image.{n}", 0) for n in range(shape.image_layers)]
+    sites = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
+    sites += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
         trace, now = Trace(transport.rank), [Moment(0, 0, 3)]
@@ -77,9 +78,9 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
         )
         for step in range(3):
             now[0] = Moment(0, step, 3)
-            for layer, text in sites:
+            for layer, segments in sites:
                 for branch in range(load.branches):
-                    counts = (load.image_tokens, text, shape.heads)
+                    counts = (segments, shape.heads)
                     some = LazyQKV(torch.empty, torch.empty, torch.empty, *counts)
                     rows = strategy.layout(some).rows[transport.rank]
 
@@ -110,7 +111,7 @@ def test_caches_are_as_real_ones_on_every_rank(
 ):
     topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
     shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])
-    load = Load(image, text, batch, dtype.itemsize, branches, scoring)
+    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, scoring)
     if size == 1:
         assert run_cache(shape, topology, load) == [RankMemory()]
         return
@@ -133,7 +134,7 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
         chosen = {"selection": "v_major", "scoring": scoring, "steps": 4, "ring": ring}
         with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
             own(**inputs)
-            load = Load(42, 5, 2, 4, 1, scoring)
+            load = Load(image_and_text(42, 5), 2, 4, 1, scoring)
             shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
             return engine.strategy.cache_bytes(), expected
@@ -175,7 +176,7 @@ def test_tensors_of_the_whole_image_where_tokens_enter(family):
 
 def test_a_large_image_needs_most_where_it_enters():
     """1024 x 1024 on 12 ranks: three whole tensors are more than a layer's of a twelfth each; one lives on in it."""
-    shape, load = ModelShape("sd3", 24, 64, 12, 1000, unsharded_copies=3), Load(4096, 333, 1)
+    shape, load = ModelShape("sd3", 24, 64, 12, 1000, unsharded_copies=3), Load(image_and_text(4096, 333), 1)
     without = replace(shape, unsharded_copies=0)
     whole = 4096 * shape.width * 2
     for topology in (AURORA, topology_of("aurora", 24)):
@@ -187,7 +188,7 @@ def test_a_large_image_needs_most_where_it_enters():
 
 
 def test_a_ring_needs_more_for_activations_and_as_much_for_caches():
-    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(4800, 240, 1, scoring="source")
+    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(image_and_text(4800, 240), 1, scoring="source")
     alone, ringed = (size_run(shape, AURORA, load, Mesh.build(AURORA, ring)) for ring in (1, 2))
     assert [one.cache for one in alone] == [one.cache for one in ringed]
     assert all(a.activations < b.activations for a, b in zip(alone, ringed, strict=True))
@@ -244,7 +245,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 def test_the_largest_batch_is_in_images():
     sd3 = load_shape("sd3.5")
-    load = Load(4096, 333, 2, scoring="source")
+    load = Load(image_and_text(4096, 333), 2, scoring="source")
     largest = largest_batch(sd3, AURORA, load, 32 * 1024 * MIB)
     of_rows = [max(x.total for x in size_run(sd3, AURORA, replace(load, batch=2 * (largest + n)))) for n in (0, 1)]
     assert of_rows[0] <= 32 * 1024 * MIB < of_rows[1]
@@ -297,7 +298,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
 def activations_of_the_run() -> int:
     model = FAMILIES["sd3"][0](4)
     shape = shape_of_config(family_of(model), model.config, 1)
-    needs = size_run(shape, topology_of("local", 3), Load(42, 5, 2, 4, 1, "source"))
+    needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, "source"))
     return max(need.activations for need in needs)
 
 

@@ -23,7 +23,7 @@ from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, views
 from cocodiff.routes.rounds import Onward, visits_of
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.trace import Trace
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]  # as `partial_attention`
@@ -53,7 +53,7 @@ class Ring:
         is taken over. sequences: of every group, the order of its ranks' rows at this slot, where it is another one
         (see `Layout.sequence`)."""
         self._sequences = sequences or [()] * mesh.ring
-        self._layouts: dict[tuple[int, int, int], list[Layout]] = {}
+        self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
         self.mesh, self._trace, self._attend_to = mesh, trace, attend
         self._kernels = kernels or Kernels(note=trace.note_kernel)
         self.rank, (self._own, slot) = transport.rank, mesh.seat(transport.rank)
@@ -63,18 +63,16 @@ class Ring:
         self._index_of = [members.index(rank) for rank in self._rank_of]
         self._group, self._lane = transport.group(members), transport.lane(LANE)
 
-    def layout(self, image_tokens: int, text_tokens: int, heads: int) -> Layout:
+    def layout(self, segments: Segments, heads: int) -> Layout:
         """That of this rank's Ulysses group."""
-        return self._of_groups(image_tokens, text_tokens, heads)[self._own]
+        return self._of_groups(segments, heads)[self._own]
 
-    def _of_groups(self, *key: int) -> list[Layout]:
-        image_tokens, text_tokens, heads = key
-        if (image_tokens, text_tokens, heads) not in self._layouts:
-            of_groups = zip(self.mesh.layouts(image_tokens, text_tokens, heads), self._sequences, strict=True)
-            self._layouts[image_tokens, text_tokens, heads] = [
-                replace(layout, sequence=sequence) for layout, sequence in of_groups
-            ]
-        return self._layouts[image_tokens, text_tokens, heads]
+    def _of_groups(self, segments: Segments, heads: int) -> list[Layout]:
+        key = (segments, heads)
+        if key not in self._layouts:
+            of_groups = zip(self.mesh.layouts(*key), self._sequences, strict=True)
+            self._layouts[key] = [replace(layout, sequence=sequence) for layout, sequence in of_groups]
+        return self._layouts[key]
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Tensor:
         """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
@@ -88,7 +86,7 @@ class Ring:
         """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to another
         rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
         it is asked for."""
-        layouts = self._of_groups(qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        layouts = self._of_groups(qkv.segments, qkv.heads)
         here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
             coming: LanePending[KeysValues] | None = None

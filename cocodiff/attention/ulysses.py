@@ -16,7 +16,7 @@ from cocodiff.attention.merge import partial_attention
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.torus import InChunks, LocalPart, Torus
 from cocodiff.device import used_on_current_stream
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
@@ -123,7 +123,7 @@ class Ulysses:
         """
         self._topology, self._exchange, self._trace, self._order = topology, exchange, trace, order
         self._local, self._partial, self._ring = local or local_attention, partial, ring
-        self._layouts: dict[tuple[int, int, int], Layout] = {}
+        self._layouts: dict[tuple[Segments, int], Layout] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
         layout = self.layout(qkv)
@@ -160,7 +160,7 @@ class Ulysses:
             return self._local(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, layout))
 
     def layout(self, qkv: LazyQKV) -> Layout:
-        key = (qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        key = (qkv.segments, qkv.heads)
         if self._ring is not None:
             return self._ring.layout(*key)
         if key not in self._layouts:
@@ -179,11 +179,15 @@ def local_attention(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: T
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
     """Which keys are attended to, for the sequence after the exchange, rank by rank in the layout's order:
     [B, 1, 1, S]; None for all."""
-    if qkv.text_mask_BT is None:
+    if not qkv.masks:
         return None
-    parts_BS = []
-    for rank in layout.in_sequence:
-        text, image = layout.text_slices[rank], layout.image[rank]
-        pair = [qkv.text_mask_BT[:, text], qkv.text_mask_BT.new_ones(len(qkv.text_mask_BT), image)]
-        parts_BS += pair if qkv.text_first else pair[::-1]
+    some_BT = next(iter(qkv.masks.values()))
+    of_part = [
+        qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens)) for part in layout.parts
+    ]
+    parts_BS = [
+        mask_BT[:, part.slices[rank]]
+        for rank in layout.in_sequence
+        for mask_BT, part in zip(of_part, layout.parts, strict=True)
+    ]
     return torch.cat(parts_BS, dim=1)[:, None, None]

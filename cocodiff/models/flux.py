@@ -15,6 +15,7 @@ from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionPro
 from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 
@@ -39,10 +40,10 @@ class FluxAdapter(Adapter):
 def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
     """Cuts tokens and their positions where the model is called; ids are [S, n], or [B, S, n]."""
     return arguments | {
-        "hidden_states": shard.image(arguments["hidden_states"]),
-        "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
-        "img_ids": shard.image(arguments["img_ids"], -2),
-        "txt_ids": shard.text(arguments["txt_ids"], -2),
+        "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
+        "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
+        "img_ids": shard.cut(IMAGE, arguments["img_ids"], -2),
+        "txt_ids": shard.cut(TEXT, arguments["txt_ids"], -2),
     }
 
 
@@ -69,8 +70,8 @@ class FluxAttentionProcessor(AttentionProcessor):
             streams.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
-        of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
-        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, meanwhile=meanwhile)
+        of = Streams(streams, attn.heads, self._kernels)
+        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, meanwhile=meanwhile)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         if text_BLC is None:
             return out_BLC

@@ -54,15 +54,12 @@ class Flux2SingleProcessor(AttentionProcessor):
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:
             return norm_rope(heads_of(x_BLC, attn.heads), norm, rotary, self._kernels)
 
-        tokens = self._tokens()
         qkv = LazyQKV(
             q=lambda: rotated(attn.norm_q, qk_BLC()[..., :width]),
             k=lambda: rotated(attn.norm_k, qk_BLC()[..., width:]),
             v=lambda: heads_of(fused.channels(2 * width, 3 * width), attn.heads),
-            image_tokens=tokens.image,
-            text_tokens=tokens.text,
+            segments=self._segments(),
             heads=attn.heads,
-            text_first=True,
             meanwhile=mlp_BLC,
         )
         out_BLC = self._attend(qkv, self._layer).flatten(-2)

@@ -13,6 +13,7 @@ from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionPro
 from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.tokens import IMAGE, TEXT
 
 
 class QwenImageAdapter(Adapter):
@@ -26,16 +27,16 @@ class QwenImageAdapter(Adapter):
 
         def cut_index(arguments: Arguments) -> Arguments:
             index_BL = arguments.get("modulate_index")
-            return arguments if index_BL is None else arguments | {"modulate_index": shard.image(index_BL)}
+            return arguments if index_BL is None else arguments | {"modulate_index": shard.cut(IMAGE, index_BL)}
 
         def cut_tokens(arguments: Arguments) -> Arguments:
             return cut_index(arguments) | {
-                "hidden_states": shard.image(arguments["hidden_states"]),
-                "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
+                "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
+                "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
             }
 
         def cut_angles(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return shard.image(rotary[0], 0), shard.text(rotary[1], 0)
+            return shard.cut(IMAGE, rotary[0], 0), shard.cut(TEXT, rotary[1], 0)
 
         yield Hook(model.pos_embed, output=cut_angles)
         yield Hook(first, arguments=cut_tokens)
@@ -67,8 +68,8 @@ class QwenAttentionProcessor(AttentionProcessor):
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
         of = Streams(streams, attn.heads, self._kernels)
-        tokens, mask = self._tokens(), encoder_hidden_states_mask
-        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, text_mask_BT=mask)
+        masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
+        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, masks)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         text_rows = text_BLC.shape[1]
         image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())

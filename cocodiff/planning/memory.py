@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family
+from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.routes.plans import scored_blocks
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 
 T = TypeVar("T")
@@ -91,6 +92,11 @@ class ModelShape:
             )
         return a_side**2
 
+    def segments(self, side: int) -> Segments:
+        """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as
+        `image_tokens`."""
+        return image_and_text(self.image_tokens(side), self.text_tokens)
+
 
 def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
     """The shape of a family's transformer from its config."""
@@ -114,12 +120,15 @@ class Load:
     batch: rows B of one call. scoring: of V-Major, "source" or "card"; None where nothing is kept between steps.
     """
 
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     batch: int
     itemsize: int = 2
     branches: int = 1
     scoring: str | None = None
+
+    def tokens(self, name: str) -> int:
+        """Of the segments of this name."""
+        return sum(segment.tokens for segment in self.segments if segment.name == name)
 
 
 @dataclass(frozen=True)
@@ -157,16 +166,16 @@ def site_cache(topology: Topology, layout: Layout, scoring: str, cell: int) -> l
         return [RankMemory()]
     found = []
     for rank, heads in enumerate(layout.heads):
-        rows, scored_heads = layout.image[rank], sum(layout.heads)
+        rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
         if scoring == "card":
             card, of_plane = scored_blocks(topology, rank)
-            rows = sum(layout.image[other] for other in card) if card[0] == rank else 0
+            rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
             scored_heads = sum(layout.heads[other] for other in of_plane)
         found.append(
             RankMemory(
-                image_cache=3 * sum(layout.image) * heads * cell,
+                image_cache=3 * sum(layout.may_stay) * heads * cell,
                 reference_cache=rows * scored_heads * cell,
-                text_cache=3 * sum(layout.text) * heads * cell,
+                text_cache=3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell,
             )
         )
     return found
@@ -180,21 +189,22 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
         return [RankMemory()] * topology.size
     cell = load.batch * shape.head_dim * load.itemsize
     total = [RankMemory()] * topology.size
-    for layers, text in ((shape.joint_layers + shape.parallel_layers, load.text_tokens), (shape.image_layers, 0)):
+    alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
+    for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
         of_site = by_rank(
             mesh or Mesh.build(topology),
-            (load.image_tokens, text, shape.heads),
+            (segments, shape.heads),
             lambda part, layout: site_cache(part, layout, load.scoring or "", cell),
         )
         total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
     return total
 
 
-def by_rank(mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
-    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. tokens: image tokens, text
-    tokens and heads of the call."""
+def by_rank(mesh: Mesh, call: tuple[Segments, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
+    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. call: its segments and
+    heads."""
     found: dict[int, T] = {}
-    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*tokens), strict=True):
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*call), strict=True):
         found |= dict(zip(group, of_part(part, layout), strict=True))
     return [found[rank] for rank in range(mesh.topology.size)]
 
@@ -222,8 +232,8 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
         whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
         return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
 
-    shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
-    whole = load.image_tokens * shape.width
+    shares = by_rank(mesh, (load.segments, shape.heads), of_part)
+    whole = load.tokens(IMAGE) * shape.width
     kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
     numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
     return [int(count * load.batch * load.itemsize) for count in numbers]

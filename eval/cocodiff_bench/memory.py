@@ -30,6 +30,7 @@ from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
 from cocodiff.models import family_of
 from cocodiff.models.family import INPAINT
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
 from cocodiff_bench.common import Benchmark, Values, machine_settings, meet, with_common_options
 
@@ -218,8 +219,7 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     engine = Engine(model, Config.preset(values["preset"], steps=50, **machine_settings(values)), transport)
     shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(
-        shape.image_tokens(values["size"]),
-        values["text_tokens"],
+        image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
         values["batch"],
         dtype.itemsize,
         scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
@@ -262,7 +262,10 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))
     tokens = (model.pipe.default_sample_size // transformer.config.patch_size) ** 2
     load = Load(
-        tokens, 1, values["batch"], 4, scoring=engine.config.scoring if engine.config.selection == "v_major" else None
+        image_and_text(tokens, 1),
+        values["batch"],
+        4,
+        scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
     )
 
     def call() -> None:

@@ -51,7 +51,7 @@ class StandIn(Ulysses):
 
 @dataclass
 class SomeRows(FullCall):
-    """A selective step: all text rows and so many image rows travel, once the scores have been gathered."""
+    """A selective step: all rows but so many of those that may stay travel, once the scores have been gathered."""
 
     strategy: StandIn
     scored: LanePending[None] | None = None
@@ -61,15 +61,15 @@ class SomeRows(FullCall):
 
         def score() -> None:
             time.sleep(strategy.score_s)
-            parts = [torch.empty(len(v_BLHD), tokens) for tokens in layout.image]
-            strategy.group.all_gather(torch.zeros(len(v_BLHD), layout.image[strategy.rank]), parts).wait()
+            parts = [torch.empty(len(v_BLHD), tokens) for tokens in layout.may_stay]
+            strategy.group.all_gather(torch.zeros(len(v_BLHD), layout.may_stay[strategy.rank]), parts).wait()
 
         self.scored = strategy.lane.submit(score)
 
     def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         strategy = self.strategy
-        active = tuple(tokens - int(tokens * strategy.fraction) for tokens in self.layout.image)
-        some = Layout(active, self.layout.text, self.layout.heads)
+        rows = zip(self.layout.rows, self.layout.may_stay, strict=True)
+        some = self.layout.of_rows([all_rows - int(tokens * strategy.fraction) for all_rows, tokens in rows])
         scored: Callable[[], Any] | None = None if self.scored is None else self.scored.wait
 
         def ready() -> tuple[list[Tensor], Layout]:

@@ -117,15 +117,15 @@ class VMajor(Ulysses):
             return quiet_tokens(score_BN, norm_BN, self.schedule.threshold)
         return stable_tokens(score_BN, fraction, self._kernels)
 
-    def prepare(self, layout: Layout, text_first: bool, device: torch.device) -> None:
+    def prepare(self, layout: Layout, device: torch.device) -> None:
         """Works out what calls of a layout need once, which the first selective one does otherwise."""
         self.cards(layout, device)
-        rows_in_order(layout, text_first, device)
+        rows_in_order(layout, device)
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
-        key = layout.image, device
+        key = layout.may_stay, device
         if key not in self._cards:
-            self._cards[key] = Cards.build(self._topology, layout.image, device)
+            self._cards[key] = Cards.build(self._topology, layout.may_stay, device)
         return self._cards[key]
 
 
@@ -149,11 +149,6 @@ class SelectiveCall(FullCall):
             cache.reference, cache.received = None, {}
         cache.last_step, cache.shape, cache.layout = step, tuple(v_BLHD.shape), self.layout
         cache.inference = inference
-
-    def image_rows(self, rank: int) -> slice:
-        """Where a rank's image tokens stand among its rows."""
-        text = self.layout.text[rank] if self.qkv.text_first else 0
-        return slice(text, text + self.layout.image[rank])
 
     def remember(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
         """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
@@ -249,7 +244,7 @@ class SourceCall(SelectiveCall):
 
     def know_v(self, v_BLHD: Tensor) -> None:
         self.begin(v_BLHD)
-        own_BNHD = v_BLHD[:, self.image_rows(self.strategy.rank)]
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.strategy.rank]]
         if self.full:
             if self.cache.reference is not None:
                 self.score(own_BNHD)
@@ -262,14 +257,14 @@ class SourceCall(SelectiveCall):
         change_BN, norm_BN = self.score(own_BNHD)
         columns = 2 if strategy.schedule.kind == "threshold" else 1
         sent = torch.stack([change_BN, norm_BN][:columns])
-        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.image]
+        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
         self.gather(sent, parts)
         of_all = torch.cat(parts, 2)
         moment = self.moment
         active_BS = strategy.select(of_all[0], of_all[-1], layout, moment.step, moment.steps)
-        own_active_BN = active_BS[:, slices(layout.image)[own]]
+        own_active_BN = active_BS[:, slices(layout.may_stay)[own]]
         strategy.drift.chosen(moment.step, own_active_BN)
-        return Selection.build(active_BS, layout, self.qkv.text_first)
+        return Selection.build(active_BS, layout)
 
     def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
         if self.chosen is None:
@@ -288,7 +283,7 @@ class SourceCall(SelectiveCall):
 
     def renewing(self, v_KHD: Rows) -> Rows:
         """The chosen rows of v, of which the image tokens' become their reference when they are packed."""
-        reference_BNHD, image = self.cache.reference, self.image_rows(self.strategy.rank)
+        reference_BNHD, image = self.cache.reference, self.layout.may_stay_slices[self.strategy.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
         tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.strategy.rank]
         row_K = v_KHD.index_K % rows - image.start
@@ -335,7 +330,9 @@ class CardCall(SelectiveCall):
         if card[0] != self.strategy.rank:
             return None
         rows = [
-            torch.cat([whole(freight.blocks[Block(rank, head)][0])[:, self.image_rows(rank)] for head in heads], 2)
+            torch.cat(
+                [whole(freight.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+            )
             for rank in card
         ]
         return torch.cat(rows, 1)
@@ -381,7 +378,7 @@ class CardCall(SelectiveCall):
         sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
         parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
         self.gather(own.flatten(), parts)
-        active_BS = own.new_empty(batch, sum(layout.image), dtype=torch.bool)
+        active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
-        return Selection.build(active_BS, layout, self.qkv.text_first)
+        return Selection.build(active_BS, layout)
