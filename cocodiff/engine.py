@@ -29,13 +29,13 @@ from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models import adapter_for
-from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
-from cocodiff.planning.memory import Load, check_fits, family_of, shape_of_config, size_run
+from cocodiff.models import family_of
+from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention
+from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
 from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
-from cocodiff.topology.layout import share_image, share_text, slices
+from cocodiff.topology.layout import Segments, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment
@@ -80,17 +80,16 @@ class RankShard:
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology, self._rank = topology, rank
-        self.tokens = Tokens(0, 0)
+        self.segments: Segments = ()
 
-    def image(self, whole: Tensor, dim: int = 1) -> Tensor:
-        return self._cut(whole, dim, self.tokens.image, share_image(self._topology, self.tokens.image))
+    def shares(self, segment: str) -> tuple[int, ...]:
+        """Every rank's tokens of a segment."""
+        return next(one for one in self.segments if one.name == segment).shares(self._topology)
 
-    def text(self, whole: Tensor, dim: int = 1) -> Tensor:
-        return self._cut(whole, dim, self.tokens.text, share_text(self._topology, self.tokens.text))
-
-    def _cut(self, whole: Tensor, dim: int, tokens: int, shares: tuple[int, ...]) -> Tensor:
-        if whole.shape[dim] != tokens:
-            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {tokens}")
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        shares = self.shares(segment)
+        if whole.shape[dim] != sum(shares):
+            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
         own = slices(shares)[self._rank]
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
@@ -120,7 +119,8 @@ class Engine:
         self._pipe = target if target is not model else None
         self.config = config
         check_not_compiled(self.model.named_modules())
-        self.adapter: Adapter = adapter_for(self.model)
+        self.family = family_of(self.model)
+        self.adapter: Adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
@@ -156,11 +156,14 @@ class Engine:
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._restore.append(replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens, kernels))
+        self._restore.append(
+            replace_attention(self.adapter, model, self._attend, lambda: self._shard.segments, kernels)
+        )
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
-            hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
+            layer, segment = self.adapter.exit(model)
+            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._gather(x_BLC, segment)))
         self._restore += [hook.remove for hook in hooks]
         pipe: Any = self._pipe
         vae = getattr(pipe, "vae", None)
@@ -204,7 +207,7 @@ class Engine:
         self.adapter.check_call(arguments)
         if self.size > 1:
             check_no_gradients(self.model, arguments)
-        self._shard.tokens = self.adapter.tokens(self.model, arguments)
+        self._shard.segments = self.adapter.segments(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
         self.counter.call(arguments.get("timestep"), sample, text, scheduler)
@@ -228,8 +231,8 @@ class Engine:
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
-        tokens, branches = self._shard.tokens, self.counter.branch + 1
-        load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, self.config.scoring)
+        batch, branches = len(hidden), self.counter.branch + 1
+        load = Load(self._shard.segments, batch, hidden.element_size(), branches, self.config.scoring)
         node = self.topology.places[self.rank].node
         free = None
         if load not in self._sized:
@@ -240,7 +243,7 @@ class Engine:
         stored = [*self.model.parameters(), *self.model.buffers()]
         weights = sum(x.nbytes for x in stored if x.device == hidden.device)
         model: Any = self.model
-        shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
+        shape = shape_of_config(self.family, model.config, sum(x.numel() for x in stored))
         need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
         check_fits(need, free + weights + self.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
 
@@ -253,10 +256,10 @@ class Engine:
         self.transport.health.arrive(f"attention {layer}")
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
 
-    def _gather_image(self, _: nn.Module, __: Any, x_BLC: Tensor) -> Tensor:
-        """All ranks' image tokens [B, S, C] on every rank, so that all go on with the same bits."""
+    def _gather(self, x_BLC: Tensor, segment: str) -> Tensor:
+        """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
         self.transport.health.arrive("the gather of outputs")
-        shares = share_image(self.topology, self._shard.tokens.image)
+        shares = self._shard.shares(segment)
         B, _L, C = x_BLC.shape
 
         def gather() -> Tensor:

@@ -12,11 +12,15 @@ from cocodiff.topology.layout import Layout
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
     """Which keys are attended to, for the sequence after the exchange, rank by rank in the layout's order:
     [B, 1, 1, S]; None for all."""
-    if qkv.text_mask_BT is None:
+    if not qkv.masks:
         return None
-    parts_BS = []
-    for rank in layout.in_sequence:
-        text, image = layout.text_slices[rank], layout.image[rank]
-        pair = [qkv.text_mask_BT[:, text], qkv.text_mask_BT.new_ones(len(qkv.text_mask_BT), image)]
-        parts_BS += pair if qkv.text_first else pair[::-1]
+    some_BT = next(iter(qkv.masks.values()))
+    of_part = [
+        qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens)) for part in layout.parts
+    ]
+    parts_BS = [
+        mask_BT[:, part.slices[rank]]
+        for rank in layout.in_sequence
+        for mask_BT, part in zip(of_part, layout.parts, strict=True)
+    ]
     return torch.cat(parts_BS, dim=1)[:, None, None]

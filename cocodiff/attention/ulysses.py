@@ -17,7 +17,7 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.torus import Torus
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Coding
@@ -76,7 +76,7 @@ class Ulysses:
         self.coding, self._topology, self._exchange = coding or Coding(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self._local = local or LocalAttention()
-        self._layouts: dict[tuple[int, int, int], list[Layout]] = {}
+        self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
         layout = self.layout(qkv)
@@ -84,7 +84,7 @@ class Ulysses:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, site.kind)
             qkv.meanwhile()
             return out_BLHD
-        coded = self.coding.call(self._exchange, layout, site, qkv)
+        coded = self.coding.call(self._exchange, layout, site)
         transfer = self._exchange.transfer(layout, coded, site.kind)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
@@ -104,7 +104,7 @@ class Ulysses:
         return self._layouts_of_groups(qkv)[0 if self._ring is None else self._ring.group]
 
     def _layouts_of_groups(self, qkv: LazyQKV) -> list[Layout]:
-        key = (qkv.image_tokens, qkv.text_tokens, qkv.heads)
+        key = (qkv.segments, qkv.heads)
         if key not in self._layouts:
             if self._ring is not None:
                 layouts, sequences = self._ring.mesh.layouts(*key), self._ring.sequences

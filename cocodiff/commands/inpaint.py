@@ -9,7 +9,6 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import (
     MESH_OPTIONS,
     RUN_OPTIONS,
@@ -27,6 +26,7 @@ from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
+from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 SMALL_MODEL = 256  # pixels on a side

@@ -23,6 +23,7 @@ from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
+from cocodiff.topology.segments import Segment
 from cocodiff.wire.exchange import Exchange
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
@@ -84,7 +85,7 @@ class AllToAll:
     @cached_property
     def _recorded(self) -> tuple[list[Program], list[Message]]:
         P, L = self._topology.size, self._rows
-        layout = Layout((L,) * P, (0,) * P, (1,) * P)
+        layout = Layout.build(self._topology, (Segment("rows", L * P),), P)
 
         def work(transport: VirtualTransport) -> None:
             over: Any = SerialTransport(transport) if self._variant == "flat_serial" else transport

@@ -15,6 +15,7 @@ from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.placement import Work
@@ -23,7 +24,7 @@ from cocodiff.planning.program import Message, Program
 from cocodiff.planning.roofline import Layer, roofline
 from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
 from cocodiff.wire.coding import Moment
@@ -59,12 +60,12 @@ class Case:
 
 
 class Kind(NamedTuple):
-    """Layers that take alike: their number in one call of the model, their text tokens; whether what follows attention
-    is done while q and k travel."""
+    """Layers that take alike: their number in one call of the model, what they attend to; whether what follows
+    attention is done while q and k travel."""
 
     name: str
     layers: int
-    text_tokens: int
+    segments: Segments
     beside: bool = False
 
 
@@ -80,9 +81,9 @@ class Segment(NamedTuple):
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
     """A parallel MLP takes as long as one that follows, and waits for no attention."""
     found = (
-        Kind("joint", shape.joint_layers, load.text_tokens),
-        Kind("parallel", shape.parallel_layers, load.text_tokens, True),
-        Kind("image", shape.image_layers, 0),
+        Kind("joint", shape.joint_layers, load.segments),
+        Kind("parallel", shape.parallel_layers, load.segments, True),
+        Kind("image", shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
     )
     return [kind for kind in found if kind.layers]
 
@@ -104,7 +105,7 @@ def recorded_fractions(case: Case) -> list[float | None]:
 
 def record_layer(case: Case, kind: Kind) -> list[Segment]:
     """One layer at every fraction of `recorded_fractions`. Each begins with all ranks together."""
-    layouts = case.mesh.layouts(case.load.image_tokens, kind.text_tokens, case.shape.heads)
+    layouts = case.mesh.layouts(kind.segments, case.shape.heads)
     fractions = recorded_fractions(case)
 
     def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int]]]:
@@ -122,7 +123,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
             if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
                 strategy.coding.begin_step(Moment(0, step, case.steps))
                 layer.run(strategy)
-                strategy.coding.prepare(layout, layer.qkv(), torch.device("cpu"))
+                strategy.coding.prepare(layout, torch.device("cpu"))
             found = []
             transport.recorder.cut()
             for fraction in fractions:
@@ -177,8 +178,7 @@ class PlannedLayer:
             half,
             half,
             projected(times.project_v, LAUNCHES_V),
-            load.image_tokens,
-            kind.text_tokens,
+            kind.segments,
             self._case.shape.heads,
             meanwhile=self._rest if kind.beside else nothing,
         )

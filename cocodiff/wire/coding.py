@@ -92,8 +92,8 @@ class Coding:
         """What one site keeps on every rank of a group, in bytes by what it is. cell: of a token and head."""
         return [{} for _ in range(topology.size)]
 
-    def call(self, exchange: Exchange, layout: Layout, site: Any, qkv: Any) -> CodedCall:
-        """The coding of one attention call. site: which layer and guidance branch; qkv: its `LazyQKV`."""
+    def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
+        """The coding of one attention call. site: which layer and guidance branch."""
         return CodedCall(layout)
 
     def begin_step(self, moment: Moment) -> None:
@@ -113,7 +113,7 @@ class Coding:
     def forget_report(self) -> None:
         """Starts the report afresh."""
 
-    def prepare(self, layout: Layout, qkv: Any, device: Any) -> None:
+    def prepare(self, layout: Layout, device: Any) -> None:
         """For predictions: works out beforehand what calls of a layout need once."""
 
     def hold_at(self, fraction: float | None) -> None:

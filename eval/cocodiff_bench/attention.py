@@ -24,6 +24,7 @@ from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.commands.trace import say_summary
 from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace, save_traces
 from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
@@ -101,7 +102,7 @@ class Variant:
     def call(self, layers: Sequence[StandInLayer], project_qk_s: float = 0.0) -> None:
         for layer in layers:
             if self._waiting is not None:
-                self._waiting.tokens = layer.image_tokens + layer.text_tokens
+                self._waiting.tokens = sum(segment.tokens for segment in layer.segments)
             self.outputs[layer.site.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.site)
 
 
@@ -133,7 +134,7 @@ def topology_of(values: Values, ranks: int) -> Topology:
     if ranks < 2:
         raise UserError(f"bench attention on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    Layout.build(topology, values["image_tokens"], values["text_tokens"], values["heads"])
+    Layout.build(topology, image_and_text(values["image_tokens"], values["text_tokens"]), values["heads"])
     return topology
 
 
@@ -189,8 +190,8 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
     random = torch.Generator().manual_seed(rank)
     layers = []
     for kind, text_tokens in {(JOINT if values["text_tokens"] else IMAGE): values["text_tokens"], IMAGE: 0}.items():
-        tokens = (values["image_tokens"], text_tokens, values["heads"])
-        L = Layout.build(topology, *tokens).rows[rank]
+        call = (image_and_text(values["image_tokens"], text_tokens), values["heads"])
+        L = Layout.build(topology, *call).rows[rank]
         shape = (values["batch"], L, values["heads"], values["head_dim"])
         q, k, v = (
             torch.randn(shape, generator=random).to(
@@ -198,7 +199,7 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
             )
             for _ in range(3)
         )
-        layers.append(StandInLayer(Site(kind), q, k, v, *tokens))
+        layers.append(StandInLayer(Site(kind), q, k, v, *call))
     return layers
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV
+    from cocodiff.topology.layout import Segments
 
 FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
@@ -138,8 +139,7 @@ class Call:
 
     layer: Layer
     x_BLHD: Tensor
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     heads: int
 
     @classmethod
@@ -148,12 +148,12 @@ class Call:
 
         from cocodiff.topology.layout import Layout
 
-        image, text = shape.image_tokens(size), shape.text_tokens
-        layout = Layout.build(topology, image, text, shape.heads)
+        segments = shape.segments(size)
+        layout = Layout.build(topology, segments, shape.heads)
         B = batch * shape.rows_per_image
-        layer = roofline(shape, topology, image + text, B, rank, layout)
+        layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
         x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        return cls(layer, x_BLHD, image, text, shape.heads)
+        return cls(layer, x_BLHD, segments, shape.heads)
 
     def qkv(self, dilation: float) -> LazyQKV:
         from cocodiff.attention.strategy import LazyQKV
@@ -166,7 +166,7 @@ class Call:
             return project
 
         qk = waited(self.layer.project_qk / 2)
-        return LazyQKV(qk, qk, waited(self.layer.project_v), self.image_tokens, self.text_tokens, self.heads)
+        return LazyQKV(qk, qk, waited(self.layer.project_v), self.segments, self.heads)
 
 
 class Variant:
@@ -240,7 +240,7 @@ def rows_of(
             else turn[0] * layers / dilation
             for turn in turns
         ]
-    size = round(call.image_tokens**0.5) * shape.pixels_per_token
+    size = round(call.segments[0].tokens ** 0.5) * shape.pixels_per_token
     case = (
         f"{shape.name} {size}x{size} batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s), "
         f"link efficiency {efficiency:g}"

@@ -21,6 +21,7 @@ from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
 from cocodiff_bench.common import (
@@ -145,8 +146,7 @@ def work_of(values: Values, attention_s: float | None = None) -> Work:
     return Work(
         values["heads"],
         values["head_dim"],
-        values["image_tokens"],
-        values["text_tokens"],
+        image_and_text(values["image_tokens"], values["text_tokens"]),
         itemsize=4,
         attention_s=None if attention_s is None else attention_s / scale,
     )
@@ -188,7 +188,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
     work = work_of(values)
     of_wait = {wait: named_cases(values, topology, wait) for wait in values["attention_s"]}
-    pairs = (work.image_tokens + work.text_tokens) ** 2 * work.heads / transport.size
+    pairs = sum(segment.tokens for segment in work.segments) ** 2 * work.heads / transport.size
     config_of = {config.chunks: config for config in configs(values)}
     built: dict[tuple[Any, int | str], Variant] = {}  # waits share a variant where they have the same mesh
     for case in (case for cases in of_wait.values() for case in cases.values()):
@@ -196,9 +196,9 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         if key not in built:
             built[key] = Variant(config_of[case.chunks], case.mesh, transport, pairs)
     rank, random = transport.rank, torch.Generator().manual_seed(transport.rank)
-    own = Layout.build(topology, work.image_tokens, work.text_tokens, max(work.heads, transport.size)).rows[rank]
+    own = Layout.build(topology, work.segments, max(work.heads, transport.size)).rows[rank]
     q, k, v = (torch.randn(1, own, work.heads, work.head_dim, generator=random) for _ in range(3))
-    qkv = LazyQKV(lambda: q, lambda: k, lambda: v, work.image_tokens, work.text_tokens, work.heads)
+    qkv = LazyQKV(lambda: q, lambda: k, lambda: v, work.segments, work.heads)
     measured: list[list[dict[str, Any]]] = []
     with torch.no_grad():
         check_alike({str(key): variant.call(qkv) for key, variant in built.items()}, rank)

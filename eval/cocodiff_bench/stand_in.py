@@ -29,28 +29,28 @@ class WaitingAttention(LocalAttention):
 
 
 class SomeTokens(Coding):
-    """Like V-Major scoring at the source, a fraction of the image tokens stays behind; scores are gathered before the
-    first message leaves. Which tokens stay plays no part: the first go."""
+    """Like V-Major scoring at the source: a fraction of the tokens that may stay behind does; scores are gathered
+    before the first message leaves. Which tokens stay plays no part: the first go."""
 
     def __init__(self, transport: Any, local: WaitingAttention) -> None:
         self.transport, self.local = transport, local
         self.fraction = self.score_s = 0.0
 
-    def call(self, exchange: Exchange, layout: Layout, site: Any, qkv: Any) -> CodedCall:
+    def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
         self.local.rows = sum(layout.rows)
         return CodedCall(layout) if self.fraction == 0 else SomeRows(layout, self)
 
 
 class SomeRows(CodedCall):
-    """A selective step: all text rows and so many image rows travel, once the scores have been gathered."""
+    """A selective step: all rows but so many of those that may stay travel, once the scores have been gathered."""
 
     _scored: LanePending[None]
 
     def __init__(self, layout: Layout, coding: SomeTokens) -> None:
         super().__init__(layout)
         self._coding = coding
-        active = tuple(tokens - int(tokens * coding.fraction) for tokens in layout.image)
-        self._some = Layout(active, layout.text, layout.heads)
+        rows = zip(layout.rows, layout.may_stay, strict=True)
+        self._some = layout.of_rows([every - int(tokens * coding.fraction) for every, tokens in rows])
 
     def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
         if "v" in tensors_BLHD:
@@ -65,6 +65,6 @@ class SomeRows(CodedCall):
 
     def _score(self, batch: int) -> None:
         time.sleep(self._coding.score_s)
-        image, transport = self.layout.image, self._coding.transport
-        parts = [torch.empty(batch, tokens) for tokens in image]
-        transport.world.all_gather(torch.zeros(batch, image[transport.rank]), parts).wait()
+        tokens_of, transport = self.layout.may_stay, self._coding.transport
+        parts = [torch.empty(batch, tokens) for tokens in tokens_of]
+        transport.world.all_gather(torch.zeros(batch, tokens_of[transport.rank]), parts).wait()

@@ -6,6 +6,7 @@ from byte_formulas import Formulas
 from worlds import TRIPLE, back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -47,7 +48,7 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 @pytest.mark.parametrize("world", WORLDS)
 def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
     topology, image, text, heads = WORLDS[world]
-    layout = Layout.build(topology, image, text, heads)
+    layout = Layout.build(topology, image_and_text(image, text), heads)
     formulas, u = Formulas(topology, layout), B * D * dtype.itemsize
     counted = counted_bytes(exchange, topology, layout, dtype)
     for rank, (there, returned) in enumerate(counted):
@@ -59,7 +60,7 @@ def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
 def test_even_case_on_aurora(nodes):
     """A block of c bytes per pair of ranks: where flat crosses planes, TAPA loads siblings and planes instead."""
     topology = topology_of("aurora", 12 * nodes)
-    layout = Layout.build(topology, 24 * nodes, 12 * nodes, 24 * nodes)
+    layout = Layout.build(topology, image_and_text(24 * nodes, 12 * nodes), 24 * nodes)
     c = B * D * 4 * 3 * 2
     node = 12 * (nodes - 1) * c
     expected = {

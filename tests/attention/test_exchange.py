@@ -9,6 +9,7 @@ from worlds import back, forward, topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.choice import ExchangeTable
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -20,7 +21,7 @@ def check_exchange(
     exchange: str, topology: Topology, image: int, text: int, heads: int, tensors: int, dtype: torch.dtype, B: int = 2
 ) -> None:
     """Forward gives all rows of the own heads, back gives the own rows of all heads, of random global tensors."""
-    layout = Layout.build(topology, image, text, heads)
+    layout = Layout.build(topology, image_and_text(image, text), heads)
     generator = torch.Generator().manual_seed(image * 100 + heads)
     shape = (B, image + text, heads, 2)
     wholes_BSHD = [torch.randn(shape, generator=generator).to(dtype) for _ in range(tensors)]
@@ -64,7 +65,7 @@ def test_any_tokens_and_heads(data, exchange, topology):
 @pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 def test_calls_under_way_together_do_not_mix(exchange):
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 10, 3, 6)
+    layout = Layout.build(topology, image_and_text(10, 3), 6)
     wholes_BSHD = [torch.full((1, 13, 6, 2), float(n)) for n in range(5)]
 
     def work(transport: LoopbackTransport) -> None:
@@ -93,7 +94,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
     all go together. The own block is put in place meanwhile."""
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 10, 3, 6)
+    layout = Layout.build(topology, image_and_text(10, 3), 6)
     whole_BSHD = torch.randn(1, 13, 6, 2)
 
     def work(transport: LoopbackTransport) -> list[str]:
@@ -110,7 +111,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
 def test_auto_takes_what_its_table_has_for_the_size():
     """By the mean rank's bytes: the same on ranks with unequal shares, and for q, k and v together three times one."""
     topology, seen = topology_of("local", 5), []
-    layout = Layout.build(topology, 23, 4, 11)
+    layout = Layout.build(topology, image_and_text(23, 4), 11)
     table = ExchangeTable(((27 * 11 * 2 * 4 / 5 / 1e6, "tapa"), (float("inf"), "split")))
     whole_BSHD = torch.randn(1, 27, 11, 2)
 
@@ -134,7 +135,7 @@ def test_auto_takes_what_its_table_has_for_the_size():
 def test_non_contiguous_parts_are_packed():
     """Rows and heads arrive as views of larger tensors; the exchange must not care."""
     topology = topology_of("local", 3)
-    layout = Layout.build(topology, 6, 0, 3)
+    layout = Layout.build(topology, image_and_text(6, 0), 3)
     whole_BSHD = torch.arange(2 * 6 * 3 * 4.0).view(2, 3, 6, 4).transpose(1, 2)
 
     def work(transport: LoopbackTransport) -> None:

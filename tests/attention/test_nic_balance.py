@@ -10,6 +10,7 @@ from test_layout import by_heads, by_rows, check_pairs, simulate
 from worlds import forward, topology_of
 
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import reverse, split_plan
 from cocodiff.topology.layout import Layout
@@ -66,7 +67,7 @@ def test_detours_carry_the_same_bits():
 
 def test_counted_bytes_are_those_of_the_plan():
     topology = topology_of("aurora", 24)
-    layout = Layout.build(topology, 55, 30, 25)
+    layout = Layout.build(topology, image_and_text(55, 30), 25)
 
     def work(transport):
         trace = Trace(transport.rank)

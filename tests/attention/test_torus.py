@@ -20,11 +20,12 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
+from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import PLANS, reverse, split_plan
-from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.layout import slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
@@ -59,12 +60,13 @@ class Case:
 
     def qkv(self, x_BSHD: list[Tensor]) -> LazyQKV:
         q, k, v = (lambda x=x: x for x in x_BSHD)
-        return LazyQKV(q, k, v, self.image, self.text, self.heads, self.text_first, self.mask_BT())
+        mask_BT = self.mask_BT()
+        masks = {} if mask_BT is None else {TEXT: mask_BT}
+        return LazyQKV(q, k, v, image_and_text(self.image, self.text, self.text_first), self.heads, masks)
 
     def own(self, rank: int, whole_BSHD: Tensor) -> Tensor:
         """A rank's rows of a tensor in the model's order."""
-        layout = Layout.build(self.topology, self.image, self.text, self.heads)
-        text, image = slices(layout.text)[rank], slices(layout.image)[rank]
+        image, text = (slices(one.shares(self.topology))[rank] for one in image_and_text(self.image, self.text))
         first = self.text if self.text_first else 0
         pair = (
             whole_BSHD[:, text.start + self.image - first : text.stop + self.image - first]

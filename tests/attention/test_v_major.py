@@ -19,6 +19,7 @@ from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule, stable_tokens
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.choice import Chunking
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
@@ -51,7 +52,9 @@ class Case:
     channels: int = D
 
     def layout(self) -> Layout:
-        return Layout.build(topology_of(self.machine, self.size), self.image, self.text, self.heads)
+        return Layout.build(
+            topology_of(self.machine, self.size), image_and_text(self.image, self.text, self.text_first), self.heads
+        )
 
     def tensors(self, step: int) -> list[torch.Tensor]:
         """q, k and v [B, S, H, D] in rank order: a start that drifts, each token at a pace of its own."""
@@ -77,7 +80,7 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
                 strategy.coding.begin_step(Moment(run, step, case.steps))
                 own = [x[:, layout.row_slices[transport.rank]].contiguous() for x in case.tensors(step)]
                 q, k, v = (lambda x=x: x for x in own)
-                qkv = LazyQKV(q, k, v, case.image, case.text, case.heads, text_first=case.text_first)
+                qkv = LazyQKV(q, k, v, image_and_text(case.image, case.text, case.text_first), case.heads)
                 outputs.append(strategy.attend(qkv, Site("layer")).clone())
         return outputs, strategy, trace
 

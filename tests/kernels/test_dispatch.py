@@ -21,6 +21,7 @@ from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.choices import CHOICES, OPS
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
@@ -52,7 +53,7 @@ def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
 
 def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 21, 3, 9)
+    layout = Layout.build(topology, image_and_text(21, 3), 9)
     whole_BSHD = random_BLHD(0, (2, 24, 9, 6), torch.bfloat16)
 
     def work(transport: LoopbackTransport) -> None:

@@ -61,7 +61,9 @@ class CardCall(SelectiveCall):
         if card[0] != self.coding.rank:
             return None
         rows = [
-            torch.cat([dense(held.blocks[Block(rank, head)][0])[:, self.image_rows(rank)] for head in heads], 2)
+            torch.cat(
+                [dense(held.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+            )
             for rank in card
         ]
         return torch.cat(rows, 1)
@@ -106,10 +108,10 @@ class CardCall(SelectiveCall):
         sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
         parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
         self.gather(own.flatten(), parts)
-        active_BS = own.new_empty(batch, sum(layout.image), dtype=torch.bool)
+        active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
-        return Selection.build(active_BS, layout, self.qkv.text_first)
+        return Selection.build(active_BS, layout)
 
 
 class WholeFirst(Forward):

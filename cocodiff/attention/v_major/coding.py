@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import Site
 from cocodiff.attention.v_major.drift import Drift, DriftNotes
 from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, rows_in_order, scored_blocks
 from cocodiff.comm.transport import LanePending, Ranks
@@ -79,25 +79,25 @@ class VMajor(Coding):
             return [{}]
         found: list[Mapping[str, int]] = []
         for rank, heads in enumerate(layout.heads):
-            rows, scored_heads = layout.image[rank], sum(layout.heads)
+            rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
             if settings.scoring == "card":
                 card, of_plane = scored_blocks(topology, rank)
-                rows = sum(layout.image[other] for other in card) if card[0] == rank else 0
+                rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
                 scored_heads = sum(layout.heads[other] for other in of_plane)
             found.append(
                 {
-                    "image_cache": 3 * sum(layout.image) * heads * cell,
+                    "image_cache": 3 * sum(layout.may_stay) * heads * cell,
                     "reference_cache": rows * scored_heads * cell,
-                    "text_cache": 3 * sum(layout.text) * heads * cell,
+                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell,
                 }
             )
         return found
 
-    def call(self, exchange: Exchange, layout: Layout, site: Site, qkv: LazyQKV) -> CodedCall:
+    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         from cocodiff.attention.v_major.card import CardCall
 
         kind = SourceCall if self.scoring == "source" else CardCall
-        return kind(self, exchange, layout, site, qkv, self._caches.setdefault(site, SiteCache()))
+        return kind(self, exchange, layout, site, self._caches.setdefault(site, SiteCache()))
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -122,10 +122,10 @@ class VMajor(Coding):
     def forget_report(self) -> None:
         self.drift.clear()
 
-    def prepare(self, layout: Layout, qkv: LazyQKV, device: torch.device) -> None:
+    def prepare(self, layout: Layout, device: torch.device) -> None:
         if self._exchange is not None:
             self.cards(layout, device)
-            rows_in_order(layout, qkv.text_first, device)
+            rows_in_order(layout, device)
 
     def hold_at(self, fraction: float | None) -> None:
         self.schedule = self.schedule.held_at(fraction)
@@ -143,9 +143,9 @@ class VMajor(Coding):
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
         assert self._exchange is not None, "one rank alone selects nothing"
-        key = layout.image, device
+        key = layout.may_stay, device
         if key not in self._cards:
-            self._cards[key] = Cards.build(self._exchange.topology, layout.image, device)
+            self._cards[key] = Cards.build(self._exchange.topology, layout.may_stay, device)
         return self._cards[key]
 
 
@@ -153,11 +153,9 @@ class SelectiveCall(CodedCall):
     """One attention call of V-Major, full or not; how it scores is the subclass's. `selected` is what travels, None
     where everything does."""
 
-    def __init__(
-        self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, qkv: LazyQKV, cache: SiteCache
-    ) -> None:
+    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(layout)
-        self.coding, self.exchange, self.qkv, self.cache, self.layer = coding, exchange, qkv, cache, site.kind
+        self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
         self.kernels, self.full = exchange.kernels, True
 
     def selection(self) -> Selection:
@@ -194,11 +192,6 @@ class SelectiveCall(CodedCall):
             into = [caches[name].flatten(0, 1) for name in received_BSGW]
             self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
         return [caches[name] for name in received_BSGW]
-
-    def image_rows(self, rank: int) -> slice:
-        """Where a rank's image tokens stand among its rows."""
-        text = self.layout.text[rank] if self.qkv.text_first else 0
-        return slice(text, text + self.layout.image[rank])
 
     def update_reference(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
         """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
@@ -239,7 +232,7 @@ class SourceCall(SelectiveCall):
     def observe(self, v_BLHD: Tensor) -> None:
         """Scores this rank's tokens, if it is a selective call in the background."""
         self.begin(v_BLHD)
-        own_BNHD = v_BLHD[:, self.image_rows(self.coding.rank)]
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.coding.rank]]
         if not self.full:
             self.chosen = self.coding.transport.control.submit(lambda: self._choose(own_BNHD))
             return
@@ -256,13 +249,13 @@ class SourceCall(SelectiveCall):
         change_BN, norm_BN = self.score(own_BNHD)
         columns = 2 if coding.schedule.kind == "threshold" else 1
         sent = torch.stack([change_BN, norm_BN][:columns])
-        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.image]
+        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
         self.gather(sent, parts)
         of_all = torch.cat(parts, 2)
         cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
         active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
-        coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.image)[coding.rank]])
-        return Selection.build(active_BS, layout, self.qkv.text_first)
+        coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.may_stay)[coding.rank]])
+        return Selection.build(active_BS, layout)
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
         payloads, layout = super().encode(tensors_BLHD)
@@ -275,13 +268,13 @@ class SourceCall(SelectiveCall):
         return Encoded(updating, layout)
 
     def rows_updating_reference(self, v_KHD: Rows) -> Rows:
-        """The chosen rows of v, of which the image tokens' become their reference when they are packed."""
-        reference_BNHD, image = self.cache.reference, self.image_rows(self.coding.rank)
+        """The chosen rows of v, of which those that may stay become their reference when they are packed."""
+        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.coding.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
         tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.coding.rank]
-        row_K = v_KHD.index_K % rows - image.start
+        row_K = v_KHD.index_K % rows - chosen.start
         place_K = v_KHD.index_K // rows * tokens + row_K
-        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # text has no reference
+        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # what may not stay has no reference
         return Rows(v_KHD.source_RHD, v_KHD.index_K, reference_BNHD.flatten(0, 1), place_K)
 
 

@@ -146,21 +146,14 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    work = Work(
-        case.shape.heads,
-        case.shape.head_dim,
-        case.load.image_tokens,
-        case.load.text_tokens,
-        case.load.batch,
-        case.load.itemsize,
-    )
+    work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
     lines += table(by_degree(case.topology, work), case.mesh)
     group, slot = case.mesh.seat(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:
         return lines
-    layout = case.mesh.layouts(case.load.image_tokens, case.load.text_tokens, case.shape.heads)[group]
+    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
     cell = case.load.batch * case.shape.head_dim * case.load.itemsize
     names = list(PLANS) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
