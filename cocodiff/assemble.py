@@ -9,8 +9,7 @@ from functools import cache
 from cocodiff.attention.merge import partial_attention
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.torus import LocalPart
-from cocodiff.attention.ulysses import Local, Ulysses, joint
-from cocodiff.attention.v_first import v_first
+from cocodiff.attention.ulysses import Local, Ulysses
 from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.part import Part
@@ -19,14 +18,13 @@ from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work, choose
+from cocodiff.registry import ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
-
-ORDERS = {"joint": joint, "v_first": v_first}
 
 
 def build_strategy(
@@ -42,7 +40,7 @@ def build_strategy(
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
     all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
-    order, exchange, ring = ORDERS[config.order], None, None
+    order, exchange, ring = load(ORDERS, config.order), None, None
     group, slot = mesh.seat(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
@@ -87,7 +88,7 @@ def compare(
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
-        config = Config.preset(name, machine=values["machine"])
+        config = engine_record().preset(name, machine=values["machine"])
         load = replace(case.load, scoring=config.scoring if config.selection == "v_major" else None)
         row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
         try:
