@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +63,7 @@ def parse(
         # words that are listed have no type besides: the help would show a function's address for it
         extra: dict[str, Any] = {"choices": list(option.words)} if option.closed else {"type": option.type}
         if option.many:
-            extra["nargs"] = "+"
+            extra |= {"nargs": "+", "action": "extend"}
         shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
         parser.add_argument(f"--{option.name}", default=SUPPRESS, help=option.help + shown, **extra)
     given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
@@ -129,9 +129,10 @@ def _check_number_or_word(name: str, value: Any) -> None:
 
 def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
     known = [option.name for option in options] + ["config"]
-    normal: list[str] = []
     flags = {option.name for option in options if option.type is bool}
     many = {option.name for option in options if option.many}
+    normal: list[str] = []
+    seen: set[str] = set()
     for position, word in enumerate(words):
         if not word.startswith("--"):
             normal.append(word)
@@ -145,34 +146,14 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
             equals, value = "=", "true"
         elif name not in known and name not in ("help", ""):
             raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
+        if name in seen - many:  # argparse would silently take the last
+            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
+        seen.add(name)
         normal.append(f"--{name}{equals}{value}")
     try:
-        return parser.parse_args(_gathered(normal, many))
+        return parser.parse_args(normal)
     except ArgumentError as error:
         raise UserError(_one_line(str(error), parser.prog)) from error
-
-
-def _gathered(words: Sequence[str], many: Collection[str]) -> list[str]:
-    """The words with what is given of an option several times in one place, in order. Raises UserError for a repeated
-    option that takes one value: argparse would silently take the last."""
-    groups: list[list[str]] = [[]]  # words before the first option, then each option and its values
-    by_name: dict[str, list[str]] = {}
-    for word in words:
-        if not word.startswith("--") or word == "--":
-            groups[-1].append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        if name not in by_name:
-            groups.append(by_name.setdefault(name, [word]))
-        elif name in many:
-            groups.remove(by_name[name])  # goes on at the end, where its further values come
-            groups.append(by_name[name])
-            _, joined, first = by_name[name][0].partition("=")
-            by_name[name][:1] = [f"--{name}", *([first] if joined else [])]
-            by_name[name] += [value] if equals else []
-        else:
-            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
-    return [word for group in groups for word in group]
 
 
 def _one_line(message: str, program: str) -> str:
