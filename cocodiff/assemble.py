@@ -8,14 +8,14 @@ from functools import cache
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.ulysses import Ulysses, joint, v_first
-from cocodiff.attention.v_major.coding import VMajor
+from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Ranks
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work, choose
+from cocodiff.registry import CODINGS, ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
@@ -23,9 +23,6 @@ from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
-
-ORDERS = {"joint": joint, "v_first": v_first}
-CODINGS: dict[str, type[Coding]] = {"full": Coding, "v_major": VMajor}
 
 
 def build_strategy(
@@ -45,12 +42,13 @@ def build_strategy(
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
     coding = coding_of(config).of(config, topology, exchange, members)
-    return Ulysses(topology, exchange, trace, ORDERS[config.order], coding, local, ring)
+    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
 
 
 def coding_of(config: Config) -> type[Coding]:
     """What travels in tensors' places, by the setting `selection`."""
-    return CODINGS[config.selection]
+    coding: type[Coding] = load(CODINGS, config.selection)
+    return coding
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:

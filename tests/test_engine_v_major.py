@@ -158,7 +158,7 @@ def test_a_bare_model_must_be_told_the_steps():
     ("settings", "message"),
     [
         ({"exchange": "flat"}, "scoring card needs exchange tapa, not flat"),
-        ({"ratio": 1.5}, "ratio 1.5: give a fraction from 0 to 1"),
+        ({"ratio": 1.5}, "ratio is 1.5: give a fraction from 0 to 1"),
         ({"schedule": "list"}, "schedule list needs ratios"),
         ({"schedule": "liner"}, "did you mean linear"),
         ({"warmup": -1}, "warmup is -1"),

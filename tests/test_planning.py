@@ -18,7 +18,8 @@ from cocodiff.planning.pricing import Pricing
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
-from cocodiff.routes.plans import PLANS, Block, Phase
+from cocodiff.registry import EXCHANGES
+from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
 from cocodiff.topology.machine import Device
 
@@ -98,7 +99,7 @@ def by_the_next_rank(topology, rank):
 
 
 def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
-    monkeypatch.setitem(PLANS, "next", by_the_next_rank)
+    monkeypatch.setitem(EXCHANGES, "next", f"{__name__}:by_the_next_rank")
 
     def make(config, mesh, transport, trace, kernels):
         from cocodiff.wire.exchange import Exchange

@@ -22,10 +22,11 @@ from torch import Tensor
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
 from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, Block, Phase, Plan, reverse, split_plan
+from cocodiff.routes.plans import Block, Phase, Plan, reverse, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -51,16 +52,17 @@ class Exchange:
         kernels: Kernels | None = None,
         chunking: Chunking | None = None,
     ) -> None:
-        """name: of a plan in `PLANS`, or "auto", which goes by `table` for each size. nic_balance: of split, between
+        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split, between
         nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace. chunking: in
         how many stages tensors can travel besides."""
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)
-        self.plans = {known: PLANS[known](topology, self.rank) for known in (PLANS if name == "auto" else (name,))}
+        known = EXCHANGES if name == "auto" else (name,)
+        self.plans: dict[str, Plan] = {one: load(EXCHANGES, one)(topology, self.rank) for one in known}
         if "split" in self.plans and nic_balance:
             self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
-        self._routes = {known: _both_ways(plan) for known, plan in self.plans.items()}
+        self._routes = {one: _both_ways(plan) for one, plan in self.plans.items()}
         self._name = next(iter(self.plans))
         # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
         # phase while q and k are in their first. All others are one job on the plane lane.

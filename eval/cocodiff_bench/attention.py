@@ -22,9 +22,10 @@ from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.session import DTYPES
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.commands.trace import say_summary
-from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import EXCHANGES, ORDERS, load
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace, save_traces
 from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
@@ -52,7 +53,7 @@ JOINT, IMAGE = (
 )  # kinds of layer: image and text tokens; image tokens alone, as SD3.5's second attention
 LOCAL = ("wait", "real")
 OPTIONS = with_common_options(
-    Option("exchange", "exchanges to measure", [name for name in EXCHANGES if name != "auto"], many=True),
+    Option("exchange", "exchanges to measure", list(EXCHANGES), many=True),
     Option("order", "orders to measure", list(ORDERS), many=True),
     Option("chunks", "chunks to measure each of them in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
@@ -77,8 +78,7 @@ class Variant:
     layer."""
 
     def __init__(self, config: Config, topology: Topology, transport: Any, waiting: WaitingAttention | None) -> None:
-
-        from cocodiff.assemble import ORDERS, chunking, exchange_table
+        from cocodiff.assemble import chunking, exchange_table
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.kernels import Kernels
         from cocodiff.wire.exchange import Exchange
@@ -95,7 +95,7 @@ class Variant:
             chunking(config, topology),
         )
         local: Any = waiting
-        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], local=local)
+        self.strategy = Ulysses(topology, self.exchange, self.trace, load(ORDERS, config.order), local=local)
         self.outputs: dict[str, Tensor] = {}
         self._waiting = waiting
 

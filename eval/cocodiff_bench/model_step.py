@@ -30,6 +30,7 @@ from cocodiff.errors import UserError
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
+from cocodiff.registry import ORDERS, load
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
@@ -173,7 +174,6 @@ class Variant:
     """An exchange in an order, of all tokens or of some: the strategies of the engine over stand-in layers."""
 
     def __init__(self, name: str, topology: Topology, transport: Any) -> None:
-        from cocodiff.assemble import ORDERS
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.wire.exchange import Exchange
         from cocodiff_bench.stand_in import SomeTokens, WaitingAttention
@@ -185,7 +185,7 @@ class Variant:
         self._local = WaitingAttention()
         self._coding = SomeTokens(transport, self._local)
         ours = Exchange(exchange, topology, over, trace)
-        self._strategy = Ulysses(topology, ours, trace, ORDERS[order], self._coding, self._local)
+        self._strategy = Ulysses(topology, ours, trace, load(ORDERS, order), self._coding, self._local)
 
     def run(self, call: Call, fraction: float, dilation: float) -> None:
         from cocodiff.attention.strategy import Site

@@ -19,9 +19,10 @@ from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
 from cocodiff_bench.common import (
@@ -51,7 +52,7 @@ OPTIONS = with_common_options(
         type=int,
         many=True,
     ),
-    Option("exchange", "Ulysses' exchange", "flat", choices=EXCHANGES),
+    Option("exchange", "Ulysses' exchange", "flat", choices=lambda: (*EXCHANGES, "auto")),
     Option("order", "order of an attention call", "joint", choices=ORDERS),
     Option("chunks", "chunks to measure each mesh in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),

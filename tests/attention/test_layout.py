@@ -7,7 +7,8 @@ from worlds import is_full, topologies, topology_of
 
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE, TEXT, image_and_text, image_segment, text_segment
-from cocodiff.routes.plans import PLANS, Block, Plan, reverse
+from cocodiff.registry import EXCHANGES, load
+from cocodiff.routes.plans import Block, Plan, reverse
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.topology.segments import deal, slices
@@ -16,7 +17,7 @@ MODEST = settings(max_examples=60, deadline=None)
 
 
 def all_plans(name: str, topology: Topology) -> list[Plan]:
-    return [PLANS[name](topology, rank) for rank in range(topology.size)]
+    return [load(EXCHANGES, name)(topology, rank) for rank in range(topology.size)]
 
 
 def check_pairs(plans: list[Plan]) -> None:
@@ -51,7 +52,7 @@ def by_heads(topology: Topology) -> list[set[Block]]:
     return [{Block(rows, me) for rows in range(topology.size)} for me in range(topology.size)]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @given(topology=topologies())
 @MODEST
 def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
@@ -60,7 +61,7 @@ def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
     assert simulate(plans, by_rows(topology)) == by_heads(topology)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @given(topology=topologies())
 @MODEST
 def test_the_reversed_plan_is_the_way_back(name, topology):
@@ -69,7 +70,7 @@ def test_the_reversed_plan_is_the_way_back(name, topology):
     assert simulate(plans, by_heads(topology)) == by_rows(topology)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("size", range(1, 25))
 def test_every_world_size_on_the_local_machine(name, size):
     topology = topology_of("local", size)
@@ -105,7 +106,7 @@ def test_split_uses_the_links_of_tapa_with_one_message_to_a_sibling(topology):
 
 
 def test_flat_sends_each_block_straight_to_its_owner():
-    (phase,) = PLANS["flat"](topology_of("local", 3), 1)
+    (phase,) = EXCHANGES["flat"](topology_of("local", 3), 1)
     assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}
     assert phase.receives == {0: (Block(0, 1),), 2: (Block(2, 1),)}
 

@@ -21,10 +21,11 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.models.tokens import TEXT, image_and_text
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, reverse, split_plan
+from cocodiff.routes.plans import reverse, split_plan
 from cocodiff.topology.layout import slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -228,7 +229,7 @@ def test_keys_and_values_are_in_memory_once(nodes, chunks):
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-@given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(PLANS)))
+@given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(EXCHANGES)))
 @settings(max_examples=25, deadline=None)
 def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
     """The same blocks between the same ranks, each once, whatever is late; and both ends agree on the stage."""
@@ -236,7 +237,7 @@ def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
         stages = Stages(topology, rank, chunks)
         assert sorted(stages.sequence) == list(range(topology.size)) and rank in stages.chunks[0]
         assert len(stages.chunks) == len(chunk_ranks(topology, 0, chunks)) <= chunks
-        plan = PLANS[name](topology, rank)
+        plan = load(EXCHANGES, name)(topology, rank)
         for way, whole in (("forward", plan), ("back", reverse(plan))):
             cut = [part for pair in stages.of(plan, way) for part in pair]
             for side in ("sends", "receives"):

@@ -13,8 +13,9 @@ from cocodiff_bench.common import interleave, rows
 from launching import mpiexec, run, with_options
 
 from cocodiff.cli import main
-from cocodiff.config import ORDERS, load_machine
+from cocodiff.config import load_machine
 from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.model_shapes import load_shape
-from cocodiff.commands.options import Option, check_counts, parse
+from cocodiff.commands.options import LOG_LEVEL, Option, check_counts, engine_record, parse
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.plan.memory import as_json, size, table
 from cocodiff.commands.terminal import quiet_libraries, say
@@ -42,7 +42,7 @@ OPTIONS = (
     Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
     Option("out", "folder of plan.json", "plan"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+    LOG_LEVEL,
 )
 
 
@@ -79,7 +79,7 @@ def run_plan(values: dict[str, Any]) -> None:
     from cocodiff.assemble import mesh_of
 
     shape, topology = load_shape(values["model"]), topology_of(values)
-    config = Config.preset(values["preset"], machine=values["machine"])
+    config = engine_record().preset(values["preset"], machine=values["machine"])
     load = load_of(values, shape, config)
     work = Work(shape.heads, shape.head_dim)
     mesh = mesh_of(config, topology, work)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
@@ -15,8 +16,9 @@ from cocodiff.planning.memory import Load, ModelShape, misfit, size_run
 from cocodiff.planning.placement import Work, by_degree, table
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, Phase, split_plan
+from cocodiff.routes.plans import Phase, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
@@ -87,7 +89,7 @@ def compare(
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
-        config = Config.preset(name, machine=values["machine"])
+        config = engine_record().preset(name, machine=values["machine"])
         load = replace(case.load, scoring=config.scoring if config.selection == "v_major" else None)
         row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
         try:
@@ -155,9 +157,9 @@ def messages(case: Case) -> list[str]:
         return lines
     layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
     cell = case.load.batch * case.shape.head_dim * case.load.itemsize
-    names = list(PLANS) if case.config.exchange == "auto" else [case.config.exchange]
+    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
-        plan = PLANS[name](topology, slot)
+        plan = load(EXCHANGES, name)(topology, slot)
         if name == "split" and case.config.nic_balance:
             plan = split_plan(topology, slot, nic_detours(topology))
         for number, phase in enumerate(plan, 1):
