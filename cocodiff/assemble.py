@@ -14,7 +14,7 @@ from cocodiff.attention.v_first import v_first
 from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Ranks
+from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
@@ -32,7 +32,7 @@ ORDERS = {"joint": joint, "v_first": v_first}
 def build_strategy(
     config: Config,
     mesh: Mesh,
-    transport: Ranks,
+    transport: Transport,
     trace: Trace,
     kernels: Kernels,
     now: Callable[[], Moment],

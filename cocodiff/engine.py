@@ -127,7 +127,10 @@ class Engine:
         self.rank, self.size = self.transport.rank, self.transport.size
         self._inside = False
         self._results: Results | None = None
-        self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
+        run = Topology.build(load_machine(config.machine), self.transport.run_size, _ranks_per_node())
+        self.topology = run.part(self.transport.run_ranks)
+        node = run.places[self.transport.run_ranks[self.rank]].node
+        self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
         self._shard = RankShard(self.topology, self.rank)
@@ -230,11 +233,10 @@ class Engine:
         another then: the first exchange needs them all."""
         tokens, branches = self._shard.tokens, self.counter.branch + 1
         load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, strategy.scoring)
-        node = self.topology.places[self.rank].node
         free = None
         if load not in self._sized:
             self._sized.add(load)
-            free = free_memory(hidden.device, sum(place.node == node for place in self.topology.places))
+            free = free_memory(hidden.device, self._ranks_on_node)
         if free is None:
             return
         stored = [*self.model.parameters(), *self.model.buffers()]
