@@ -17,9 +17,9 @@ EXCHANGES = {
     "split": "cocodiff.routes.plans:split_plan",
 }
 # The setting `order`: in which order an attention call projects, sends and computes.
-ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.attention.v_first:v_first"}
+ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.attention.ulysses:v_first"}
 # The setting `selection`: what is sent in place of whole tensors.
-CODINGS = {"full": "cocodiff.attention.ulysses:Ulysses", "v_major": "cocodiff.attention.v_major.strategy:VMajor"}
+CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
 # The dataclass of settings that the command line, settings files and sweeps are made from, and that engines run by.
 RECORDS = {"engine": "cocodiff.config:Config"}
 

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Lane, Pending, Ranks
+from cocodiff.comm.transport import Done, Group, Lane, PeerGroup, Pending, Ranks
 
 
-class PartGroup:
-    """A group whose ranks have the part's numbers, in the part's order. Libraries keep theirs ascending."""
+class PartGroup(PeerGroup):
+    """Members of a group under the part's numbers, in the part's order: all of the group or some of it."""
 
-    def __init__(self, group: Group, ranks: tuple[int, ...], inner: Sequence[int]) -> None:
-        """inner: where in `group` each of `ranks` is."""
-        self._group, self._inner, self.ranks = group, inner, ranks
-        self.index, self.receives_ahead = list(inner).index(group.index), group.receives_ahead
-
-    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        return self._group.all_to_all(self._ordered(sends), self._ordered(recvs))
+    def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int]) -> None:
+        """members: the index in `group` of each of `ranks`."""
+        self._group, self._members, self.ranks = group, tuple(members), ranks
+        self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         return self._group.send_recv(
-            [(tensor, self._inner[peer]) for tensor, peer in sends],
-            [(tensor, self._inner[peer]) for tensor, peer in recvs],
+            [(tensor, self._members[peer]) for tensor, peer in sends],
+            [(tensor, self._members[peer]) for tensor, peer in recvs],
         )
 
-    def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
-        return self._group.all_gather(send, self._ordered(recvs))
-
     def all_reduce(self, tensor: Tensor) -> Pending:
-        return self._group.all_reduce(tensor)
+        if len(self.ranks) == len(self._group.ranks):
+            return self._group.all_reduce(tensor)
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self.all_gather(tensor, parts).wait()
+        tensor.copy_(torch.stack(parts).sum(0))
+        return Done()
 
     def barrier(self) -> None:
-        self._group.barrier()
-
-    def _ordered(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One for each peer, in the group's own order."""
-        found = list(tensors)
-        for tensor, place in zip(tensors, self._inner, strict=True):
-            found[place] = tensor
-        return found
+        if len(self.ranks) == len(self._group.ranks):
+            self._group.barrier()
+        else:
+            self.all_reduce(torch.zeros(1)).wait()
 
 
 class Part:
@@ -50,6 +47,15 @@ class Part:
     def __init__(self, whole: Ranks, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
+
+    @property
+    def control(self) -> Lane:
+        return self._whole.control
+
+    @cached_property
+    def world(self) -> PartGroup:
+        """Over the whole's: parts talk at the same time, and need no communicators of their own for it."""
+        return PartGroup(self._whole.world, tuple(range(self.size)), self._ranks)
 
     def group(self, ranks: Sequence[int]) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]

@@ -116,12 +116,25 @@ class Ranks(Protocol):
     rank: int
     size: int
 
+    @property
+    def control(self) -> Lane:
+        """The lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs. One
+        of its jobs waits for no other lane."""
+        ...
+
+    @property
+    def world(self) -> Group:
+        """A group of all these ranks, for jobs of the control lane."""
+        ...
+
     def group(self, ranks: Sequence[int]) -> Group:
         """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
         torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
         ...
 
-    def lane(self, name: str) -> Lane: ...
+    def lane(self, name: str) -> Lane:
+        """The lane of this name, which is made when it is first asked for."""
+        ...
 
 
 class Transport(Ranks, Protocol):
@@ -234,7 +247,7 @@ class Lane:
         self._wake.release()
         return LanePending(future, self._health)
 
-    def submit_and_wait_soon(self, work: Callable[[], T]) -> LanePending[T]:
+    def submit_inline(self, work: Callable[[], T]) -> LanePending[T]:
         """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
         which saves waking a thread and being woken by it."""
         if self._device.type != "cpu":
@@ -287,22 +300,24 @@ class Lane:
 
 
 class LaneOwner(ABC):
-    """The lanes of a transport, and set-up traffic on a lane of its own so that a lost peer ends the wait for it."""
+    """The lanes of a transport by their names. Set-up traffic goes over the control lane, so that a lost peer ends the
+    wait for it."""
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
         self.closed = False
-        self._lanes: list[Lane] = []
-        self._control = self.lane("control")
+        self._lanes: dict[str, Lane] = {}
+        self.control = self.lane("control")
 
     def lane(self, name: str) -> Lane:
-        self._lanes.append(Lane(name, self.device, self.health))
-        return self._lanes[-1]
+        if name not in self._lanes:
+            self._lanes[name] = Lane(name, self.device, self.health)
+        return self._lanes[name]
 
     def blocking(self, job: Callable[[], T], at: str = "set-up") -> T:
         """What `job` returns, which all ranks call; at: its name."""
         self.health.arrive(at)
-        return self._control.submit(job).wait()
+        return self.control.submit(job).wait()
 
     def close(self) -> None:
         """Leaves the run in good order. A second call does nothing."""
@@ -310,7 +325,7 @@ class LaneOwner(ABC):
             return
         self.closed = True
         self.health.close()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
         self._release()
 

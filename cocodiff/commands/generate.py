@@ -11,7 +11,6 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.families import GENERATE
 from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import RUN_OPTIONS, Option, check_counts, parse, preset_configs, with_settings
 from cocodiff.commands.outputs import OutputFolder
@@ -20,6 +19,7 @@ from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measur
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.family import GENERATE
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Make images from text with a diffusion transformer."

@@ -9,7 +9,6 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import (
     RUN_OPTIONS,
     Option,
@@ -26,6 +25,7 @@ from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
+from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."

@@ -98,7 +98,7 @@ class Paper:
 
     def batch(self, run: Run) -> int:
         shape, topology = self._shape_of(run.model), self._topology(run)
-        load = Load(shape.image_tokens(run.size), shape.text_tokens, 1, 2, shape.branches, "card")
+        load = Load(shape.segments(run.size), 1, 2, shape.branches, "card")
         memory = int(self.machine.device.memory_gib * 2**30)
         return (
             min(LARGEST_BATCH, largest_batch(shape, topology, load, memory, self._mesh(run)))
@@ -110,7 +110,7 @@ class Paper:
         """Whether CoCoDiff's caches fit as well."""
         shape, topology = self._shape_of(run.model), self._topology(run)
         rows = self.batch(run) * shape.rows_per_image
-        load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, "card")
+        load = Load(shape.segments(run.size), rows, 2, shape.branches, "card")
         memory = self.machine.device.memory_gib * 2**30
         return rows > 0 and max(rank.total for rank in size_run(shape, topology, load, self._mesh(run))) <= memory
 
@@ -122,7 +122,7 @@ class Paper:
             config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, ring=ring)
             scoring = config.scoring if config.selection == "v_major" else None
             rows = self.batch(run) * shape.rows_per_image
-            load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, scoring)
+            load = Load(shape.segments(run.size), rows, 2, shape.branches, scoring)
             case = Case(shape, topology, config, load, one_peer=variant == "flat_serial")
             plan = Recording(case).plan(Network(topology), Latencies.of(self.machine))
             self._plans[run, variant] = plan

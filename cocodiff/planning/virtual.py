@@ -193,7 +193,7 @@ class VirtualLane:
                 error = caught
         return VirtualPending(self._recorder, number, value, error)
 
-    submit_and_wait_soon = submit
+    submit_inline = submit
 
     def close(self) -> None:
         return
@@ -210,6 +210,7 @@ class VirtualTransport:
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self._objects = 0
+        self.control, self.world = self.lane("control"), self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)

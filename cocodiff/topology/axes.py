@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cocodiff.errors import UserError
-from cocodiff.topology.layout import Layout, deal, share_image, share_text, slices
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
+from cocodiff.topology.segments import Part, Segment, deal, slices
 
 PLACEMENTS = ("topology", "usp")
 AXES = ("card", "plane")
@@ -31,7 +32,7 @@ class Mesh:
     groups: tuple[tuple[int, ...], ...]
     placement: str = "topology"
     axis: str = "card"
-    _layouts: dict[tuple[int, int, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _layouts: dict[tuple[Segments, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card") -> Mesh:
@@ -85,27 +86,23 @@ class Mesh:
             )
         return deal(heads, self.parts[0].deal_order)
 
-    def layouts(self, image_tokens: int, text_tokens: int, heads: int) -> tuple[Layout, ...]:
+    def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
         """Every group's layout of one attention call. Tokens are dealt to all ranks as without a mesh.
 
-        Raises UserError where ranks outnumber image tokens, or slots heads.
+        Raises UserError where ranks outnumber the tokens of a segment that each needs, or slots heads.
         """
-        key = (image_tokens, text_tokens, heads)
+        key = (segments, heads)
         if key not in self._layouts:
             self._layouts[key] = self._build_layouts(*key)
         return self._layouts[key]
 
-    def _build_layouts(self, image_tokens: int, text_tokens: int, heads: int) -> tuple[Layout, ...]:
+    def _build_layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
         if self.ring == 1:
-            return (Layout.build(self.topology, image_tokens, text_tokens, heads),)
-        image, text = share_image(self.topology, image_tokens), share_text(self.topology, text_tokens)
-        of_slots, text_at = self.heads(heads), slices(text)
-        return tuple(
-            Layout(
-                tuple(image[rank] for rank in group),
-                tuple(text[rank] for rank in group),
-                of_slots,
-                tuple(text_at[rank].start for rank in group),
-            )
-            for group in self.groups
-        )
+            return (Layout.build(self.topology, segments, heads),)
+        of_slots = self.heads(heads)
+        dealt = [(segment, slices(segment.shares(self.topology))) for segment in segments]
+
+        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> Part:
+            return Part(segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group))
+
+        return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)

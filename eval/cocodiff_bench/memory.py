@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
@@ -29,7 +28,10 @@ from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
 from cocodiff.config import preset_names
 from cocodiff.errors import UserError
-from cocodiff.planning.memory import MIB, Load, RankMemory, family_of, node_memory, shape_of_config, size_run
+from cocodiff.models import family_of
+from cocodiff.models.family import INPAINT
+from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
 from cocodiff_bench.common import Benchmark, Values, engine_config, meet, with_common_options
 
 RANDOM = "random"
@@ -215,10 +217,9 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     dtype = torch_dtype(values["dtype"])
     model: Any = SD3Transformer2DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).eval()
     engine = Engine(model, engine_config(values, values["preset"], steps=50), transport)
-    shape = shape_of_config(family_of(type(model)), model.config, count(model))
+    shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(
-        shape.image_tokens(values["size"]),
-        values["text_tokens"],
+        image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
         values["batch"],
         dtype.itemsize,
         scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
@@ -258,10 +259,13 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     engine = Engine(model.pipe, engine_config(values, values["preset"]), transport)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     transformer: Any = engine.model
-    shape = shape_of_config(family_of(type(transformer)), transformer.config, count(transformer))
+    shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))
     tokens = (model.pipe.default_sample_size // transformer.config.patch_size) ** 2
     load = Load(
-        tokens, 1, values["batch"], 4, scoring=engine.config.scoring if engine.config.selection == "v_major" else None
+        image_and_text(tokens, 1),
+        values["batch"],
+        4,
+        scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
     )
 
     def call() -> None:

@@ -164,7 +164,7 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     from cocodiff.planning.placement import Work, choose
 
     shape = load_shape(values["model"])
-    load = Load(shape.image_tokens(values["size"]), shape.text_tokens, values["batch"] * shape.rows_per_image)
+    load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
     mesh = choose(topology, Work(shape.heads, shape.head_dim))
     return max(need.total for need in size_run(shape, topology, load, mesh))
 

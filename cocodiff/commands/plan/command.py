@@ -16,6 +16,7 @@ from cocodiff.commands.plan.memory import as_json, size, table
 from cocodiff.commands.terminal import quiet_libraries, say
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.placement import Work
 from cocodiff.topology.machine import Links, Machine, Topology
@@ -124,9 +125,9 @@ def untimed(machine: Machine) -> str | None:
 
 
 def load_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Load:
+    text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     return Load(
-        image_tokens=shape.image_tokens(values["size"]),
-        text_tokens=shape.text_tokens if values["text_tokens"] is None else values["text_tokens"],
+        segments=image_and_text(shape.image_tokens(values["size"]), text),
         batch=values["batch"] * shape.rows_per_image,
         itemsize=DTYPES[values["dtype"]],
         branches=values["branches"] or shape.branches,

@@ -16,8 +16,9 @@ from cocodiff.planning.memory import Load, ModelShape, misfit, size_run
 from cocodiff.planning.placement import Work, by_degree, table
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, Phase, split_plan
+from cocodiff.routes.plans import Phase, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
@@ -147,25 +148,18 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    work = Work(
-        case.shape.heads,
-        case.shape.head_dim,
-        case.load.image_tokens,
-        case.load.text_tokens,
-        case.load.batch,
-        case.load.itemsize,
-    )
+    work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
     lines += table(by_degree(case.topology, work), case.mesh)
     group, slot = case.mesh.seat(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:
         return lines
-    layout = case.mesh.layouts(case.load.image_tokens, case.load.text_tokens, case.shape.heads)[group]
+    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
     cell = case.load.batch * case.shape.head_dim * case.load.itemsize
-    names = list(PLANS) if case.config.exchange == "auto" else [case.config.exchange]
+    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
-        plan = PLANS[name](topology, slot)
+        plan = load(EXCHANGES, name)(topology, slot)
         if name == "split" and case.config.nic_balance:
             plan = split_plan(topology, slot, nic_detours(topology))
         for number, phase in enumerate(plan, 1):

@@ -16,7 +16,6 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
 from cocodiff.commands.options import Option, check_counts, check_strength, parse, with_settings
@@ -29,6 +28,7 @@ from cocodiff.commands.sweep.points import SECTIONS, Grid, Point, read_grid
 from cocodiff.commands.terminal import note, say
 from cocodiff.config import Config, load_chunk_table, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
