@@ -10,7 +10,7 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Ranks
+from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
@@ -21,12 +21,17 @@ from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Coding
+from cocodiff.wire.coding import Coding, StateSizes
 from cocodiff.wire.exchange import Exchange
 
 
 def build_strategy(
-    config: Config, mesh: Mesh, transport: Ranks, trace: Trace, kernels: Kernels, local: LocalAttention | None = None
+    config: Config,
+    mesh: Mesh,
+    transport: Transport,
+    trace: Trace,
+    kernels: Kernels,
+    local: LocalAttention | None = None,
 ) -> Ulysses:
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
@@ -49,6 +54,12 @@ def coding_of(config: Config) -> type[Coding]:
     """What travels in tensors' places, by the setting `selection`."""
     coding: type[Coding] = load(CODINGS, config.selection)
     return coding
+
+
+def state_sizes(config: Config) -> StateSizes | None:
+    """How much the coding keeps between calls; None where it keeps nothing."""
+    coding = coding_of(config)
+    return StateSizes(coding, config) if coding.keeps_state else None
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.agreement import check_agreement
-from cocodiff.assemble import build_strategy, mesh_of
+from cocodiff.assemble import build_strategy, mesh_of, state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
@@ -127,7 +127,10 @@ class Engine:
         self.rank, self.size = self.transport.rank, self.transport.size
         self._inside = False
         self._results: Results | None = None
-        self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
+        run = Topology.build(load_machine(config.machine), self.transport.run_size, _ranks_per_node())
+        self.topology = run.part(self.transport.run_ranks)
+        node = run.places[self.transport.run_ranks[self.rank]].node
+        self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
         self._shard = RankShard(self.topology, self.rank)
@@ -232,12 +235,11 @@ class Engine:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
         batch, branches = len(hidden), self.counter.branch + 1
-        load = Load(self._shard.segments, batch, hidden.element_size(), branches, self.config.scoring)
-        node = self.topology.places[self.rank].node
+        load = Load(self._shard.segments, batch, hidden.element_size(), branches, state_sizes(self.config))
         free = None
         if load not in self._sized:
             self._sized.add(load)
-            free = free_memory(hidden.device, sum(place.node == node for place in self.topology.places))
+            free = free_memory(hidden.device, self._ranks_on_node)
         if free is None:
             return
         stored = [*self.model.parameters(), *self.model.buffers()]

@@ -22,6 +22,7 @@ from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
+from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
@@ -41,18 +42,24 @@ from cocodiff.planning.memory import (
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.wire.coding import Moment, StateSizes
 from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
-QWEN_LOAD = Load(image_and_text(96 * 96, 512), batch=4, scoring="source")
+
+
+def state(scoring: str) -> StateSizes:
+    return StateSizes(VMajor, Config(selection="v_major", scoring=scoring))
+
+
+QWEN_LOAD = Load(image_and_text(96 * 96, 512), batch=4, state=state("source"))
 AURORA = topology_of("aurora", 12)
 
 
 @pytest.mark.parametrize("scoring", ["source", "card"])
 @pytest.mark.parametrize(("branches", "expected"), [(1, 4320), (2, 8640)])
 def test_qwen_image_on_one_node(branches, expected, scoring):
-    needs = size_run(QWEN, AURORA, replace(QWEN_LOAD, branches=branches, scoring=scoring))
+    needs = size_run(QWEN, AURORA, replace(QWEN_LOAD, branches=branches, state=state(scoring)))
     fullest = max(need.image_cache + need.reference_cache for need in needs)
     assert fullest == expected * MIB == branches * 60 * 4 * 4 * 9216 * 24 * 128 * 2 // 12
     whole = sum(need.reference_cache for need in needs)
@@ -68,7 +75,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
         trace = Trace(transport.rank)
         exchange = Exchange("tapa", topology, transport, trace)
         schedule = Schedule("fixed", ratio=0.5, sync_interval=0)
-        coding = VMajor(exchange, transport, schedule, load.scoring or "", "sent")
+        coding = VMajor(exchange, transport, schedule, load.state.settings.scoring, "sent")
         strategy = Ulysses(topology, exchange, trace, v_first, coding)
         for step in range(3):
             coding.begin_step(Moment(0, step, 3))
@@ -105,7 +112,7 @@ def test_caches_are_as_real_ones_on_every_rank(
 ):
     topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
     shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])
-    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, scoring)
+    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, state(scoring))
     if size == 1:
         assert run_cache(shape, topology, load) == [RankMemory()]
         return
@@ -128,7 +135,7 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
         chosen = {"selection": "v_major", "scoring": scoring, "steps": 4, "ring": ring}
         with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
             own(**inputs)
-            load = Load(image_and_text(42, 5), 2, 4, 1, scoring)
+            load = Load(image_and_text(42, 5), 2, 4, 1, state(scoring))
             shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
             return engine.strategy.coding.bytes_held(), expected
@@ -182,7 +189,7 @@ def test_a_large_image_needs_most_where_it_enters():
 
 
 def test_a_ring_needs_more_for_activations_and_as_much_for_caches():
-    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(image_and_text(4800, 240), 1, scoring="source")
+    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(image_and_text(4800, 240), 1, state=state("source"))
     alone, ringed = (size_run(shape, AURORA, load, Mesh.build(AURORA, ring)) for ring in (1, 2))
     assert [one.cache for one in alone] == [one.cache for one in ringed]
     assert all(a.activations < b.activations for a, b in zip(alone, ringed, strict=True))
@@ -230,7 +237,7 @@ def test_a_dual_layer_attends_to_the_image_once_more():
 def test_the_largest_batch_fits_and_one_more_does_not():
     memory = 64 * 1024 * MIB
     for scoring in (None, "source", "card"):
-        load = replace(QWEN_LOAD, scoring=scoring, branches=2)
+        load = replace(QWEN_LOAD, state=scoring and state(scoring), branches=2)
         largest = largest_batch(QWEN, AURORA, load, memory)
         assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest))) <= memory
         assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest + 1))) > memory
@@ -239,7 +246,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 def test_the_largest_batch_is_in_images():
     sd3 = load_shape("sd3.5")
-    load = Load(image_and_text(4096, 333), 2, scoring="source")
+    load = Load(image_and_text(4096, 333), 2, state=state("source"))
     largest = largest_batch(sd3, AURORA, load, 32 * 1024 * MIB)
     of_rows = [max(x.total for x in size_run(sd3, AURORA, replace(load, batch=2 * (largest + n)))) for n in (0, 1)]
     assert of_rows[0] <= 32 * 1024 * MIB < of_rows[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
+from cocodiff.assemble import build_strategy, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
@@ -30,7 +30,7 @@ TOY = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parallel_layers=2
 
 def case(preset="tapa", nodes=1, shape=TOY, steps=20, topology=None, **more):
     config = Config.preset(preset)
-    load = Load(image_and_text(1008, shape.text_tokens), 1, 2, shape.branches, config.scoring)
+    load = Load(image_and_text(1008, shape.text_tokens), 1, 2, shape.branches, state_sizes(config))
     return Case(shape, topology or topology_of("aurora", 12 * nodes), config, load, steps, **more)
 
 
@@ -182,7 +182,7 @@ def test_v_major_is_planned_in_the_time_that_the_page_says():
     steps_ms = {}
     for preset in SD35_ON_4_NODES:
         config = Config.preset(preset)
-        load = Load(shape.segments(1536), shape.rows_per_image, 2, shape.branches, config.scoring)
+        load = Load(shape.segments(1536), shape.rows_per_image, 2, shape.branches, state_sizes(config))
         plan = planned(Case(shape, topology, config, load), Latencies.of(topology.machine))
         steps_ms[preset] = plan.step_s * 1e3
     assert steps_ms == pytest.approx(SD35_ON_4_NODES, abs=0.05)

@@ -79,9 +79,10 @@ class Health(Protocol):
         """Raises PeerLost when a rank died, failed or fell silent."""
         ...
 
-    def arrive(self, at: str) -> None:
-        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. A rank
-        that others wait for in such a call, and that does not come to it, is lost in the end."""
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. among:
+        the ranks that make it, where it is a part of the run. A rank that others wait for in such a call, and that does
+        not come to it, is lost in the end."""
         ...
 
     def still_waiting(self) -> None:
@@ -138,11 +139,25 @@ class Ranks(Protocol):
 
 
 class Transport(Ranks, Protocol):
-    """One object per rank."""
+    """One object per rank.
+
+    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
+    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
+    """
 
     device: torch.device
-    health: Health
-    closed: bool
+
+    @property
+    def run_ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def run_size(self) -> int: ...
+
+    @property
+    def health(self) -> Health: ...
+
+    @property
+    def closed(self) -> bool: ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""
@@ -303,6 +318,9 @@ class LaneOwner(ABC):
     """The lanes of a transport by their names. Set-up traffic goes over the control lane, so that a lost peer ends the
     wait for it."""
 
+    rank: int
+    size: int
+
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
         self.closed = False
@@ -313,6 +331,14 @@ class LaneOwner(ABC):
         if name not in self._lanes:
             self._lanes[name] = Lane(name, self.device, self.health)
         return self._lanes[name]
+
+    @property
+    def run_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    @property
+    def run_size(self) -> int:
+        return self.size
 
     def blocking(self, job: Callable[[], T], at: str = "set-up") -> T:
         """What `job` returns, which all ranks call; at: its name."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from cocodiff.attention.v_major.selection import scored_blocks
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family
 from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
+from cocodiff.wire.coding import StateSizes
 
 T = TypeVar("T")
 MIB = 2**20
@@ -117,14 +117,14 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 class Load:
     """What a run puts on the ranks.
 
-    batch: rows B of one call. scoring: of V-Major, "source" or "card"; None where nothing is kept between steps.
+    batch: rows B of one call. state: what the coding keeps between steps; None where it keeps nothing.
     """
 
     segments: Segments
     batch: int
     itemsize: int = 2
     branches: int = 1
-    scoring: str | None = None
+    state: StateSizes | None = None
 
     def tokens(self, name: str) -> int:
         """Of the segments of this name."""
@@ -155,37 +155,17 @@ def add(parts: list[RankMemory]) -> RankMemory:
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
-def site_cache(topology: Topology, layout: Layout, scoring: str, cell: int) -> list[RankMemory]:
-    """Every rank's caches of one site. cell: bytes of one token and one head, B x D x itemsize.
-
-    What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the own image
-    tokens with all heads (source), or on the first tile of a card the card's image tokens with that tile's plane's
-    heads (card). One rank alone keeps nothing.
-    """
-    if topology.size == 1:
-        return [RankMemory()]
-    found = []
-    for rank, heads in enumerate(layout.heads):
-        rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
-        if scoring == "card":
-            card, of_plane = scored_blocks(topology, rank)
-            rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
-            scored_heads = sum(layout.heads[other] for other in of_plane)
-        found.append(
-            RankMemory(
-                image_cache=3 * sum(layout.may_stay) * heads * cell,
-                reference_cache=rows * scored_heads * cell,
-                text_cache=3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell,
-            )
-        )
-    return found
+def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: int) -> list[RankMemory]:
+    """What every rank keeps of one site. cell: bytes of one token and one head, B x D x itemsize."""
+    return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
 
 
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
     """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing.
 
     mesh: of Ulysses and Ring; None is Ulysses alone."""
-    if load.scoring is None:
+    state = load.state
+    if state is None:
         return [RankMemory()] * topology.size
     cell = load.batch * shape.head_dim * load.itemsize
     total = [RankMemory()] * topology.size
@@ -194,7 +174,7 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
         of_site = by_rank(
             mesh or Mesh.build(topology),
             (segments, shape.heads),
-            lambda part, layout: site_cache(part, layout, load.scoring or "", cell),
+            lambda part, layout: site_cache(part, layout, state, cell),
         )
         total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
     return total

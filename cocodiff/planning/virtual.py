@@ -204,6 +204,7 @@ class VirtualTransport:
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.rank, self.size = rank, world.size
+        self.run_ranks, self.run_size, self.closed = tuple(range(world.size)), world.size, False
         self.device = torch.device("meta")
         self.health = Alone()
         self.recorder = Recorder(rank)

@@ -8,6 +8,7 @@ The ones here send tensors as they are. Routes, chunks and sizes follow from wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -89,7 +90,8 @@ class Coding:
 
     @classmethod
     def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
-        """What one site keeps on every rank of a group, in bytes by what it is. cell: of a token and head."""
+        """What one site keeps on every rank of a group, in bytes by what it is (fields of `RankMemory`). cell: bytes of
+        a token and head of one tensor."""
         return [{} for _ in range(topology.size)]
 
     def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
@@ -118,3 +120,15 @@ class Coding:
 
     def hold_at(self, fraction: float | None) -> None:
         """For predictions: makes every call as one of this fraction, see `stable_fractions`."""
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """How much a coding keeps between calls by the engine's settings, for predictions."""
+
+    coding: type[Coding]
+    settings: Any
+
+    def of_site(self, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+        """As `Coding.state_bytes`."""
+        return self.coding.state_bytes(self.settings, topology, layout, cell)

@@ -52,9 +52,9 @@ class Exchange:
         kernels: Kernels | None = None,
         chunking: Chunking | None = None,
     ) -> None:
-        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split, between
-        nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace. chunking: in
-        how many stages tensors can travel besides."""
+        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
+        between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
+        chunking: in how many stages tensors can travel besides."""
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)

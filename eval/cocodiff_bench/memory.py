@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cocodiff.assemble import state_sizes
 from cocodiff.comm.launch import detect
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder, write_settings
@@ -222,7 +223,7 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
         image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
         values["batch"],
         dtype.itemsize,
-        scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
+        state=state_sizes(engine.config),
     )
     side = values["size"] // 8
 
@@ -261,12 +262,7 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     transformer: Any = engine.model
     shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))
     tokens = (model.pipe.default_sample_size // transformer.config.patch_size) ** 2
-    load = Load(
-        image_and_text(tokens, 1),
-        values["batch"],
-        4,
-        scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
-    )
+    load = Load(image_and_text(tokens, 1), values["batch"], 4, state=state_sizes(engine.config))
 
     def call() -> None:
         with torch.no_grad(), engine:

@@ -106,7 +106,7 @@ def test_split_uses_the_links_of_tapa_with_one_message_to_a_sibling(topology):
 
 
 def test_flat_sends_each_block_straight_to_its_owner():
-    (phase,) = EXCHANGES["flat"](topology_of("local", 3), 1)
+    (phase,) = load(EXCHANGES, "flat")(topology_of("local", 3), 1)
     assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}
     assert phase.receives == {0: (Block(0, 1),), 2: (Block(2, 1),)}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cocodiff.assemble import state_sizes
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
@@ -90,7 +91,7 @@ def compare(
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
-        load = replace(case.load, scoring=config.scoring if config.selection == "v_major" else None)
+        load = replace(case.load, state=state_sizes(config))
         row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
         try:
             plan = known.get(name) or Recording(replace(case, config=config, load=load)).plan(network, latencies)
