@@ -20,14 +20,14 @@ from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import Config, load_machine
+from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology
 from cocodiff.trace import Trace
 from cocodiff_bench import oneccl
-from cocodiff_bench.common import Benchmark, Values, interleave, machine_settings, rows, save, with_common_options
+from cocodiff_bench.common import Benchmark, Values, engine_config, interleave, rows, save, with_common_options
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -101,7 +101,7 @@ def check(values: Values, ranks: int | None) -> None:
 def table_for(values: Values, topology: Topology) -> Any:
     from cocodiff.assemble import exchange_table
 
-    config = Config(exchange="auto", exchange_table=values["exchange_table"], **machine_settings(values))
+    config = engine_config(values, exchange="auto", exchange_table=values["exchange_table"])
     return exchange_table(config, topology)
 
 

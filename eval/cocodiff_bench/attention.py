@@ -32,8 +32,8 @@ from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
 from cocodiff_bench.common import (
     Benchmark,
     Values,
+    engine_config,
     interleave,
-    machine_settings,
     meet,
     rows,
     save,
@@ -120,9 +120,9 @@ def check(values: Values, ranks: int | None) -> None:
 
 def configs(values: Values) -> dict[str, Config]:
     """The variants' settings: every exchange in every order, in every number of chunks."""
-    shared, wanted = machine_settings(values), {}
+    wanted = {}
     for exchange, order, chunks in product(values["exchange"], values["order"], values["chunks"]):
-        config = Config(exchange=exchange, order=order, chunks=chunks, **shared)
+        config = engine_config(values, exchange=exchange, order=order, chunks=chunks)
         wanted[f"{exchange} {order}" + (f" {chunks} chunks" if config.chunks != 1 else "")] = config
     return wanted
 

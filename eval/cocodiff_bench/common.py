@@ -24,6 +24,7 @@ from typing import Any
 from cocodiff.commands.options import RUN_OPTIONS, Option, engine_record
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.terminal import say
+from cocodiff.config import Config
 from cocodiff.setting import settings_of
 
 Values = dict[str, Any]
@@ -61,10 +62,14 @@ def of_benchmarks(setting: Option) -> bool:
     return setting.given == "machine" or setting.name in OF_PRESETS
 
 
-def machine_settings(values: Values) -> Values:
-    """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    records = settings_of(engine_record())
-    return {name: value for name, value in values.items() if name in records and records[name].given == "machine"}
+def engine_config(values: Values, preset: str | None = None, **own: Any) -> Config:
+    """A variant's settings: its own, over a preset's where it has one, and those of the machine, which all share.
+    Raises UserError for values that do not fit."""
+    record = engine_record()
+    own |= {
+        name: values[name] for name, one in settings_of(record).items() if one.given == "machine" and name in values
+    }
+    return record.preset(preset, **own) if preset else record(**own)
 
 
 def meet(transport: Any) -> None:

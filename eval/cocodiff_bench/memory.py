@@ -27,13 +27,13 @@ from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
 from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
-from cocodiff.config import Config, preset_names
+from cocodiff.config import preset_names
 from cocodiff.errors import UserError
 from cocodiff.models import family_of
 from cocodiff.models.family import INPAINT
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
-from cocodiff_bench.common import Benchmark, Values, machine_settings, meet, with_common_options
+from cocodiff_bench.common import Benchmark, Values, engine_config, meet, with_common_options
 
 RANDOM = "random"
 SAMPLE_S = 0.05
@@ -103,7 +103,7 @@ def proportional(process: int) -> dict[str, int]:
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "size", "batch", "steps", "ranks")
-    Config.preset(values["preset"], **machine_settings(values))
+    engine_config(values, values["preset"])
     if values["preset"] not in preset_names() or not values["billions"] > 0:
         raise UserError(f"--billions {values['billions']:g}: give a number above 0")
     if not Path("/proc/self/smaps_rollup").exists():
@@ -217,7 +217,7 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
 
     dtype = torch_dtype(values["dtype"])
     model: Any = SD3Transformer2DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).eval()
-    engine = Engine(model, Config.preset(values["preset"], steps=50, **machine_settings(values)), transport)
+    engine = Engine(model, engine_config(values, values["preset"], steps=50), transport)
     shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(
         image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
@@ -257,7 +257,7 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
 
     model = load_requested(Request(EMBEDDED, INPAINT), "fp32", transport)
     model.pipe.set_progress_bar_config(disable=True)
-    engine = Engine(model.pipe, Config.preset(values["preset"], **machine_settings(values)), transport)
+    engine = Engine(model.pipe, engine_config(values, values["preset"]), transport)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     transformer: Any = engine.model
     shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))

@@ -26,8 +26,8 @@ from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench.common import (
     Benchmark,
     Values,
+    engine_config,
     interleave,
-    machine_settings,
     meet,
     rows,
     save,
@@ -147,9 +147,7 @@ def make_variants(
 def our_configs(values: Values) -> dict[str, Config]:
     """Every exchange in every order; the joint order's name is that of the exchange alone."""
     return {
-        exchange if order == "joint" else f"{exchange} {order}": Config(
-            exchange=exchange, order=order, **machine_settings(values)
-        )
+        exchange if order == "joint" else f"{exchange} {order}": engine_config(values, exchange=exchange, order=order)
         for exchange in EXCHANGES
         for order in ORDERS
     }

@@ -28,8 +28,8 @@ from cocodiff.trace import LINK_CLASSES, Trace
 from cocodiff_bench.common import (
     Benchmark,
     Values,
+    engine_config,
     interleave,
-    machine_settings,
     meet,
     rows,
     save,
@@ -172,8 +172,8 @@ def named_cases(values: Values, topology: Topology, attention_s: float) -> dict[
 
 def configs(values: Values) -> list[Config]:
     """The engine's settings in every number of chunks."""
-    shared = machine_settings(values) | {"exchange": values["exchange"], "order": values["order"]}
-    return [Config(chunks=chunks, **shared) for chunks in values["chunks"]]
+    shared = {"exchange": values["exchange"], "order": values["order"]}
+    return [engine_config(values, chunks=chunks, **shared) for chunks in values["chunks"]]
 
 
 def import_before_fork(_values: Values) -> None:
