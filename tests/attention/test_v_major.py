@@ -233,7 +233,7 @@ def selection_bytes(scoring: str, schedule: Schedule, case: Case) -> int:
     return steps * case.batch * case.image * a_token * 5
 
 
-@pytest.mark.parametrize(("image", "text"), [(1024, 19), pytest.param(4096, 77, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("image", "text"), [(1536, 29), pytest.param(4096, 77, marks=pytest.mark.exhaustive)])
 def test_a_fixed_three_quarters_sends_a_third(image, text):
     """Of q, k and v over 20 steps, two of them warm, a sync every ten, with all overheads."""
     schedule = Schedule("fixed", ratio=0.75, warmup=2, sync_interval=10)
