@@ -1,6 +1,6 @@
-"""`cocodiff` in processes forked from one that has imported everything: what a start costs is paid once a session.
+"""Programs in processes forked from one that has imported everything: what a start costs is paid once a session.
 
-For tests of what a command does once it runs. A start itself, and what a launcher starts, needs a Python of its own.
+For tests of what a program does once it runs. A start itself, and what a launcher starts, needs a Python of its own.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from launching import end_group
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["warm_imports"])
+COCODIFF = "cocodiff.cli"
 
 
 class Started:
-    """A `cocodiff` that runs in a session of its own, with its output in files; in the manner of subprocess.Popen."""
+    """A program that runs in a session of its own, with its output in files; in the manner of subprocess.Popen."""
 
-    def __init__(self, words: Sequence[object], stdout: Path, stderr: Path | None = None) -> None:
-        """stderr: None for the file of stdout."""
+    def __init__(
+        self, words: Sequence[object], stdout: Path, stderr: Path | None = None, module: str = COCODIFF
+    ) -> None:
+        """stderr: None for the file of stdout. module: whose `main` is called, with the words in `sys.argv`."""
         files = str(stdout), None if stderr is None else str(stderr)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        arguments = [str(word) for word in words], files, environment, str(Path.cwd())
+        arguments = module, [str(word) for word in words], files, environment, str(Path.cwd())
         self._process = FORKS.Process(target=_run, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -47,10 +51,12 @@ class Started:
         self._process.kill()
 
 
-def cocodiff(*words: object, folder: Path, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """A command to its end. folder: takes the files of its output."""
-    out, err = folder / "cocodiff.stdout", folder / "cocodiff.stderr"
-    process = Started(words, out, err)
+def forked(
+    *words: object, folder: Path, module: str = COCODIFF, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """A program to its end. folder: takes the files of its output for so long."""
+    out, err = folder / "forked.stdout", folder / "forked.stderr"
+    process = Started(words, out, err, module)
     try:
         code = process.wait(timeout_s)
     finally:
@@ -61,10 +67,10 @@ def cocodiff(*words: object, folder: Path, timeout_s: float = 240.0) -> subproce
     return done
 
 
-def _run(words: list[str], files: tuple[str, str | None], environment: dict[str, str], folder: str) -> None:
+def _run(
+    module: str, words: list[str], files: tuple[str, str | None], environment: dict[str, str], folder: str
+) -> None:
     """In the forked process."""
-    from cocodiff.cli import main
-
     os.setsid()
     for descriptor, file in enumerate(files, start=1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if file else os.dup(1)
@@ -74,4 +80,5 @@ def _run(words: list[str], files: tuple[str, str | None], environment: dict[str,
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.exit(main(words))
+    sys.argv = [module, *words]
+    sys.exit(import_module(module).main())
