@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Lane, Transport
+from cocodiff.comm.transport import Transport
 from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 
@@ -25,24 +25,22 @@ NAMED_RANKS = 8  # in an error; of more only the number
 SHOWN_VALUES = 4  # of a tensor, in an error
 
 
-def check_agreement(
-    values: dict[str, Any], device: torch.device, transport: Transport, group: Group, lane: Lane
-) -> None:
+def check_agreement(values: dict[str, Any], device: torch.device, transport: Transport) -> None:
     """Compares what ranks call with. All ranks call it and wait for each other.
 
     values: tensors, and numbers, texts and containers of them, by the same names on every rank. device: what the table
-    is sent from. group, lane: of all ranks.
+    is sent from.
 
     Raises UserError on every rank, which names what differs and the ranks that have something else than most.
     """
     own = table(values, device)
 
     def gather() -> Tensor:
-        parts = [torch.empty_like(own) for _ in group.ranks]
-        group.all_gather(own, parts).wait()
+        parts = [torch.empty_like(own) for _ in range(transport.size)]
+        transport.world.all_gather(own, parts).wait()
         return torch.stack(parts)
 
-    of_ranks = used_on_current_stream(lane.submit_and_wait_soon(gather).wait()).tolist()
+    of_ranks = used_on_current_stream(transport.control.submit_inline(gather).wait()).tolist()
     differing = [row for row in range(ROWS) if any(rows[row] != of_ranks[0][row] for rows in of_ranks)]
     if not differing:
         return

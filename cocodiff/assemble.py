@@ -6,72 +6,60 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from cocodiff.attention.merge import partial_attention
+from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.torus import LocalPart
-from cocodiff.attention.ulysses import Local, Ulysses, joint
-from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.attention.v_major.strategy import Moment, VMajor
+from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Ranks
+from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work, choose
+from cocodiff.registry import CODINGS, ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Coding, StateSizes
 from cocodiff.wire.exchange import Exchange
-
-ORDERS = {"joint": joint, "v_first": v_first}
 
 
 def build_strategy(
     config: Config,
     mesh: Mesh,
-    transport: Ranks,
+    transport: Transport,
     trace: Trace,
     kernels: Kernels,
-    now: Callable[[], Moment],
-    local: Local | None = None,
-    part: LocalPart = partial_attention,
+    local: LocalAttention | None = None,
 ) -> Ulysses:
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
-    group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
-    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
-    order, exchange, ring = ORDERS[config.order], None, None
+    group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
+    exchange = ring = None
     group, slot = mesh.seat(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
-        ring = Ring(mesh, transport, trace, kernels, part, sequences)
+        ring = Ring(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
-    if config.selection == "full":
-        return Ulysses(topology, exchange, trace, order, local, part, ring)
-    return VMajor(
-        topology,
-        exchange,
-        trace,
-        order,
-        transport=members,
-        schedule=schedule_of(config),
-        scoring=config.scoring,
-        reference=config.reference,
-        now=now,
-        ring=ring,
-    )
+    coding = coding_of(config).of(config, topology, exchange, members)
+    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
 
 
-def schedule_of(config: Config) -> Schedule:
-    """V-Major's schedule by the settings."""
-    return Schedule(config.schedule, config.ratio, config.ratios, config.threshold, config.warmup, config.sync_interval)
+def coding_of(config: Config) -> type[Coding]:
+    """What travels in tensors' places, by the setting `selection`."""
+    coding: type[Coding] = load(CODINGS, config.selection)
+    return coding
+
+
+def state_sizes(config: Config) -> StateSizes | None:
+    """How much the coding keeps between calls; None where it keeps nothing."""
+    coding = coding_of(config)
+    return StateSizes(coding, config) if coding.keeps_state else None
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:

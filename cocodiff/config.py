@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -11,129 +11,138 @@ from typing import Any, TypeVar
 
 import yaml
 
-from cocodiff.errors import UserError
+from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
+from cocodiff.registry import CODINGS, EXCHANGES, ORDERS
+from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
 T = TypeVar("T")
-EXCHANGES = ("flat", "tapa", "split", "auto")
-ORDERS = ("joint", "v_first")
-PLACEMENTS = ("auto", "topology", "usp")
-SELECTIONS = ("full", "v_major")
-SCORINGS = ("source", "card")
-REFERENCES = ("sent", "prev")
-SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
-VAE_RANKS = ("one", "all")
-TRANSPORTS = ("auto", "gloo", "mpi", "xccl", "ccl", "nccl")
-DEVICES = ("auto", "cpu", "xpu", "cuda")
-KERNELS = ("auto", "sycl", "torch")
-LONGEST_TIMEOUT_S = 7 * 24 * 3600
+A_WEEK_S = 7 * 24 * 3600
+# What several settings have in common.
+V_MAJOR: dict[str, Any] = {"only_with": ("selection", "v_major")}
+FRACTION: dict[str, Any] = {"least": 0, "most": 1, "wanted": "a fraction from 0 to 1"}
+TIMEOUT: dict[str, Any] = {
+    "given": "machine",
+    "least": math.nextafter(0, 1),
+    "most": A_WEEK_S,
+    "wanted": f"a number of seconds above 0 and up to {A_WEEK_S} (a week)",
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The engine's settings.
+    """The engine's settings. Each field is a record that checks, flags, help and sweeps are made from."""
 
-    exchange: flat (Ulysses' all-to-all, every message straight to its rank), tapa (siblings, then planes), split
-    (straight within planes; siblings relay the rest meanwhile) or auto (by size, from a measured table).
-    exchange_table: for auto, a table that `cocodiff bench alltoall --tune` wrote, instead of the shipped one.
-    nic_balance: split lets blocks for other nodes take a detour where tiles share NICs unequally.
-    ring: ranks of a ring, in which keys and values go round; 1 is Ulysses alone, which takes at most a rank for each
-    attention head; auto (1 where it can be, else the fastest by prediction, see docs/mesh.md).
-    placement: with a ring, topology (rings inside the fast links, Ulysses across the slow ones), usp (the reverse) or
-    auto (whichever sends less between nodes).
-    order: joint (q, k and v are projected, then travel together) or v_first (v travels while q and k are made).
-    chunks: in how many chunks tensors travel while attention computes on those that are here (Torus; at most one for
-    each node or card); 1 is off, auto goes by a measured table of the machine.
-    selection: full (all tokens travel at every step: exact) or v_major (only tokens whose v changed, see below).
-    vae: one (rank 0 decodes latents and sends the image to the others) or all (every rank decodes).
-    transport: auto (MPI under an MPI launcher on CPU, else the device's own), gloo, mpi, xccl, ccl or nccl.
-    machine: a name in configs/machines or the path of a machine file.
-    device: auto (the accelerator that is there, else the CPU), cpu, xpu or cuda.
-    kernels: auto (by a table of measurements, see docs/kernels.md), sycl or torch: what packs, gathers and scores.
-    timeout_s: a rank that gives no sign of life for so many seconds is lost and ends the run on every rank.
-    start_timeout_s: the same for a rank that has not joined so many seconds after another one has.
-    stall_timeout_s: the same for a rank that is alive but does not come to a call that another rank waits in for so
-    many seconds: its main thread hangs. It must exceed what rank 0 does alone, such as loading or writing.
-
-    Of v_major:
-    scoring: source (each rank scores its own tokens before they travel) or card (after v's first phase; tapa only).
-    reference: sent (v as receivers hold it) or prev (v at the step before).
-    schedule: how the fraction of tokens that stay goes over the steps: linear, fixed, reverse, cosine, list, threshold.
-    ratio: that fraction for `fixed`; ratios: one for each step, for `list`; threshold: a relative change.
-    warmup: full steps at the start, None for a tenth of them; sync_interval: a full step every so many, 0 for never.
-    steps: denoising steps that run, for a bare transformer; a pipeline tells by itself.
-    """
-
-    exchange: str = "tapa"
-    exchange_table: str | None = None
-    nic_balance: bool = True
-    ring: int | str = "auto"
-    placement: str = "auto"
-    order: str = "joint"
-    chunks: int | str = 1
-    selection: str = "full"
-    scoring: str = "source"
-    reference: str = "sent"
-    schedule: str = "linear"
-    ratio: float = 0.5
-    ratios: tuple[float, ...] = ()
-    threshold: float = 0.1
-    warmup: int | None = None
-    sync_interval: int = 10
-    steps: int | None = None
-    vae: str = "one"
-    transport: str = "auto"
-    machine: str = "local"
-    device: str = "auto"
-    kernels: str = "auto"
-    timeout_s: float = 300.0
-    start_timeout_s: float = 600.0
-    stall_timeout_s: float = 1800.0
+    exchange: str = setting(
+        "tapa",
+        "route of tokens between ranks: flat (Ulysses' all-to-all, each message straight to its rank), tapa (siblings, "
+        "then planes), split (straight within planes, siblings relay the rest) or auto (by size, by a measured table)",
+        choices=lambda: (*EXCHANGES, "auto"),
+    )
+    exchange_table: str | None = setting(
+        None, "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one", given="run"
+    )
+    nic_balance: bool = setting(
+        True, "with split, blocks for other nodes take a detour where tiles share NICs unequally", given="code"
+    )
+    ring: int | str = setting(
+        "auto",
+        "ranks of a ring, in which keys and values go round; 1: Ulysses alone, at most a rank for each attention head; "
+        "auto: 1 if heads suffice, else the fastest by prediction",
+        choices=("auto",),
+        least=1,
+        wanted="the ranks of a ring, 1 for none, or auto",
+    )
+    placement: str = setting(
+        "auto",
+        "with a ring: topology (rings inside the fast links, Ulysses across the slow ones), usp (the reverse) or auto "
+        "(whichever sends less between nodes)",
+        choices=("auto", "topology", "usp"),
+    )
+    order: str = setting(
+        "joint",
+        "of an attention call: joint (q, k and v are made, then sent) or v_first (v is sent while q and k are made)",
+        choices=ORDERS,
+    )
+    chunks: int | str = setting(
+        1,
+        "chunks that tensors are sent in while attention computes on those that are here (Torus), at most one for each "
+        "node or card; 1: off; auto: by a measured table of the machine",
+        choices=("auto",),
+        least=1,
+        wanted="a whole number of at least 1 (1: off) or auto",
+    )
+    selection: str = setting(
+        "full", "full (all tokens are sent: exact) or v_major (only tokens whose v changed)", choices=CODINGS
+    )
+    scoring: str = setting(
+        "source",
+        "who scores tokens: source (each rank its own, before they are sent) or card (its first tile, after v's first "
+        "phase; tapa only)",
+        choices=("source", "card"),
+        **V_MAJOR,
+    )
+    reference: str = setting(
+        "sent",
+        "what tokens are compared with: sent (v as receivers hold it) or prev (v at the step before)",
+        choices=("sent", "prev"),
+        **V_MAJOR,
+    )
+    schedule: str = setting(
+        "linear",
+        "how the fraction of tokens that stay goes over the steps",
+        choices=("linear", "fixed", "reverse", "cosine", "list", "threshold"),
+        **V_MAJOR,
+    )
+    ratio: float = setting(0.5, "fraction of tokens that stay, for schedule fixed", **V_MAJOR, **FRACTION)
+    ratios: tuple[float, ...] = setting((), "that fraction at each step, for schedule list", **V_MAJOR, **FRACTION)
+    threshold: float = setting(
+        0.1, "relative change below which a token stays, for schedule threshold", least=0, **V_MAJOR
+    )
+    warmup: int | None = setting(None, "full steps at the start; by default a tenth of all", least=0, **V_MAJOR)
+    sync_interval: int = setting(10, "a full step every so many, 0 for never", least=0, **V_MAJOR)
+    steps: int | None = setting(
+        None, "denoising steps, for a bare transformer; a pipeline tells by itself", given="code", least=1
+    )
+    vae: str = setting(
+        "one", "ranks that decode latents: one (which sends the image) or all", given="run", choices=("one", "all")
+    )
+    transport: str = setting(
+        "auto",
+        "how ranks talk; auto: MPI under an MPI launcher on CPU, else the device's own",
+        given="machine",
+        choices=("auto", "gloo", "mpi", "xccl", "ccl", "nccl"),
+    )
+    machine: str = setting(
+        "local", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", given="machine"
+    )
+    device: str = setting(
+        "auto",
+        "what ranks compute on; auto: the accelerator that is there, else the CPU",
+        given="machine",
+        choices=("auto", "cpu", "xpu", "cuda"),
+    )
+    kernels: str = setting(
+        "auto",
+        "what packs, gathers and scores; auto: by a table of measurements, see docs/kernels.md",
+        given="machine",
+        choices=("auto", "sycl", "torch"),
+    )
+    timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
+    start_timeout_s: float = setting(
+        600.0, "seconds after which a rank that has not started is lost, once another one has", **TIMEOUT
+    )
+    stall_timeout_s: float = setting(
+        1800.0,
+        "seconds that a rank waits for one that lives but does not come to the same call: more than rank 0 needs to "
+        "load or write",
+        **TIMEOUT,
+    )
 
     def __post_init__(self) -> None:
-        check_choice("exchange", self.exchange, EXCHANGES)
-        self._check_number_or_auto("ring", "the ranks of a ring, 1 for none, or auto")
-        check_choice("placement", self.placement, PLACEMENTS)
-        check_choice("order", self.order, ORDERS)
-        check_choice("vae", self.vae, VAE_RANKS)
-        self._check_number_or_auto("chunks", "a whole number of at least 1 (1: off) or auto")
-        self._check_selection()
-        check_choice("transport", self.transport, TRANSPORTS)
-        check_choice("device", self.device, DEVICES)
-        check_choice("kernels", self.kernels, KERNELS)
-        for name in ("timeout_s", "start_timeout_s", "stall_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LONGEST_TIMEOUT_S:
-                raise UserError(
-                    f"{name} is {value!r}: give a number of seconds above 0 and up to {LONGEST_TIMEOUT_S} (a week)"
-                )
-
-    def _check_number_or_auto(self, name: str, wanted: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, str) and value.isdecimal():
-            value = int(value)
-            object.__setattr__(self, name, value)
-        if value != "auto" and (type(value) is not int or value < 1):
-            raise UserError(f"{name} is {value!r}: give {wanted}")
-
-    def _check_selection(self) -> None:
-        check_choice("selection", self.selection, SELECTIONS)
-        check_choice("scoring", self.scoring, SCORINGS)
-        check_choice("reference", self.reference, REFERENCES)
-        check_choice("schedule", self.schedule, SCHEDULES)
-        if not isinstance(self.ratios, tuple):
-            object.__setattr__(self, "ratios", tuple(self.ratios))
-        for name, values in (("ratio", (self.ratio,)), ("ratios", self.ratios)):
-            for value in values:
-                if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                    raise UserError(f"{name} {value!r}: give a fraction from 0 to 1")
-        for name, least in (("warmup", 0), ("sync_interval", 0), ("steps", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise UserError(f"{name} is {value!r}: give a whole number of at least {least}")
-        if not isinstance(self.threshold, (int, float)) or not self.threshold >= 0:
-            raise UserError(f"threshold is {self.threshold!r}: give a relative change of at least 0")
+        for name, record in settings_of(type(self)).items():
+            object.__setattr__(self, name, record.checked(getattr(self, name)))
         if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
             raise UserError("schedule list needs ratios: one stable fraction for each step")
         if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":
@@ -149,6 +158,9 @@ class Config:
     def with_(self, **overrides: Any) -> Config:
         check_keys(overrides, [f.name for f in fields(self)], "Config")
         return replace(self, **overrides)
+
+
+Config.__doc__ = f"{Config.__doc__}\n\n{described(Config)}\n"
 
 
 def preset_names() -> list[str]:
@@ -193,7 +205,7 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
             f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
         ) from error
     for _, name in table:
-        check_choice(f"exchange in {file.name}", name, [known for known in EXCHANGES if known != "auto"])
+        check_choice(f"exchange in {file.name}", name, EXCHANGES)
     if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != float("inf"):
         raise UserError(f"{file}: rows of {machine} on {nodes} node(s) must ascend and end with no limit (null)")
     return table
@@ -249,26 +261,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no key: value pairs but {type(data).__name__}")
     return data
-
-
-def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
-    known = list(known)
-    for key in values:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {key}{suggestion(key, known)}; known: {', '.join(known)}")
-
-
-def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") -> None:
-    choices = list(choices)
-    if value not in choices:
-        listed = ", ".join(choices) + (f", {hint}" if hint else "")
-        raise UserError(f"unknown {what} {value!r}{suggestion(str(value), choices)}; choose from {listed}")
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """ ", did you mean X?" for the nearest known word, else ""."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def _shipped(folder: str) -> Path:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.agreement import check_agreement
-from cocodiff.assemble import build_strategy, mesh_of
+from cocodiff.assemble import build_strategy, mesh_of, state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
@@ -30,15 +29,16 @@ from cocodiff.decoding import OneRankVAE
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models import adapter_for
-from cocodiff.models.adapter import Adapter, Arguments, Hook, Tokens, replace_attention
-from cocodiff.planning.memory import Load, check_fits, family_of, shape_of_config, size_run
+from cocodiff.models import family_of
+from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention
+from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
 from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
-from cocodiff.topology.layout import share_image, share_text, slices
+from cocodiff.topology.layout import Segments, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -80,17 +80,16 @@ class RankShard:
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self._topology, self._rank = topology, rank
-        self.tokens = Tokens(0, 0)
+        self.segments: Segments = ()
 
-    def image(self, whole: Tensor, dim: int = 1) -> Tensor:
-        return self._cut(whole, dim, self.tokens.image, share_image(self._topology, self.tokens.image))
+    def shares(self, segment: str) -> tuple[int, ...]:
+        """Every rank's tokens of a segment."""
+        return next(one for one in self.segments if one.name == segment).shares(self._topology)
 
-    def text(self, whole: Tensor, dim: int = 1) -> Tensor:
-        return self._cut(whole, dim, self.tokens.text, share_text(self._topology, self.tokens.text))
-
-    def _cut(self, whole: Tensor, dim: int, tokens: int, shares: tuple[int, ...]) -> Tensor:
-        if whole.shape[dim] != tokens:
-            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {tokens}")
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        shares = self.shares(segment)
+        if whole.shape[dim] != sum(shares):
+            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
         own = slices(shares)[self._rank]
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
@@ -120,14 +119,18 @@ class Engine:
         self._pipe = target if target is not model else None
         self.config = config
         check_not_compiled(self.model.named_modules())
-        self.adapter: Adapter = adapter_for(self.model)
+        self.family = family_of(self.model)
+        self.adapter: Adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
         self._inside = False
         self._results: Results | None = None
-        self.topology = Topology.build(load_machine(config.machine), self.size, _ranks_per_node())
+        run = Topology.build(load_machine(config.machine), self.transport.run_size, _ranks_per_node())
+        self.topology = run.part(self.transport.run_ranks)
+        node = run.places[self.transport.run_ranks[self.rank]].node
+        self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
         self._shard = RankShard(self.topology, self.rank)
@@ -140,10 +143,7 @@ class Engine:
 
     def _set_up_exchange(self) -> None:
         """What belongs to the transport: groups, lanes and the strategy over them."""
-        if self.size > 1:
-            self._gather_group = self.transport.group(range(self.size))
-            self._gather_lane = self.transport.lane("gather")
-        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels, self._moment)
+        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -159,11 +159,14 @@ class Engine:
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._restore.append(replace_attention(self.adapter, model, self._attend, lambda: self._shard.tokens, kernels))
+        self._restore.append(
+            replace_attention(self.adapter, model, self._attend, lambda: self._shard.segments, kernels)
+        )
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
-            hooks.append(self.adapter.image_exit(model).register_forward_hook(self._gather_image))
+            layer, segment = self.adapter.exit(model)
+            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._gather(x_BLC, segment)))
         self._restore += [hook.remove for hook in hooks]
         pipe: Any = self._pipe
         vae = getattr(pipe, "vae", None)
@@ -179,8 +182,7 @@ class Engine:
         while self._restore:
             self._restore.pop()()
         self._sized.clear()
-        if isinstance(self.strategy, VMajor):
-            self.strategy.clear()
+        self.strategy.coding.end()
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
@@ -208,14 +210,15 @@ class Engine:
         self.adapter.check_call(arguments)
         if self.size > 1:
             check_no_gradients(self.model, arguments)
-        self._shard.tokens = self.adapter.tokens(self.model, arguments)
+        self._shard.segments = self.adapter.segments(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
         self.counter.call(arguments.get("timestep"), sample, text, scheduler)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        if isinstance(self.strategy, VMajor) and self.size > 1:
-            self._check_memory(self.strategy, arguments["hidden_states"])
+        self.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
+        if self.strategy.coding.keeps_state and self.size > 1:
+            self._check_memory(arguments["hidden_states"])
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
@@ -226,56 +229,50 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         device = arguments["hidden_states"].device
-        check_agreement(facts | arguments, device, self.transport, self._gather_group, self._gather_lane)
+        check_agreement(facts | arguments, device, self.transport)
 
-    def _check_memory(self, strategy: VMajor, hidden: Tensor) -> None:
-        """Refuses a V-Major run that cannot fit, at its first call of each size and branch. No rank is far ahead of
-        another then: the first exchange needs them all."""
-        tokens, branches = self._shard.tokens, self.counter.branch + 1
-        load = Load(tokens.image, tokens.text, len(hidden), hidden.element_size(), branches, strategy.scoring)
-        node = self.topology.places[self.rank].node
+    def _check_memory(self, hidden: Tensor) -> None:
+        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
+        far ahead of another then: the first exchange needs them all."""
+        batch, branches = len(hidden), self.counter.branch + 1
+        load = Load(self._shard.segments, batch, hidden.element_size(), branches, state_sizes(self.config))
         free = None
         if load not in self._sized:
             self._sized.add(load)
-            free = free_memory(hidden.device, sum(place.node == node for place in self.topology.places))
+            free = free_memory(hidden.device, self._ranks_on_node)
         if free is None:
             return
         stored = [*self.model.parameters(), *self.model.buffers()]
         weights = sum(x.nbytes for x in stored if x.device == hidden.device)
         model: Any = self.model
-        shape = shape_of_config(family_of(type(model)), model.config, sum(x.numel() for x in stored))
+        shape = shape_of_config(self.family, model.config, sum(x.numel() for x in stored))
         need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
-        check_fits(need, free + weights + strategy.cache_bytes(), f"rank {self.rank} on {hidden.device}")
-
-    def _moment(self) -> Moment:
-        """Where denoising stands. How many steps run is known from the settings or from the pipeline."""
-        steps = self._steps()
-        if not steps:
-            raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
-        return Moment(self.counter.run, self.counter.step, int(steps))
+        check_fits(need, free + weights + self.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
 
     def _steps(self) -> int | None:
-        return getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        """How many steps run, from the pipeline or the settings."""
+        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        return None if steps is None else int(steps)
 
     def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         self.transport.health.arrive(f"attention {layer}")
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
 
-    def _gather_image(self, _: nn.Module, __: Any, x_BLC: Tensor) -> Tensor:
-        """All ranks' image tokens [B, S, C] on every rank, so that all go on with the same bits."""
+    def _gather(self, x_BLC: Tensor, segment: str) -> Tensor:
+        """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
         self.transport.health.arrive("the gather of outputs")
-        shares = share_image(self.topology, self._shard.tokens.image)
+        shares = self._shard.shares(segment)
         B, _L, C = x_BLC.shape
 
         def gather() -> Tensor:
             parts = [x_BLC.new_empty(B, share, C) for share in shares]
             with self.trace.span("gather", "gather"):
-                self._gather_group.all_gather(x_BLC.contiguous(), parts).wait()
+                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
             for peer in range(self.size):
                 self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self._gather_lane.submit_and_wait_soon(gather).wait())
+        return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 
@@ -292,8 +289,7 @@ class Engine:
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        if isinstance(self.strategy, VMajor):
-            self.strategy.drift.clear()
+        self.strategy.coding.forget_report()
         if self._results is not None:
             self._results = replace(self._results, drift=[])
 
@@ -303,8 +299,7 @@ class Engine:
         return self._results or Results.merged([self._own_results()])
 
     def _own_results(self) -> tuple[dict[str, int], Any]:
-        drift = self.strategy.drift.by_step() if isinstance(self.strategy, VMajor) else {}
-        return self.trace.bytes(), drift
+        return self.trace.bytes(), self.strategy.coding.report()
 
     def _results_of_all_ranks(self) -> Results:
         """All ranks call it."""

@@ -1,4 +1,9 @@
-"""The ways a run ends early: a mistake the user can mend, and a peer that is gone."""
+"""The ways a run ends early: a mistake the user can mend, and a peer that is gone. And errors that suggest a name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -17,3 +22,23 @@ class PeerLost(RuntimeError):
         super().__init__(f"rank {rank} {reason}")
         self.rank = rank
         self.reason = reason
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
+    known = list(known)
+    for key in values:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key}{suggestion(key, known)}; known: {', '.join(known)}")
+
+
+def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") -> None:
+    choices = list(choices)
+    if value not in choices:
+        listed = ", ".join(choices) + (f", {hint}" if hint else "")
+        raise UserError(f"unknown {what} {value!r}{suggestion(str(value), choices)}; choose from {listed}")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """ ", did you mean X?" for the nearest known word, else ""."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {near[0]}?" if near else ""

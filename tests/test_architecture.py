@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVES = ("cocodiff.errors",)
+LEAVES = ("cocodiff.errors", "cocodiff.registry")
 
 # Module or package -> what it may import of ours, besides itself and the leaves. A name covers what is below it.
 MAY_IMPORT = {
     "cocodiff.errors": (),
+    "cocodiff.registry": (),
+    "cocodiff.setting": (),
     "cocodiff.files": (),
     "cocodiff.topology": (),
     "cocodiff.routes": ("cocodiff.topology",),
     "cocodiff.device": (),
     "cocodiff.trace": ("cocodiff.files",),
     "cocodiff.trace_summary": ("cocodiff.trace",),
-    "cocodiff.config": ("cocodiff.topology", "cocodiff.files"),
+    "cocodiff.config": ("cocodiff.topology", "cocodiff.files", "cocodiff.setting"),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.wire": (
@@ -42,7 +44,7 @@ MAY_IMPORT = {
         "cocodiff.trace",
         "cocodiff.device",
     ),
-    "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.kernels"),
+    "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.topology", "cocodiff.kernels"),
     "cocodiff.decoding": ("cocodiff.comm.transport",),
     "cocodiff.progress": (),
     "cocodiff.checks": (),
@@ -89,6 +91,8 @@ MAY_IMPORT = {
         "cocodiff.comm",
         "cocodiff.kernels",
         "cocodiff.attention",
+        "cocodiff.models.family",
+        "cocodiff.models.tokens",
         "cocodiff.assemble",
     ),
     "cocodiff.demo_model": (),

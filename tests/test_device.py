@@ -85,7 +85,7 @@ def test_a_lane_and_its_user_wait_for_each_other_on_the_device(xpu):
 def test_who_waits_soon_still_uses_the_lanes_stream(xpu):
     lane = Lane("plane", XPU, Alone())
     ran_on: list[str] = []
-    lane.submit_and_wait_soon(lambda: ran_on.append(xpu.current_stream().name)).wait()
+    lane.submit_inline(lambda: ran_on.append(xpu.current_stream().name)).wait()
     lane.close()
     assert ran_on == ["lane"]
 

@@ -10,9 +10,10 @@ from covering import all_but
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.commands.families import FAMILIES, INPAINT, family_of
 from cocodiff.decoding import OneRankVAE
 from cocodiff.engine import parallelize
+from cocodiff.models import families, pipelines_of
+from cocodiff.models.family import INPAINT
 
 SIDE = 32
 VARIANTS = (("flat", "joint"), ("tapa", "joint"), ("tapa", "v_first"))
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     """A family's restoring pipeline with 12 heads, and prompts of different length for its two branches of guidance."""
     made = PIPELINES[name](heads=12) if name != "fill" else PIPELINES[name]()
-    family = family_of(type(made).__name__, name)
-    pipe = getattr(diffusers, family.pipeline(INPAINT, name))(**made.components)
+    pipelines = pipelines_of(type(made).__name__, name)
+    pipe = getattr(diffusers, pipelines.of_task(INPAINT, name))(**made.components)
     generator = torch.Generator().manual_seed(3)
     arguments: dict[str, Any] = {}
-    for argument in filter(None, family.encoded):
+    for argument in filter(None, pipelines.encoded):
         length = 2 if argument.startswith("negative") and name != "sd3" else 5
         if "pooled" in argument:
             arguments[argument] = torch.randn(1, 16, generator=generator)
@@ -108,6 +109,5 @@ def test_latents_are_decoded_on_one_rank_or_on_all():
 
 
 def test_every_family_is_here():
-    assert {family.inpaint for family in FAMILIES if family.inpaint} == {
-        type(inpainting(name)[0]).__name__ for name in PIPELINES
-    }
+    known = [pipelines.inpaint for family in families() for pipelines in family.pipelines]
+    assert set(filter(None, known)) == {type(inpainting(name)[0]).__name__ for name in PIPELINES}

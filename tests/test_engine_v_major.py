@@ -87,12 +87,12 @@ def test_an_image_leaves_no_ghost(preset):
         own.set_progress_bar_config(disable=True)
         with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
             first = pipeline_call(own, 0)
-            held = engine.strategy.cache_bytes()
+            held = engine.strategy.coding.bytes_held()
             pipeline_call(own, 1, steps=3, side=96, prompt_tokens=7)
             again = pipeline_call(own, 0)
             assert torch.equal(first, again)
-            assert engine.strategy.cache_bytes() == held > 0
-        assert engine.strategy.cache_bytes() == 0
+            assert engine.strategy.coding.bytes_held() == held > 0
+        assert engine.strategy.coding.bytes_held() == 0
 
     run_ranks(3, work)
 
@@ -125,7 +125,7 @@ def test_an_interrupted_image_leaves_nothing_behind():
         run_ranks(3, partial(restore, interrupted))
     for hook in hooks:
         hook.remove()
-    assert [engine.strategy.cache_bytes() for engine in engines] == [0] * 6
+    assert [engine.strategy.coding.bytes_held() for engine in engines] == [0] * 6
     for one, other in zip(run_ranks(3, partial(restore, interrupted)), expected, strict=True):
         assert torch.equal(one, other)
 
@@ -163,7 +163,7 @@ def test_a_bare_model_must_be_told_the_steps():
     ("settings", "message"),
     [
         ({"exchange": "flat"}, "scoring card needs exchange tapa, not flat"),
-        ({"ratio": 1.5}, "ratio 1.5: give a fraction from 0 to 1"),
+        ({"ratio": 1.5}, "ratio is 1.5: give a fraction from 0 to 1"),
         ({"schedule": "list"}, "schedule list needs ratios"),
         ({"schedule": "liner"}, "did you mean linear"),
         ({"warmup": -1}, "warmup is -1"),

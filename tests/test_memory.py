@@ -18,21 +18,23 @@ from worlds import topology_of
 
 from cocodiff import engine as engine_module
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.v_first import v_first
+from cocodiff.attention.ulysses import Ulysses, v_first
+from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
+from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
+from cocodiff.models import family_of
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import (
     MIB,
     Load,
     ModelShape,
     RankMemory,
     check_fits,
-    family_of,
     largest_batch,
     run_cache,
     shape_of_config,
@@ -41,17 +43,24 @@ from cocodiff.planning.memory import (
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment, StateSizes
 from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
-QWEN_LOAD = Load(image_tokens=96 * 96, text_tokens=512, batch=4, scoring="source")
+
+
+def state(scoring: str) -> StateSizes:
+    return StateSizes(VMajor, Config(selection="v_major", scoring=scoring))
+
+
+QWEN_LOAD = Load(image_and_text(96 * 96, 512), batch=4, state=state("source"))
 AURORA = topology_of("aurora", 12)
 
 
 @pytest.mark.parametrize("scoring", ["source", "card"])
 @pytest.mark.parametrize(("branches", "expected"), [(1, 4320), (2, 8640)])
 def test_qwen_image_on_one_node(branches, expected, scoring):
-    needs = size_run(QWEN, AURORA, replace(QWEN_LOAD, branches=branches, scoring=scoring))
+    needs = size_run(QWEN, AURORA, replace(QWEN_LOAD, branches=branches, state=state(scoring)))
     fullest = max(need.image_cache + need.reference_cache for need in needs)
     assert fullest == expected * MIB == branches * 60 * 4 * 4 * 9216 * 24 * 128 * 2 // 12
     whole = sum(need.reference_cache for need in needs)
@@ -59,28 +68,21 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
-    """What VMajor.cache_bytes() says on every rank after a full and two selective steps of every site."""
-    sites = [(f"layer.{n}", load.text_tokens) for n in range(shape.joint_layers + shape.parallel_layers)]
-    sites += [(f"image.{n}", 0) for n in range(shape.image_layers)]
+    """What VMajor.bytes_held() says on every rank after a full and two selective steps of every site."""
+    sites = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
+    sites += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
-        trace, now = Trace(transport.rank), [Moment(0, 0, 3)]
-        strategy = VMajor(
-            topology,
-            Exchange("tapa", topology, transport, trace),
-            trace,
-            v_first,
-            transport=transport,
-            schedule=Schedule("fixed", ratio=0.5, sync_interval=0),
-            scoring=load.scoring or "",
-            reference="sent",
-            now=lambda: now[0],
-        )
+        trace = Trace(transport.rank)
+        exchange = Exchange("tapa", topology, transport, trace)
+        schedule = Schedule("fixed", ratio=0.5, sync_interval=0)
+        coding = VMajor(exchange, transport, schedule, load.state.settings.scoring, "sent")
+        strategy = Ulysses(topology, exchange, trace, v_first, coding)
         for step in range(3):
-            now[0] = Moment(0, step, 3)
-            for layer, text in sites:
+            coding.begin_step(Moment(0, step, 3))
+            for layer, segments in sites:
                 for branch in range(load.branches):
-                    counts = (load.image_tokens, text, shape.heads)
+                    counts = (segments, shape.heads)
                     some = LazyQKV(torch.empty, torch.empty, torch.empty, *counts)
                     rows = strategy.layout(some).rows[transport.rank]
 
@@ -88,7 +90,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
                         return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)
 
                     strategy.attend(LazyQKV(project, project, project, *counts), Site(layer, branch))
-        return strategy.cache_bytes()
+        return coding.bytes_held()
 
     return run_ranks(topology.size, work)
 
@@ -111,7 +113,7 @@ def test_caches_are_as_real_ones_on_every_rank(
 ):
     topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
     shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])
-    load = Load(image, text, batch, dtype.itemsize, branches, scoring)
+    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, state(scoring))
     if size == 1:
         assert run_cache(shape, topology, load) == [RankMemory()]
         return
@@ -134,10 +136,10 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
         chosen = {"selection": "v_major", "scoring": scoring, "steps": 4, "ring": ring}
         with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
             own(**inputs)
-            load = Load(42, 5, 2, 4, 1, scoring)
-            shape = shape_of_config(family_of(type(own)), own.config, parameters)
+            load = Load(image_and_text(42, 5), 2, 4, 1, state(scoring))
+            shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
-            return engine.strategy.cache_bytes(), expected
+            return engine.strategy.coding.bytes_held(), expected
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
@@ -159,16 +161,16 @@ class WholeImages(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_of_the_whole_image_where_tokens_enter(family):
-    """Before the engine cuts them: what `entrance` says of a family, counted on one of two ranks."""
+    """Before the engine cuts them: what `unsharded_copies` says of a family, counted on one of two ranks."""
     make, inputs_of = FAMILIES[family]
     model, inputs = make(13), inputs_of(1, 6, 7, 5)
 
     def work(transport: Any) -> tuple[int, int]:
         own = copy.deepcopy(model)
-        shape = shape_of_config(family_of(type(own)), own.config, 1)
+        shape = shape_of_config(family_of(own), own.config, 1)
         with torch.no_grad(), parallelize(own, transport=transport), WholeImages(42 * shape.width) as counter:
             own(**inputs)
-        return len(counter.seen), shape.entrance
+        return len(counter.seen), shape.unsharded_copies
 
     for seen, expected in run_ranks(2, work):
         assert seen == expected
@@ -176,8 +178,8 @@ def test_tensors_of_the_whole_image_where_tokens_enter(family):
 
 def test_a_large_image_needs_most_where_it_enters():
     """1024 x 1024 on 12 ranks: three whole tensors are more than a layer's of a twelfth each; one lives on in it."""
-    shape, load = ModelShape("sd3", 24, 64, 12, 1000, entrance=3), Load(4096, 333, 1)
-    without = replace(shape, entrance=0)
+    shape, load = ModelShape("sd3", 24, 64, 12, 1000, unsharded_copies=3), Load(image_and_text(4096, 333), 1)
+    without = replace(shape, unsharded_copies=0)
     whole = 4096 * shape.width * 2
     for topology in (AURORA, topology_of("aurora", 24)):
         entering, inside = (max(need.activations for need in size_run(x, topology, load)) for x in (shape, without))
@@ -188,7 +190,7 @@ def test_a_large_image_needs_most_where_it_enters():
 
 
 def test_a_ring_needs_more_for_activations_and_as_much_for_caches():
-    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(4800, 240, 1, scoring="source")
+    shape, load = ModelShape("even", 24, 64, 2, 1000), Load(image_and_text(4800, 240), 1, state=state("source"))
     alone, ringed = (size_run(shape, AURORA, load, Mesh.build(AURORA, ring)) for ring in (1, 2))
     assert [one.cache for one in alone] == [one.cache for one in ringed]
     assert all(a.activations < b.activations for a, b in zip(alone, ringed, strict=True))
@@ -222,21 +224,21 @@ def test_shipped_shapes_are_those_of_diffusers(name, billions):
         model = getattr(diffusers, kind)(**config)
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
     shipped = load_shape(name)
-    assert shipped == replace(shape_of_config(kind, model.config, numbers), name=name)
+    assert shipped == replace(shape_of_config(family_of(model), model.config, numbers), name=name)
     assert len(model.attn_processors) == shipped.joint_layers + shipped.parallel_layers
     assert round(shipped.parameters / 1e9, 1) == billions
 
 
 def test_a_dual_layer_attends_to_the_image_once_more():
     model = sd3_transformer(4, layers=3, dual=(0, 2))
-    shape = shape_of_config(family_of(type(model)), model.config, 1)
+    shape = shape_of_config(family_of(model), model.config, 1)
     assert (shape.joint_layers, shape.image_layers, len(model.attn_processors)) == (3, 2, 5)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
     memory = 64 * 1024 * MIB
     for scoring in (None, "source", "card"):
-        load = replace(QWEN_LOAD, scoring=scoring, branches=2)
+        load = replace(QWEN_LOAD, state=scoring and state(scoring), branches=2)
         largest = largest_batch(QWEN, AURORA, load, memory)
         assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest))) <= memory
         assert max(x.total for x in size_run(QWEN, AURORA, replace(load, batch=largest + 1))) > memory
@@ -245,7 +247,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 def test_the_largest_batch_is_in_images():
     sd3 = load_shape("sd3.5")
-    load = Load(4096, 333, 2, scoring="source")
+    load = Load(image_and_text(4096, 333), 2, state=state("source"))
     largest = largest_batch(sd3, AURORA, load, 32 * 1024 * MIB)
     of_rows = [max(x.total for x in size_run(sd3, AURORA, replace(load, batch=2 * (largest + n)))) for n in (0, 1)]
     assert of_rows[0] <= 32 * 1024 * MIB < of_rows[1]
@@ -297,8 +299,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
 
 def activations_of_the_run() -> int:
     model = FAMILIES["sd3"][0](4)
-    shape = shape_of_config(family_of(type(model)), model.config, 1)
-    needs = size_run(shape, topology_of("local", 3), Load(42, 5, 2, 4, 1, "source"))
+    shape = shape_of_config(family_of(model), model.config, 1)
+    needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, "source"))
     return max(need.activations for need in needs)
 
 
@@ -333,6 +335,14 @@ def test_sides_that_tokens_do_not_fill():
         QWEN.image_tokens(1000)
 
 
-def test_a_class_of_unknown_memory():
-    with pytest.raises(UserError, match=r"memory of a UNet is not known; known are SD3Transformer2DModel"):
-        shape_of_config("UNet", {}, 1)
+def test_a_file_takes_from_its_family_what_it_does_not_say(tmp_path):
+    path = tmp_path / "mine.yaml"
+    said = "name: mine\nheads: 4\nhead_dim: 8\njoint_layers: 2\nparameters: 100\n"
+    path.write_text(said + "family: Qwen-Image\ntext_tokens: 9\n")
+    shape = ModelShape("mine", 4, 8, 2, 100, text_tokens=9, branches=2, unsharded_copies=1)
+    assert load_shape(str(path)) == shape
+    path.write_text(said + "text_tokens: 9\nbranches: 2\nentrance: 1\n")  # as before families and the longer name
+    assert load_shape(str(path)) == shape
+    path.write_text(said + "family: FLUX.3\n")
+    with pytest.raises(UserError, match=r"family of model file mine.yaml 'FLUX.3', did you mean FLUX"):
+        load_shape(str(path))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
+from cocodiff.assemble import build_strategy, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
+from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
 from cocodiff.planning.memory import Load, ModelShape
@@ -17,7 +18,8 @@ from cocodiff.planning.pricing import Pricing
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
-from cocodiff.routes.plans import PLANS, Block, Phase
+from cocodiff.registry import EXCHANGES
+from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
 from cocodiff.topology.machine import Device
 
@@ -28,7 +30,7 @@ TOY = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parallel_layers=2
 
 def case(preset="tapa", nodes=1, shape=TOY, steps=20, topology=None, **more):
     config = Config.preset(preset)
-    load = Load(1008, shape.text_tokens, 1, 2, shape.branches, config.scoring)
+    load = Load(image_and_text(1008, shape.text_tokens), 1, 2, shape.branches, state_sizes(config))
     return Case(shape, topology or topology_of("aurora", 12 * nodes), config, load, steps, **more)
 
 
@@ -97,9 +99,9 @@ def by_the_next_rank(topology, rank):
 
 
 def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
-    monkeypatch.setitem(PLANS, "next", by_the_next_rank)
+    monkeypatch.setitem(EXCHANGES, "next", f"{__name__}:by_the_next_rank")
 
-    def make(config, mesh, transport, trace, kernels, now):
+    def make(config, mesh, transport, trace, kernels):
         from cocodiff.wire.exchange import Exchange
 
         exchange = Exchange("next", mesh.topology, transport, trace, kernels=kernels)
@@ -115,6 +117,7 @@ class Twice:
 
     def __init__(self, *arguments):
         self._inner = build_strategy(*arguments)
+        self.coding = self._inner.coding
 
     def attend(self, qkv, site):
         self._inner.attend(qkv, site)
@@ -159,7 +162,7 @@ def test_what_is_worked_out_once_for_a_layout_is_charged_to_no_step(preset, toke
     rank that also worked out what all calls of a layout share would pay for it. No other test plans so many tokens:
     nothing about their layout is known before."""
     of = case(preset)
-    of = replace(of, load=replace(of.load, image_tokens=tokens))
+    of = replace(of, load=replace(of.load, segments=image_and_text(tokens, of.load.tokens(TEXT))))
     for kind in kinds_of(of.shape, of.load):
         for segment in record_layer(of, kind):
             for tile in (0, 1):  # with scoring by card, the first tile of every card scores
@@ -179,9 +182,7 @@ def test_v_major_is_planned_in_the_time_that_the_page_says():
     steps_ms = {}
     for preset in SD35_ON_4_NODES:
         config = Config.preset(preset)
-        load = Load(
-            shape.image_tokens(1536), shape.text_tokens, shape.rows_per_image, 2, shape.branches, config.scoring
-        )
+        load = Load(shape.segments(1536), shape.rows_per_image, 2, shape.branches, state_sizes(config))
         plan = planned(Case(shape, topology, config, load), Latencies.of(topology.machine))
         steps_ms[preset] = plan.step_s * 1e3
     assert steps_ms == pytest.approx(SD35_ON_4_NODES, abs=0.05)

@@ -126,7 +126,7 @@ def test_schedulers_of_second_order(make, evaluations):
         own, held = copy.deepcopy(pipe), []
         with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
             seen = watched(engine)
-            engine.model.register_forward_hook(lambda *_: held.append(engine.strategy.cache_bytes()))
+            engine.model.register_forward_hook(lambda *_: held.append(engine.strategy.coding.bytes_held()))
             pipeline_call(own, 0, steps=6)
         return seen, held, engine.drift_profile()
 
@@ -155,7 +155,7 @@ def test_a_run_that_starts_within_the_schedule(alone):
                 guidance_scale=1,
                 output_type="latent",
             )
-            assert engine._moment().steps == 8 * strength
+            assert engine._steps() == 8 * strength
     assert seen == [*[(0, s, 0) for s in range(4)], *[(1, s, 0) for s in range(2)], *[(2, s, 0) for s in range(8)]]
 
 

@@ -1,4 +1,4 @@
-"""Topologies to test on: full, ragged and multi-node ones."""
+"""Topologies to test on: full, ragged and multi-node ones; and tensors through an exchange."""
 
 from hypothesis import strategies as st
 
@@ -29,3 +29,13 @@ def topologies(draw: st.DrawFn, largest: int = 24) -> Topology:
 def is_full(topology: Topology) -> bool:
     """Every card has a tile in every plane."""
     return all(len(planes) == 1 for planes in topology.served_planes)
+
+
+def forward(exchange, tensors_BLHD, layout):
+    """Sends this rank's rows of some tensors, which travel together, on their way to its heads."""
+    return exchange.transfer(layout).send(**{f"x{number}": x_BLHD for number, x_BLHD in enumerate(tensors_BLHD)})
+
+
+def back(exchange, out_BSGD, layout):
+    """This rank's rows of all heads."""
+    return exchange.transfer(layout).back(out_BSGD)

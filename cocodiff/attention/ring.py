@@ -9,15 +9,14 @@ What the parts give is merged in float32 in the order of the visits, so nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.merge import Keys, Partial, partial_attention
+from cocodiff.attention.local import Keys, LocalAttention, Partial
+from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, views
@@ -26,7 +25,6 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 
-Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]  # as `partial_attention`
 LANE = "ring"
 
 
@@ -38,7 +36,7 @@ class KeysValues(NamedTuple):
 
 
 class Ring:
-    """One rank's place in its ring."""
+    """One rank's place in its ring. Its messages are keys and values whole, whatever the Ulysses part sends."""
 
     def __init__(
         self,
@@ -46,49 +44,38 @@ class Ring:
         transport: Ranks,
         trace: Trace,
         kernels: Kernels | None = None,
-        attend: Attend = partial_attention,
+        local: LocalAttention | None = None,
         sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """transport: of all ranks. attend: what is done with a block, instead of `partial_attention`; its result
-        is taken over. sequences: of every group, the order of its ranks' rows at this slot, where it is another one
-        (see `Layout.sequence`)."""
-        self._sequences = sequences or [()] * mesh.ring
-        self._layouts: dict[tuple[int, int, int], list[Layout]] = {}
-        self.mesh, self._trace, self._attend_to = mesh, trace, attend
+        """transport: of all ranks. local: what computes. sequences: of every group, the order of its ranks' rows at
+        this slot, where it is another one (see `Layout.sequence`)."""
+        self.mesh, self._trace, self._local = mesh, trace, local or LocalAttention()
+        self.sequences = sequences or [()] * mesh.ring
         self._kernels = kernels or Kernels(note=trace.note_kernel)
-        self.rank, (self._own, slot) = transport.rank, mesh.seat(transport.rank)
+        self.rank, (self.group, slot) = transport.rank, mesh.seat(transport.rank)
         self._visits = visits_of(mesh, transport.rank)
         self._rank_of = [group[slot] for group in mesh.groups]
         members = sorted(self._rank_of)
         self._index_of = [members.index(rank) for rank in self._rank_of]
-        self._group, self._lane = transport.group(members), transport.lane(LANE)
+        self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
-    def layout(self, image_tokens: int, text_tokens: int, heads: int) -> Layout:
-        """That of this rank's Ulysses group."""
-        return self._of_groups(image_tokens, text_tokens, heads)[self._own]
-
-    def _of_groups(self, *key: int) -> list[Layout]:
-        image_tokens, text_tokens, heads = key
-        if (image_tokens, text_tokens, heads) not in self._layouts:
-            of_groups = zip(self.mesh.layouts(image_tokens, text_tokens, heads), self._sequences, strict=True)
-            self._layouts[image_tokens, text_tokens, heads] = [
-                replace(layout, sequence=sequence) for layout, sequence in of_groups
-            ]
-        return self._layouts[image_tokens, text_tokens, heads]
-
-    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Tensor:
-        """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
+    def attend(
+        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
+    ) -> Tensor:
+        """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype. layouts: of every
+        group."""
         merged: Partial | None = None
-        for block in self.blocks(k_BSGD, v_BSGD, qkv, layer):
-            merged = self._merge(merged, self._attend_to(q_BSGD, *block))
+        for block in self.blocks(k_BSGD, v_BSGD, qkv, layouts, layer):
+            merged = self._merge(merged, self._local.part(q_BSGD, *block))
         assert merged is not None, "a ring has a rank"
         return merged.out_BLHD.to(q_BSGD.dtype)
 
-    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str = "") -> Iterator[Keys]:
+    def blocks(
+        self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
+    ) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to another
         rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
         it is asked for."""
-        layouts = self._of_groups(qkv.image_tokens, qkv.text_tokens, qkv.heads)
         here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
             coming: LanePending[KeysValues] | None = None
@@ -100,7 +87,7 @@ class Ring:
                 with self._trace.span("wait for kv", layer=layer):
                     here = coming.wait()
 
-    def _two_buffers(self, like_BSGD: Tensor, layouts: list[Layout]) -> list[Tensor]:
+    def _two_buffers(self, like_BSGD: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
         """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
         B, _, G, D = like_BSGD.shape
         others = [sum(layouts[visit.member].rows) for visit in self._visits[1:]]
@@ -121,7 +108,7 @@ class Ring:
                 for tensor in (*here, buffer):
                     used_on_current_stream(tensor)
                 self._trace.count(link, sum(tensor.nbytes for tensor in here))
-                self._group.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
+                self._ranks.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
                 return incoming
 
         return self._lane.submit(exchange)

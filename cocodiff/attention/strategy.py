@@ -10,12 +10,15 @@ so q_BLHD is sequence-parallel (some tokens, all heads) and q_BSGD head-parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from cocodiff.topology.layout import Segments
 
 
 def nothing() -> None:
@@ -25,21 +28,20 @@ def nothing() -> None:
 class LazyQKV(NamedTuple):
     """Queries, keys and values that are projected when asked for, so that a strategy decides when.
 
-    Each call returns this rank's rows [B, L, H, D], text and image together in the model's own order, normalised and
-    rotated. `image_tokens` and `text_tokens` count those of all ranks; `text_first` is the model's order of the two.
+    Each call returns this rank's rows [B, L, H, D] of all segments in the model's order, normalised and rotated.
 
-    text_mask_BT   bool [B, text_tokens] of all ranks: the text tokens that are attended to, None for all of them
-    meanwhile      work of the layer that needs no attention, to be done while something travels; called once
+    segments   what the sequence consists of, in the model's order, with the tokens of all ranks
+    masks      of segments, by name, bool [B, tokens] of all ranks: which of their tokens are attended to; all tokens of
+               the segments that are not there
+    meanwhile  work of the layer that needs no attention, to be done while something travels; called once
     """
 
     q: Callable[[], Tensor]
     k: Callable[[], Tensor]
     v: Callable[[], Tensor]
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     heads: int
-    text_first: bool = False
-    text_mask_BT: Tensor | None = None
+    masks: Mapping[str, Tensor] = MappingProxyType({})
     meanwhile: Callable[[], object] = nothing
 
 

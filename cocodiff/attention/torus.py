@@ -8,35 +8,22 @@ sent. Parts are merged in float32, in this order whatever arrives first: results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.merge import Keys, Partial
+from cocodiff.attention.local import Keys, LocalAttention, Partial
+from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
-from cocodiff.wire.staged import Staged
+from cocodiff.wire.exchange import Arriving, Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
-
-LocalPart = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Partial]  # as `partial_attention`
-
-
-@runtime_checkable
-class InChunks(Protocol):
-    """q, k or v on their way, chunk by chunk."""
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        """The whole sequence of one tensor for this rank's heads, [B, S, G, D], as soon as this chunk of it is there.
-        Chunks are asked for in ascending order, each once."""
-        ...
 
 
 class Torus:
@@ -44,65 +31,73 @@ class Torus:
 
     def __init__(
         self,
-        staged: Staged,
-        layout: Layout,
-        kernels: Kernels,
-        trace: Trace,
-        layer: str,
-        attention: LocalPart,
-        ring: Ring | None = None,
+        transfer: Transfer,
+        sent: Sequence[Arriving],
+        local: LocalAttention,
+        ring: Ring | None,
+        layouts: Sequence[Layout],
     ) -> None:
-        """ring: brings the keys of other Ulysses groups, which are attended to after the own ones."""
-        self._staged, self._layout, self._kernels, self._attention = staged, layout, kernels, attention
-        self._trace, self._layer, self._ring = trace, layer, ring
-        self._rows = [staged.rows(layout, number) for number in range(len(staged.chunks))]
+        """sent: q, k and v on their way. ring: brings the keys of other Ulysses groups, which are attended to after the
+        own ones; layouts: of all groups."""
+        staged = transfer.exchange.staged
+        assert staged is not None, "Torus attends to what comes in stages"
+        self._transfer, self._local, self._ring, self._layouts = transfer, local, ring, layouts
+        self._arriving = {name: arriving for arriving in sent for name in arriving.names}
+        self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
+        self._rows = [staged.rows(transfer.layout, number) for number in range(len(staged.chunks))]
+        # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
+        # keys arrive at once: one pass over them saves launches and merging.
+        chunks = len(self._rows)
+        cuts = [0, *(range(1, chunks) if staged.several_nodes else [1]), chunks]
+        self._key_groups = [range(start, stop) for start, stop in pairwise(cuts)]
 
-    def attend(self, arriving: Mapping[str, InChunks], qkv: LazyQKV, mask_B11S: Tensor | None) -> Tensor:
-        """arriving: of "q", "k" and "v". Returns attention of this rank's rows to all, [B, L, H, D]."""
-        numbers = range(len(self._rows))
-        between = len(self._key_groups()) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
-        back, keys = self._staged.back(self._layout, self._layer), self._keys(arriving, qkv, mask_B11S)
-        with self._trace.span("attention", layer=self._layer):
+    def attend(self, qkv: LazyQKV) -> Tensor:
+        """Attention of this rank's rows to all, [B, L, H, D]."""
+        self._expect_in_order()
+        numbers, layer = range(len(self._rows)), self._transfer.layer
+        between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
+        back, keys = self._transfer.back_in_stages(), self._keys(qkv)
+        with self._trace.span("attention", layer=layer):
             first, running = next(keys), []
             for number in numbers:
-                q_BSGD = self._await(arriving, "q", range(number, number + 1))
-                part = self._attention(q_BSGD[:, self._rows[number]], *first)
+                q_BSGD = self._await("q", range(number, number + 1))
+                part = self._local.part(q_BSGD[:, self._rows[number]], *first)
                 running.append(Partial(part.out_BLHD.float(), part.lse_BLH.contiguous()))
             for _ in range(between):
-                part = self._attention(q_BSGD, *next(keys))
+                part = self._local.part(q_BSGD, *next(keys))
                 for of_chunk, rows in zip(running, self._rows, strict=True):
                     self._merge(of_chunk, Partial(part.out_BLHD[:, rows], part.lse_BLH[:, rows]))
             last = next(keys)
             for number in reversed(numbers):
                 finished = running.pop()
-                self._merge(finished, self._attention(q_BSGD[:, self._rows[number]], *last))
+                self._merge(finished, self._local.part(q_BSGD[:, self._rows[number]], *last))
                 back.push(number, finished.out_BLHD.to(q_BSGD.dtype))
-        with self._trace.span("wait for o", layer=self._layer):
+        with self._trace.span("wait for o", layer=layer):
             return back.wait()
 
-    def _keys(self, arriving: Mapping[str, InChunks], qkv: LazyQKV, mask_B11S: Tensor | None) -> Iterator[Keys]:
+    def _expect_in_order(self) -> None:
+        """Has chunks put in place in the order in which they are attended to."""
+        order = [("q", number) for number in range(1, len(self._rows))]
+        order += [(name, number) for group in self._key_groups[1:] for name in "vk" for number in group]
+        for name, number in order:
+            self._arriving[name].expect(name, number)
+
+    def _keys(self, qkv: LazyQKV) -> Iterator[Keys]:
         """All keys in the order in which they are attended to, each as soon as it is here. The own ones are on their
         way round the ring as soon as they are whole."""
-        blocks, groups = None, self._key_groups()
-        for group in groups:
-            v_BSGD, k_BSGD = self._await(arriving, "v", group), self._await(arriving, "k", group)
-            if self._ring is not None and group is groups[-1]:
-                blocks = self._ring.blocks(k_BSGD, v_BSGD, qkv, self._layer)
+        blocks, mask_B11S = None, mask_in_rank_order(qkv, self._transfer.layout)
+        for group in self._key_groups:
+            v_BSGD, k_BSGD = self._await("v", group), self._await("k", group)
+            if self._ring is not None and group is self._key_groups[-1]:
+                blocks = self._ring.blocks(k_BSGD, v_BSGD, qkv, self._layouts, self._transfer.layer)
                 next(blocks)
             rows = slice(self._rows[group[0]].start, self._rows[group[-1]].stop)
             yield Keys(k_BSGD[:, rows], v_BSGD[:, rows], None if mask_B11S is None else mask_B11S[..., rows])
         yield from blocks or ()
 
-    def _key_groups(self) -> list[range]:
-        """The chunks of keys that are attended to together. On one node every card has links of its own and all others'
-        keys arrive at once: one pass over them saves launches and merging."""
-        chunks = len(self._rows)
-        cuts = [0, *(range(1, chunks) if self._staged.several_nodes else [1]), chunks]
-        return [range(start, stop) for start, stop in pairwise(cuts)]
-
-    def _await(self, arriving: Mapping[str, InChunks], name: str, group: range) -> Tensor:
-        with self._trace.span(f"wait for {name}", layer=self._layer):
-            *_, x_BSGD = [arriving[name].chunk(name, number) for number in group]
+    def _await(self, name: str, chunks: range) -> Tensor:
+        with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
+            *_, x_BSGD = [self._arriving[name].chunk(name, number) for number in chunks]
             return used_on_current_stream(x_BSGD)
 
     def _merge(self, running: Partial, part: Partial) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cocodiff.comm.admission import Admission, Line
-from cocodiff.comm.stalls import OwnProgress, ProgressOfPeers, find_stalled
+from cocodiff.comm.stalls import ALL, OwnProgress, ProgressOfPeers, find_stalled
 from cocodiff.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
@@ -50,7 +50,7 @@ class Alone:
     def check(self) -> None:
         return
 
-    def arrive(self, at: str) -> None:
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         return
 
     def still_waiting(self) -> None:
@@ -135,9 +135,10 @@ class Watch:
             self._raised = True
             raise self._lost
 
-    def arrive(self, at: str) -> None:
-        """This rank's main thread begins a call that all ranks make, as often and in the same order."""
-        self._own.arrive(at)
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """This rank's main thread begins a call that all ranks make, or all of `among`, as often and in the same
+        order."""
+        self._own.arrive(at, among)
 
     def still_waiting(self) -> None:
         """To be called again and again by a thread that waits for other ranks. Raises PeerLost."""
@@ -230,7 +231,7 @@ class Watch:
 
     def _compare(self, rank: int, settings: dict[str, str]) -> None:
         """Rank 0: notes whether a rank was started differently; once all have joined, tells all of them."""
-        self._peers.hear(rank, {"calls": 0, "at": "the start", "waits_s": 0.0})
+        self._peers.hear(rank, {"calls": [], "among": ALL, "at": "the start", "waits_s": 0.0})
         difference = describe_difference(self._settings, settings)
         if difference and self._refused is None:
             self._refused = rank, difference
@@ -377,7 +378,7 @@ class Watch:
     def _beat(self) -> None:
         while not self._closing and self._lost is None:
             own = self._own.seen()
-            self._tell(calls=own.calls, at=own.at, waits_s=own.waits_s)
+            self._tell(calls=list(own.calls.items()), among=own.among, at=own.at, waits_s=own.waits_s)
             time.sleep(self._beat_s)
 
 

@@ -156,6 +156,7 @@ class LoopbackTransport(LaneOwner):
         self.rank, self.size = rank, world.size
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
+        self.world = self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> LoopbackGroup:
         key = tuple(ranks)

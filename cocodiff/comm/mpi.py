@@ -91,6 +91,7 @@ class MpiTransport(LaneOwner):
         self._communicator = world.Dup()
         self.rank, self.size = world.Get_rank(), world.Get_size()
         self._communicators: list[Any] = []
+        self.world = MpiGroup(self._mpi, self._communicator, tuple(range(self.size)), health)
 
     def group(self, ranks: Sequence[int]) -> MpiGroup:
         members = self._communicator.Get_group().Incl(list(ranks))

@@ -1,7 +1,8 @@
 """Who keeps the others waiting: pure arithmetic on what every rank says of itself with its heartbeat.
 
 All ranks go through the same calls in the same order (attention calls, gathers, broadcasts), so the numbers of the
-calls that they are at can be compared: a rank that waits in call 40 while another one is at call 39 waits for it.
+calls that they are at can be compared: a rank that waits in call 40 while another one is at call 39 waits for it. Where
+a part of the ranks makes calls of its own, these are counted for that part, and compared among its ranks.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+Ranks = tuple[int, ...]
+ALL: Ranks = ()  # stands for all ranks of the run
 RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waiting thread notes it four times a second
 
 
@@ -19,13 +22,15 @@ RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waitin
 class Progress:
     """Where one rank is.
 
-    calls, at: how many calls that all ranks make it has begun, and the name of the last one.
+    calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at, among: the name of the
+    last call, and the ranks that make it.
     waits_s: for how long its main thread has been waiting for others, 0 while it does something else.
     unchanged_s: how long ago `calls` changed. left: it has said goodbye.
     """
 
-    calls: int = 0
+    calls: Mapping[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
+    among: Ranks = ALL
     waits_s: float = 0.0
     unchanged_s: float = 0.0
     left: bool = False
@@ -35,8 +40,9 @@ class Progress:
 class OwnProgress:
     """This rank's own progress, written by its main thread and read by the thread that sends heartbeats."""
 
-    calls: int = 0
+    calls: dict[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
+    among: Ranks = ALL
     blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
     asleep_s: float = 0.0  # for how long this process has been stopped in all
     _changed: float = field(default_factory=time.monotonic)
@@ -47,8 +53,10 @@ class OwnProgress:
         """A clock that stands while this process is stopped."""
         return time.monotonic() - self.asleep_s
 
-    def arrive(self, at: str) -> None:
-        self.calls, self.at, self._changed, self._noted = self.calls + 1, at, self.now(), 0.0
+    def arrive(self, at: str, among: Ranks = ALL) -> None:
+        # A new dict: the thread that sends heartbeats reads the old one meanwhile.
+        self.calls = self.calls | {among: self.calls.get(among, 0) + 1}
+        self.at, self.among, self._changed, self._noted = at, among, self.now(), 0.0
 
     def still_waiting(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -65,7 +73,7 @@ class OwnProgress:
             waits_s = now - blocked_since
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
-        return Progress(self.calls, self.at, waits_s, now - self._changed, left)
+        return Progress(self.calls, self.at, self.among, waits_s, now - self._changed, left)
 
 
 class ProgressOfPeers:
@@ -75,10 +83,11 @@ class ProgressOfPeers:
         self._last: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        calls, now = int(message["calls"]), time.monotonic()
+        calls, now = {tuple(ranks): int(count) for ranks, count in message["calls"]}, time.monotonic()
         known = self._last.get(rank)
         changed = known[1] if known is not None and known[0].calls == calls else now
-        self._last[rank] = Progress(calls, str(message["at"]), float(message["waits_s"])), changed
+        one = Progress(calls, str(message["at"]), tuple(message["among"]), float(message["waits_s"]))
+        self._last[rank] = one, changed
 
     def forgive(self, asleep_s: float) -> None:
         """The ranks' time stood while this process was stopped."""
@@ -87,7 +96,9 @@ class ProgressOfPeers:
     def seen(self, left: set[int]) -> dict[int, Progress]:
         now = time.monotonic()
         return {
-            rank: Progress(one.calls, one.at, 0.0 if rank in left else one.waits_s, now - changed, rank in left)
+            rank: replace(
+                one, waits_s=0.0 if rank in left else one.waits_s, unchanged_s=now - changed, left=rank in left
+            )
             for rank, (one, changed) in self._last.items()
         }
 
@@ -97,19 +108,37 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
 
     stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye.
     """
+    # A rank that waits in its part keeps the whole run waiting: so the smallest parts come first.
+    for among in sorted({one.among for one in progress.values()}, key=lambda ranks: (ranks == ALL, len(ranks), ranks)):
+        inside = {
+            rank: one if one.among == among else replace(one, waits_s=0.0)
+            for rank, one in progress.items()
+            if among == ALL or rank in among
+        }
+        found = _find_stalled_among(among, inside, stall_s, left_s)
+        if found is not None and (progress[found[0]].among == among or not progress[found[0]].waits_s):
+            return found
+    return None
+
+
+def _find_stalled_among(
+    among: Ranks, progress: Mapping[int, Progress], stall_s: float, left_s: float
+) -> tuple[int, str] | None:
+    """`find_stalled` for the calls that all of `among` make."""
+    calls = {rank: one.calls.get(among, 0) for rank, one in progress.items()}
     waiting = max(progress, key=lambda rank: progress[rank].waits_s, default=None)
     if waiting is None or progress[waiting].waits_s <= min(stall_s, left_s):
         return None
     waits = progress[waiting]
     # The rank that is behind; of ranks at the same call the one that does not wait.
-    late = min(progress, key=lambda rank: (progress[rank].calls, progress[rank].waits_s, rank))
+    late = min(progress, key=lambda rank: (calls[rank], progress[rank].waits_s, rank))
     one = progress[late]
     for_it = f"rank {waiting} has waited {waits.waits_s:.0f} s in {waits.at}"
-    if one.left and one.calls < waits.calls and waits.waits_s > left_s:
+    if one.left and calls[late] < calls[waiting] and waits.waits_s > left_s:
         return late, f"left the run after {one.at}, and {for_it}"
     if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
         return None
-    if late != waiting and (one.calls < waits.calls or one.waits_s <= stall_s):
+    if late != waiting and (calls[late] < calls[waiting] or one.waits_s <= stall_s):
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     return _in_another_call(progress, waiting, for_it)
 

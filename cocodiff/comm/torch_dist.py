@@ -108,15 +108,21 @@ class TorchDistTransport(LaneOwner):
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = dist.get_backend()
+        self._groups: list[Any] = []
         if owns_process_group or _users:
             _users.append(self)
-        self._groups: list[Any] = []
+            self.world = self._group_over(dist.group.WORLD, tuple(range(self.size)))
+        else:  # the process group of somebody else has limits of time of its own
+            self.world = self.group(range(self.size))
 
     def group(self, ranks: Sequence[int]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
         members, on_gloo = tuple(ranks), self.library == "gloo"
         process_group = self.blocking(lambda: gloo_group(members, self.rank) if on_gloo else new_group(members))
         self._groups.append(process_group)
+        return self._group_over(process_group, members)
+
+    def _group_over(self, process_group: Any, members: tuple[int, ...]) -> TorchDistGroup:
         if self.device.type != "cpu":
             self._meet(process_group)
         return TorchDistGroup(process_group, members, self.rank, self.device)

@@ -79,9 +79,10 @@ class Health(Protocol):
         """Raises PeerLost when a rank died, failed or fell silent."""
         ...
 
-    def arrive(self, at: str) -> None:
-        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. A rank
-        that others wait for in such a call, and that does not come to it, is lost in the end."""
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. among:
+        the ranks that make it, where it is a part of the run. A rank that others wait for in such a call, and that does
+        not come to it, is lost in the end."""
         ...
 
     def still_waiting(self) -> None:
@@ -116,20 +117,47 @@ class Ranks(Protocol):
     rank: int
     size: int
 
+    @property
+    def control(self) -> Lane:
+        """The lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs. One
+        of its jobs waits for no other lane."""
+        ...
+
+    @property
+    def world(self) -> Group:
+        """A group of all these ranks, for jobs of the control lane."""
+        ...
+
     def group(self, ranks: Sequence[int]) -> Group:
         """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
         torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
         ...
 
-    def lane(self, name: str) -> Lane: ...
+    def lane(self, name: str) -> Lane:
+        """The lane of this name, which is made when it is first asked for."""
+        ...
 
 
 class Transport(Ranks, Protocol):
-    """One object per rank."""
+    """One object per rank.
+
+    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
+    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
+    """
 
     device: torch.device
-    health: Health
-    closed: bool
+
+    @property
+    def run_ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def run_size(self) -> int: ...
+
+    @property
+    def health(self) -> Health: ...
+
+    @property
+    def closed(self) -> bool: ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""
@@ -234,7 +262,7 @@ class Lane:
         self._wake.release()
         return LanePending(future, self._health)
 
-    def submit_and_wait_soon(self, work: Callable[[], T]) -> LanePending[T]:
+    def submit_inline(self, work: Callable[[], T]) -> LanePending[T]:
         """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
         which saves waking a thread and being woken by it."""
         if self._device.type != "cpu":
@@ -287,22 +315,35 @@ class Lane:
 
 
 class LaneOwner(ABC):
-    """The lanes of a transport, and set-up traffic on a lane of its own so that a lost peer ends the wait for it."""
+    """The lanes of a transport by their names. Set-up traffic goes over the control lane, so that a lost peer ends the
+    wait for it."""
+
+    rank: int
+    size: int
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
         self.closed = False
-        self._lanes: list[Lane] = []
-        self._control = self.lane("control")
+        self._lanes: dict[str, Lane] = {}
+        self.control = self.lane("control")
 
     def lane(self, name: str) -> Lane:
-        self._lanes.append(Lane(name, self.device, self.health))
-        return self._lanes[-1]
+        if name not in self._lanes:
+            self._lanes[name] = Lane(name, self.device, self.health)
+        return self._lanes[name]
+
+    @property
+    def run_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    @property
+    def run_size(self) -> int:
+        return self.size
 
     def blocking(self, job: Callable[[], T], at: str = "set-up") -> T:
         """What `job` returns, which all ranks call; at: its name."""
         self.health.arrive(at)
-        return self._control.submit(job).wait()
+        return self.control.submit(job).wait()
 
     def close(self) -> None:
         """Leaves the run in good order. A second call does nothing."""
@@ -310,7 +351,7 @@ class LaneOwner(ABC):
             return
         self.closed = True
         self.health.close()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
         self._release()
 

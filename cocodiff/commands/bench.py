@@ -7,14 +7,15 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 
-from cocodiff_bench.common import Benchmark, machine_settings
+from cocodiff_bench.common import Benchmark, machine_settings, of_benchmarks
 
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.options import parse
+from cocodiff.commands.options import engine_record, parse, with_settings
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
-from cocodiff.config import Config, check_choice, shipped_names
+from cocodiff.config import shipped_names
+from cocodiff.errors import check_choice
 
 KINDS = {
     "alltoall": "one exchange, beside the libraries' own and the links' bound",
@@ -52,10 +53,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return 0
     check_choice("benchmark", words[0], KINDS)
     benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK
-    values = parse(f"bench {words[0]}", benchmark.about, benchmark.options, words[1:])
+    values = parse(f"bench {words[0]}", benchmark.about, with_settings(benchmark.options, of_benchmarks), words[1:])
     settle(values, launch)
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
-    config = Config(**machine_settings(values))
+    config = engine_record()(**machine_settings(values))
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}

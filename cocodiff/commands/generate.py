@@ -11,25 +11,18 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.families import GENERATE
 from cocodiff.commands.model_checks import check_sides
-from cocodiff.commands.options import (
-    MESH_OPTIONS,
-    RUN_OPTIONS,
-    V_MAJOR_OPTIONS,
-    Option,
-    check_counts,
-    parse,
-    preset_configs,
-)
+from cocodiff.commands.options import RUN_OPTIONS, Option, check_counts, parse, preset_configs, with_settings
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.family import GENERATE
 from cocodiff.topology.machine import Topology
 
+ABOUT = "Make images from text with a diffusion transformer."
 OPTIONS = (
     Option(
         "model",
@@ -48,14 +41,12 @@ OPTIONS = (
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     *RUN_OPTIONS,
-    *MESH_OPTIONS,
-    *V_MAJOR_OPTIONS,
 )
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
-    values = parse("generate", "Make images from text with a diffusion transformer.", OPTIONS, words)
+    values = parse("generate", ABOUT, with_settings(OPTIONS), words)
     ranks = settle(values, launch)
     job = prepare(values, ranks, started)
     if launch.speaks:

@@ -9,16 +9,14 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import (
-    MESH_OPTIONS,
     RUN_OPTIONS,
-    V_MAJOR_OPTIONS,
     Option,
     check_counts,
     check_strength,
     parse,
     preset_configs,
+    with_settings,
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
@@ -27,8 +25,10 @@ from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
+from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
+ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SMALL_MODEL = 256  # pixels on a side
 OPTIONS = (
     Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
@@ -52,14 +52,12 @@ OPTIONS = (
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     *RUN_OPTIONS,
-    *MESH_OPTIONS,
-    *V_MAJOR_OPTIONS,
 )
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
-    values = parse("inpaint", "Restore masked regions of slices with a diffusion transformer.", OPTIONS, words)
+    values = parse("inpaint", ABOUT, with_settings(OPTIONS), words)
     ranks = settle(values, launch)
     job = prepare(values, ranks, started)
     if launch.speaks:

@@ -6,16 +6,15 @@ import time
 from collections.abc import Sequence
 
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.options import Option, parse
+from cocodiff.commands.options import LOG_LEVEL, Option, parse, with_settings
 from cocodiff.commands.terminal import quiet_libraries, say
-from cocodiff.config import DEVICES, check_choice
-from cocodiff.errors import UserError
+from cocodiff.errors import UserError, check_choice
 
+ABOUT = "Compiles the SYCL kernels for this machine."
 ACTIONS = {"build": "compile the SYCL kernels for this machine"}
 OPTIONS = (
-    Option("device", "what they are for", "auto", choices=DEVICES),
     Option("ahead_of_time", "compile by icpx for this GPU, which need not be here: intel_gpu_pvc", None),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+    LOG_LEVEL,
 )
 
 
@@ -25,7 +24,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         say("\n".join(["usage: cocodiff kernels ACTION [--help] [options]", "", *actions]))
         return 0
     check_choice("action", words[0], ACTIONS)
-    values = parse("kernels build", "Compiles the SYCL kernels for this machine.", OPTIONS, words[1:])
+    values = parse("kernels build", ABOUT, with_settings(OPTIONS, lambda one: one.name == "device"), words[1:])
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device
     from cocodiff.kernels import compile_ahead, sycl_ops

@@ -16,6 +16,7 @@ from typing import Any
 from cocodiff.commands.weights import check_header, read_headers
 from cocodiff.errors import UserError
 from cocodiff.files import read_json
+from cocodiff.models import family_of
 
 REQUIRED = ("transformer", "vae", "scheduler")
 LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
@@ -32,8 +33,7 @@ SIZES = (
     "caption_projection_dim",
     "pos_embed_max_size",
 )
-# Of autoencoders: what pipelines calculate with, and what there is one of for each level.
-VAE_NUMBERS = {"AutoencoderKL": ("scaling_factor", "shift_factor"), "AutoencoderKLFlux2": ("batch_norm_eps",)}
+# Of autoencoders: what there is one of for each level.
 VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
 MAY_BE_NULL = ("out_channels",)
 LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
@@ -162,10 +162,10 @@ def _check_latents(pipe: Any, model: str) -> None:
             f"model {model}: its transformer makes latents of {leaves} channels and its vae takes {channels}; they are "
             f"of different models"
         )
-    kind = type(pipe.vae).__name__
-    numbers = {name: config[name] for name in VAE_NUMBERS.get(kind, ()) if name in config}
+    family = family_of(pipe.transformer)
+    numbers = {name: config[name] for name in family.vae_numbers if name in config}
     for name in ("latents_mean", "latents_std"):
-        if config.get(name) is not None or kind == "AutoencoderKLQwenImage":
+        if config.get(name) is not None or name in family.vae_lists:
             listed = config.get(name)
             if not isinstance(listed, (list, tuple)) or len(listed) != channels:
                 raise UserError(f"model {model}: {name} of its vae is {listed!r}: {channels} numbers are needed")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cocodiff.commands.model_checks import read_shape
-from cocodiff.config import find_shipped, from_mapping, read_yaml
+from cocodiff.config import check_choice, find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
+from cocodiff.models import FAMILIES, families, family_of_class, load_family
 from cocodiff.planning.memory import ModelShape, shape_of_config
 
 
@@ -21,28 +24,44 @@ def load_shape(name: str) -> ModelShape:
         return shape_of_folder(found[0])
     path = find_shipped("model", "models", name)
     try:
-        return from_mapping(ModelShape, read_yaml(path), path.name)
+        return shape_of_mapping(read_yaml(path), path.name)
     except TypeError as error:
         missing = str(error).partition("missing ")[2] or str(error)
         raise UserError(f"model file {path.name}: missing {missing}; see configs/models/flux.1.yaml") from error
 
 
+def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
+    """The shape of a model file: the fields of ModelShape, and `family`, whose facts stand for fields that are absent.
+
+    `entrance`, the former name of `unsharded_copies`, is read as well."""
+    given = {"unsharded_copies" if key == "entrance" else key: value for key, value in values.items()}
+    if "family" not in given:
+        return from_mapping(ModelShape, given, where)
+    family = str(given.pop("family"))
+    check_choice(f"family of model file {where}", family, FAMILIES)
+    return from_mapping(ModelShape, load_family(family).shape_facts() | given, where)
+
+
 def shape_of_folder(path: Path) -> ModelShape:
     """The shape of the transformer of a config.json; its parameters are counted without any memory for them."""
-    import diffusers
     import torch
 
     config = read_shape(path)
     kind = str(config.get("_class_name"))
-    built = getattr(diffusers, kind, None)
-    if built is None or not hasattr(built, "from_config"):
-        raise UserError(f"{path}: diffusers has no class {kind}: give a folder with a transformer of diffusers")
+    family = family_of_class(kind)
+    if family is None:
+        import diffusers
+
+        if not hasattr(getattr(diffusers, kind, None), "from_config"):
+            raise UserError(f"{path}: diffusers has no class {kind}: give a folder with a transformer of diffusers")
+        known = ", ".join(family.class_name for family in families())
+        raise UserError(f"the memory of a {kind} is not known; known are {known}")
     try:
         with torch.device("meta"):
-            model = built.from_config(config)
+            model = family.import_transformer().from_config(config)
     except Exception as error:  # diffusers' code on the user's file
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: {kind} cannot be made of it ({type(error).__name__}: {text})") from error
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
-    shape = shape_of_config(kind, model.config, numbers)
+    shape = shape_of_config(family, model.config, numbers)
     return replace(shape, name=(path.parents[1] if path.parent.name == "transformer" else path.parent).resolve().name)

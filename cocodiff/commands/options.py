@@ -4,115 +4,48 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
 from cocodiff.commands.outputs import beside_the_record
-from cocodiff.config import (
-    DEVICES,
-    EXCHANGES,
-    KERNELS,
-    ORDERS,
-    PLACEMENTS,
-    REFERENCES,
-    SCHEDULES,
-    SCORINGS,
-    SELECTIONS,
-    TRANSPORTS,
-    VAE_RANKS,
-    Config,
-    check_choice,
-    check_keys,
-    preset_names,
-    read_yaml,
-    suggestion,
-)
-from cocodiff.errors import UserError
+from cocodiff.config import Config, preset_names, read_yaml
+from cocodiff.errors import UserError, check_choice, check_keys, suggestion
+from cocodiff.registry import RECORDS, load
+from cocodiff.setting import Option, settings_of
 
-
-@dataclass(frozen=True)
-class Option:
-    """One option: `--name`, its default (None with `required`), its type, and a line of help."""
-
-    name: str
-    help: str
-    default: Any = None
-    type: Any = str
-    many: bool = False
-    choices: tuple[str, ...] | None = None
-    required: bool = False
-
-
-RUN_OPTIONS = (
-    Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
-    Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
-    Option("exchange", "route of tokens between ranks, instead of the preset's", choices=EXCHANGES),
-    Option("exchange_table", "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one"),
-    Option("order", "order of an attention call's projections and messages, instead of the preset's", choices=ORDERS),
-    Option("chunks", "chunks that tensors travel in while attention computes, or auto; 1 is none", type=int | str),
-    Option("vae", "ranks that decode latents, instead of the preset's", choices=VAE_RANKS),
-    Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
-    Option("device", "what ranks compute on", "auto", choices=DEVICES),
-    Option("kernels", "what packs, gathers and scores", "auto", choices=KERNELS),
-    Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
-    Option("start_timeout_s", "seconds after which a rank that has not started is lost", 600.0, type=float),
-    Option("stall_timeout_s", "seconds that a rank waits for one that lives but does not go on", 1800.0, type=float),
-    Option("quiet", "no progress bars", False, type=bool),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
-)
-
-MESH_OPTIONS = (
-    Option(
-        "ring",
-        "ranks of a ring of keys and values; 1: Ulysses alone; auto: 1 if heads suffice, else the fastest",
-        type=int | str,
-    ),
-    Option("placement", "with a ring, who is in it, instead of the preset's", choices=PLACEMENTS),
-)
-
-V_MAJOR_OPTIONS = (
-    Option(
-        "selection",
-        "full (exact) or v_major (only tokens that changed), instead of the preset's",
-        None,
-        choices=SELECTIONS,
-    ),
-    Option("schedule", "how the fraction of tokens that stay goes over the steps", choices=SCHEDULES),
-    Option("ratio", "that fraction, for --schedule fixed", type=float),
-    Option("ratios", "one for each step, for --schedule list", type=float, many=True),
-    Option("threshold", "relative change of a token that travels, for --schedule threshold", type=float),
-    Option("scoring", "who scores tokens: their rank (source) or their card's first tile (card)", choices=SCORINGS),
-    Option("reference", "what they are compared with: as last sent, or the step before (prev)", choices=REFERENCES),
-    Option("warmup", "full steps at the start", type=int),
-    Option("sync_interval", "a full step every so many, 0 for never", type=int),
-)
-OF_MACHINE = ("machine", "transport", "device", "kernels", "timeout_s", "start_timeout_s", "stall_timeout_s")
-# Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
-MOST = {
-    "steps": 10**6,
-    "batch": 10**6,
-    "ranks": 10**6,
-    "height": 2**16,
-    "width": 2**16,
-    "size": 2**16,
-    "nodes": 10**5,
-    "branches": 100,
-}
+RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)
+LOG_LEVEL = Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error"))
+RUN_OPTIONS = (RANKS, Option("quiet", "no progress bars", False, type=bool), LOG_LEVEL)
 MOST_OF_OTHERS = 10**9
-OVER_PRESET = (
-    "exchange",
-    "exchange_table",
-    "order",
-    "ring",
-    "placement",
-    "chunks",
-    "vae",
-    *(option.name for option in V_MAJOR_OPTIONS),
+# Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
+MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "branches": 100} | dict.fromkeys(
+    ("height", "width", "size"), 2**16
 )
+
+
+def engine_record() -> type[Config]:
+    """The settings that commands give flags to, read from files, sweep over and start engines with: `Config`, or the
+    dataclass derived from it that the registry names in its place."""
+    return cast("type[Config]", load(RECORDS, "engine"))
+
+
+def with_settings(own: Sequence[Option], wanted: Callable[[Option], bool] = lambda setting: True) -> tuple[Option, ...]:
+    """A command's own options, and those of the engine's settings that it has none of the same name for."""
+    names = {option.name for option in own}
+    flags = [one for one in settings_of(engine_record()).values() if one.given != "code" and one.name not in names]
+    return (*own, *(_flag(one) for one in flags if wanted(one)))
+
+
+def _flag(setting: Option) -> Option:
+    """A setting's flag. One that presets say has no default of its own: where it is not given, the preset's holds."""
+    if setting.given == "machine":
+        return setting
+    told = "".join(f"; with {other} {value}" for other, value in filter(None, [setting.only_with]))
+    return replace(setting, default=None, help=f"{setting.help}{told} (default: the preset's)")
 
 
 def parse(
@@ -128,9 +61,9 @@ def parse(
     parser.add_argument("--config", help="YAML file with any of the options below")
     for option in options:
         # words that are listed have no type besides: the help would show a function's address for it
-        extra: dict[str, Any] = {"choices": list(option.choices)} if option.choices else {"type": option.type}
+        extra: dict[str, Any] = {"choices": list(option.words)} if option.closed else {"type": option.type}
         if option.many:
-            extra["nargs"] = "+"
+            extra |= {"nargs": "+", "action": "extend"}
         shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
         parser.add_argument(f"--{option.name}", default=SUPPRESS, help=option.help + shown, **extra)
     given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
@@ -149,11 +82,10 @@ def parse(
     return values
 
 
-def engine_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings among the options, named as in Config; those of a preset only where they are given."""
-    of_machine = {name: values[name] for name in OF_MACHINE if name in values}
-    over_preset = {name: values[name] for name in OVER_PRESET if values.get(name) is not None}
-    return of_machine | over_preset
+def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's settings among the options' values."""
+    flags = [name for name, one in settings_of(engine_record()).items() if one.given != "code"]
+    return {name: values[name] for name in flags if values.get(name) is not None}
 
 
 def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
@@ -163,7 +95,7 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
         check_choice("preset", name, preset_names())
     if not names:
         raise UserError(f"--preset {' '.join(values['preset'])!r} names none; choose from {', '.join(preset_names())}")
-    return {name: Config.preset(name, **engine_settings(values)) for name in names}
+    return {name: engine_record().preset(name, **engine_settings(values)) for name in names}
 
 
 def check_counts(values: dict[str, Any], *names: str) -> None:
@@ -197,9 +129,10 @@ def _check_number_or_word(name: str, value: Any) -> None:
 
 def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
     known = [option.name for option in options] + ["config"]
-    normal: list[str] = []
     flags = {option.name for option in options if option.type is bool}
     many = {option.name for option in options if option.many}
+    normal: list[str] = []
+    seen: set[str] = set()
     for position, word in enumerate(words):
         if not word.startswith("--"):
             normal.append(word)
@@ -213,34 +146,14 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
             equals, value = "=", "true"
         elif name not in known and name not in ("help", ""):
             raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
+        if name in seen - many:  # argparse would silently take the last
+            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
+        seen.add(name)
         normal.append(f"--{name}{equals}{value}")
     try:
-        return parser.parse_args(_gathered(normal, many))
+        return parser.parse_args(normal)
     except ArgumentError as error:
         raise UserError(_one_line(str(error), parser.prog)) from error
-
-
-def _gathered(words: Sequence[str], many: Collection[str]) -> list[str]:
-    """The words with what is given of an option several times in one place, in order. Raises UserError for a repeated
-    option that takes one value: argparse would silently take the last."""
-    groups: list[list[str]] = [[]]  # words before the first option, then each option and its values
-    by_name: dict[str, list[str]] = {}
-    for word in words:
-        if not word.startswith("--") or word == "--":
-            groups[-1].append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        if name not in by_name:
-            groups.append(by_name.setdefault(name, [word]))
-        elif name in many:
-            groups.remove(by_name[name])  # goes on at the end, where its further values come
-            groups.append(by_name[name])
-            _, joined, first = by_name[name][0].partition("=")
-            by_name[name][:1] = [f"--{name}", *([first] if joined else [])]
-            by_name[name] += [value] if equals else []
-        else:
-            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
-    return [word for group in groups for word in group]
 
 
 def _one_line(message: str, program: str) -> str:
@@ -270,18 +183,17 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
 
 def _checked(path: str, option: Option, value: Any) -> Any:
     """One value of a settings file in the option's type. Raises UserError for others."""
-    kinds = get_args(option.type) or (option.type,)
     if option.type is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    if type(value) not in kinds:
-        names = " or ".join(kind.__name__ for kind in kinds)
+    if type(value) not in option.kinds:
+        names = " or ".join(kind.__name__ for kind in option.kinds)
         raise UserError(f"{path}: {option.name}: {_shown(value)} is not of type {names}")
     if type(value) is int and abs(value) >= 2**63:
         raise UserError(f"{path}: {option.name}: {_shown(value)} has more than 64 bits; give a smaller number")
-    if option.choices and value not in option.choices:
+    if option.closed and value not in option.words:
         raise UserError(
-            f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.choices)}; "
-            f"choose from {', '.join(option.choices)}"
+            f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.words)}; "
+            f"choose from {', '.join(option.words)}"
         )
     return value
 

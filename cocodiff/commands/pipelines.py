@@ -11,13 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cocodiff.commands.families import GENERATE, Family, family_of
 from cocodiff.commands.model_checks import check_folder, check_loaded, check_tokenizer, read_shape
 from cocodiff.commands.prompts import Embeddings, encode, free_unused, no_prompt
 from cocodiff.commands.terminal import say
 from cocodiff.commands.weights import check_weights, conversion
 from cocodiff.errors import UserError
 from cocodiff.files import is_there, read_json
+from cocodiff.models import pipelines_of
+from cocodiff.models.family import GENERATE, Pipelines
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
@@ -65,7 +66,7 @@ def check_model(request: Request, ranks: int) -> None:
         encoders = False
     else:
         index = read_index(name)
-        family_of(index["_class_name"], name).pipeline(request.task, name)
+        pipelines_of(index["_class_name"], name).of_task(request.task, name)
         encoders = has_encoders(index)
         shape = model_file(name, "transformer/config.json")
         if Path(name).is_dir():
@@ -143,7 +144,7 @@ def _fetched(name: str, file: str) -> Path:
 def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
     if request.model != EMBEDDED:
-        _pipeline_class(family_of(read_index(request.model)["_class_name"], request.model), request)
+        _pipeline_class(pipelines_of(read_index(request.model)["_class_name"], request.model), request)
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
@@ -179,14 +180,14 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
         if line:
             say(line)
     index = read_index(request.model)
-    family = family_of(index["_class_name"], request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
     guidance = request.guidance
     if has_encoders(index):
         prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
     else:
         guidance = 1.0 if guidance is None else guidance
-        prompts = [no_prompt(family, pipe.transformer, wanted)] * max(1, len(request.prompts))
-    return pipe, prompts, {} if guidance is None else {family.guidance: guidance}
+        prompts = [no_prompt(pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
+    return pipe, prompts, {} if guidance is None else {pipelines.guidance: guidance}
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
@@ -211,9 +212,9 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
             check_tokenizer(getattr(pipe, part), part, request.model)
-    family = family_of(index["_class_name"], request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
     guided = request.guidance is None or request.guidance > 1
-    prompts = encode(family, pipe, request.prompts, guided, transport.device)
+    prompts = encode(pipelines, pipe, request.prompts, guided, transport.device)
     del pipe, encoders
     free_unused()
     return prompts
@@ -224,7 +225,7 @@ def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts:
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    kind = _pipeline_class(family_of(index["_class_name"], request.model), request)
+    kind = _pipeline_class(pipelines_of(index["_class_name"], request.model), request)
     given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
     with _loading(request.model):
         return kind.from_pretrained(
@@ -274,10 +275,10 @@ def _loading(model: str) -> Iterator[None]:
         raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
-def _pipeline_class(family: Family, request: Request) -> Any:
+def _pipeline_class(pipelines: Pipelines, request: Request) -> Any:
     import diffusers
 
-    return getattr(diffusers, family.pipeline(request.task, request.model))
+    return getattr(diffusers, pipelines.of_task(request.task, request.model))
 
 
 def _one_line(error: Exception) -> str:

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.commands.families import Family
 from cocodiff.errors import UserError
+from cocodiff.models.family import Pipelines
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
 
 
-def encode(family: Family, pipe: Any, prompts: Sequence[str], guided: bool, device: torch.device) -> list[Embeddings]:
+def encode(
+    pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: torch.device
+) -> list[Embeddings]:
     """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
 
     pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
@@ -27,24 +29,24 @@ def encode(family: Family, pipe: Any, prompts: Sequence[str], guided: bool, devi
         if isinstance(part, torch.nn.Module) and part not in (pipe.transformer, pipe.vae):
             part.to(device)
     with torch.no_grad():
-        wanted = guided and family.negative is not None
-        negative = _encode_one(family, pipe, family.negative or "", device) if wanted else {}
+        wanted = guided and pipelines.negative is not None
+        negative = _encode_one(pipelines, pipe, pipelines.negative or "", device) if wanted else {}
         against = {f"negative_{name}": value for name, value in negative.items()}
-        return [_encode_one(family, pipe, prompt, device) | against for prompt in prompts]
+        return [_encode_one(pipelines, pipe, prompt, device) | against for prompt in prompts]
 
 
-def _encode_one(family: Family, pipe: Any, prompt: str, device: torch.device) -> Embeddings:
+def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.device) -> Embeddings:
     import torch
 
     try:
-        values = pipe.encode_prompt(prompt, **dict.fromkeys(family.also), device=device)
+        values = pipe.encode_prompt(prompt, **dict.fromkeys(pipelines.also), device=device)
     except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
         text = " ".join(str(error).split())[:200]
         raise UserError(
             f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
             f"({type(error).__name__}: {text}); copy them again"
         ) from error
-    named = dict(zip(family.encoded, values, strict=True))
+    named = dict(zip(pipelines.encoded, values, strict=True))
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
         named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
@@ -56,13 +58,13 @@ def _encode_one(family: Family, pipe: Any, prompt: str, device: torch.device) ->
     return {name: value.cpu() for name, value in named.items() if name and value is not None}
 
 
-def no_prompt(family: Family, transformer: Any, dtype: torch.dtype) -> Embeddings:
+def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Embeddings:
     """Zero embeddings of one token, for pipelines saved without text encoders; the same for the negative prompt."""
     import torch
 
     config, zero = transformer.config, {}
-    negative = () if family.negative is None else tuple(f"negative_{name}" for name in family.encoded if name)
-    for name in (*filter(None, family.encoded), *negative):
+    negative = () if pipelines.negative is None else tuple(f"negative_{name}" for name in pipelines.encoded if name)
+    for name in (*filter(None, pipelines.encoded), *negative):
         if name.endswith("_mask"):
             zero[name] = torch.ones(1, 1, dtype=torch.long)
         elif "pooled" in name:

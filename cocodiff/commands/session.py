@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.options import engine_settings
+from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
@@ -180,7 +180,8 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
     """The modes to run, and which of them is the exact one: a preset with its settings, or one mode more."""
     if not job.values["exact"]:
         return dict(job.presets), None
-    exact = Config.preset(EXACT, **engine_settings(job.values) | {"exchange": "flat", "selection": "full", "chunks": 1})
+    settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "chunks": 1}
+    exact = engine_record().preset(EXACT, **settings)
     for mode, config in job.presets.items():
         if config == exact:
             return dict(job.presets), mode

@@ -28,7 +28,8 @@ OPS = tuple(ONE_THREAD)
 # device -> operation -> sizes
 CHOICES: dict[str, dict[str, Switches]] = {
     "cpu": ONE_THREAD,
-    # torch's second thread still waits for work of its own, on the core that SYCL's would take (docs/benchmarks.md).
+    # After torch's own work its second thread looks for more, on the core that SYCL's second thread would take:
+    # docs/measurements/kernels.md.
     "cpu, several threads": {**ONE_THREAD, "unpack": (MIB // 2, 3 * MIB // 2, 12 * MIB)},
     "xpu": dict.fromkeys(OPS, (0,)),
 }

@@ -1,28 +1,56 @@
-"""One thin adapter per model family."""
+"""The model families, one file each: its adapter, and a `Family` record of everything else that is known of it."""
 
-from torch import nn
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
 
 from cocodiff.errors import UserError
-from cocodiff.models.adapter import Adapter
-from cocodiff.models.flux import FluxAdapter
-from cocodiff.models.flux2 import Flux2Adapter
-from cocodiff.models.qwen_image import QwenImageAdapter
-from cocodiff.models.sd3 import SD3Adapter
+from cocodiff.models.family import Family, Pipelines
 
-ADAPTERS: dict[str, Adapter] = {
-    "SD3 / SD3.5": SD3Adapter(),
-    "FLUX.1": FluxAdapter(),
-    "FLUX.2": Flux2Adapter(),
-    "Qwen-Image": QwenImageAdapter(),
+# Where each family's record is, as "module:name". A record is imported when it is asked for.
+FAMILIES: dict[str, str] = {
+    "SD3 / SD3.5": "cocodiff.models.sd3:FAMILY",
+    "FLUX.1": "cocodiff.models.flux:FAMILY",
+    "FLUX.2": "cocodiff.models.flux2:FAMILY",
+    "Qwen-Image": "cocodiff.models.qwen_image:FAMILY",
 }
 
 
-def adapter_for(model: nn.Module) -> Adapter:
-    """The adapter of a model's family. Raises UserError that lists the known ones."""
-    for adapter in ADAPTERS.values():
-        if adapter.matches(model):
-            return adapter
+def load_family(name: str) -> Family:
+    """The family of a name in FAMILIES."""
+    module, _, record = FAMILIES[name].partition(":")
+    family: Family = getattr(import_module(module), record)
+    return family
+
+
+def families() -> Iterator[Family]:
+    return map(load_family, FAMILIES)
+
+
+def family_of(model: object) -> Family:
+    """The family of a transformer. Raises UserError that lists the known ones."""
+    for family in families():
+        if family.has(type(model)):
+            return family
     raise UserError(
-        f"no adapter for {type(model).__name__}; known families: {', '.join(ADAPTERS)}; "
+        f"no adapter for {type(model).__name__}; known families: {', '.join(FAMILIES)}; "
         f"docs/new-model.md tells how one is written"
     )
+
+
+def family_of_class(name: str) -> Family | None:
+    """The family whose transformer's class has this name, as a config.json gives it; None where none has."""
+    return next((family for family in families() if family.class_name == name), None)
+
+
+def pipelines_of(pipeline: str, model: str) -> Pipelines:
+    """The pipelines that share their weights with the class that a model's `model_index.json` names.
+
+    Raises UserError for a class that no family has."""
+    known = [pipelines for family in families() for pipelines in family.pipelines]
+    for pipelines in known:
+        if pipeline in pipelines.classes:
+            return pipelines
+    names = ", ".join(name for pipelines in known for name in pipelines.classes)
+    raise UserError(f"model {model} is a {pipeline or 'pipeline of no name'}; known: {names}")

@@ -1,6 +1,6 @@
 """The seam between a model and the engine. An adapter knows one family of transformers and nothing of communication:
-which modules attend, how their q, k and v come about, where text and image tokens sit, what is sharded where the
-tokens enter and gathered where they leave. `docs/new-model.md` tells how one is written."""
+which modules attend, how their q, k and v come about, which segments a sequence has, what is sharded where the tokens
+enter and gathered where they leave. `docs/new-model.md` tells how one is written."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from torch import Tensor, nn
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of the current model call, over all ranks."""
-
-    image: int
-    text: int
+from cocodiff.models.tokens import IMAGE, image_and_text
+from cocodiff.topology.layout import Segments
 
 
 class Shard(Protocol):
-    """This rank's tokens of the current call, cut out of all tokens along a dimension."""
+    """This rank's share of the current call."""
 
-    def image(self, whole: Tensor, dim: int = 1) -> Tensor: ...
-
-    def text(self, whole: Tensor, dim: int = 1) -> Tensor: ...
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a segment, out of all of them along a dimension."""
+        ...
 
 
 Attend = Callable[[LazyQKV, str], Tensor]  # (q, k and v of this rank, layer name) -> out_BLHD
@@ -49,10 +43,11 @@ class Hook:
 
 
 class AttentionProcessor:
-    """What a family's processors are made from. layer: the name of the module that attends."""
+    """What a family's processors are made from. segments: of the model's current call, as the adapter says them;
+    layer: the name of the module that attends."""
 
-    def __init__(self, attend: Attend, tokens: Callable[[], Tokens], layer: str, kernels: Kernels) -> None:
-        self._attend, self._tokens, self._layer, self._kernels = attend, tokens, layer, kernels
+    def __init__(self, attend: Attend, segments: Callable[[], Segments], layer: str, kernels: Kernels) -> None:
+        self._attend, self._segments, self._layer, self._kernels = attend, segments, layer, kernels
 
 
 class Adapter(ABC):
@@ -62,11 +57,8 @@ class Adapter(ABC):
     attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
 
     @abstractmethod
-    def matches(self, model: nn.Module) -> bool: ...
-
-    @abstractmethod
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        """Where image tokens, text tokens and their rotary angles become this rank's own."""
+        """Where the tokens of every segment and their rotary angles become this rank's own."""
 
     @abstractmethod
     def processors(self) -> dict[type, type[AttentionProcessor]]:
@@ -90,18 +82,20 @@ class Adapter(ABC):
                 f"{self.attention_kwargs} ({names}) reach no parallel attention processor: run without them"
             )
 
-    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
-        """How many tokens a call of the model has, from its arguments."""
-        return Tokens(arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1])
+    def segments(self, model: Any, arguments: Arguments) -> Segments:
+        """What the sequence of joint attention consists of in a call of the model, in the model's order, from the
+        call's arguments."""
+        image, text = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
+        return image_and_text(image, text, text_first=True)
 
-    def image_exit(self, model: Any) -> nn.Module:
-        """The module whose output are the last image tokens [B, L, C]: gathered there."""
-        exit_layer: nn.Module = model.proj_out
-        return exit_layer
+    def exit(self, model: Any) -> tuple[nn.Module, str]:
+        """The module whose output are the last tokens [B, L, C] of a segment, which are gathered there, and the
+        segment's name."""
+        return model.proj_out, IMAGE
 
 
 def replace_attention(
-    adapter: Adapter, model: nn.Module, attend: Attend, tokens: Callable[[], Tokens], kernels: Kernels
+    adapter: Adapter, model: nn.Module, attend: Attend, segments: Callable[[], Segments], kernels: Kernels
 ) -> Callable[[], None]:
     """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
     function puts the old ones back.
@@ -116,7 +110,7 @@ def replace_attention(
     for name, module, before in attending:
         _check_plain(name, module, before, ours)
     for name, module, before in attending:
-        module.set_processor(ours[type(before)](attend, tokens, name, kernels))
+        module.set_processor(ours[type(before)](attend, segments, name, kernels))
 
     forwards = adapter.blocks()
     blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]

@@ -8,23 +8,20 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV, nothing
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 
 
 class FluxAdapter(Adapter):
     unsupported: ClassVar = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), CONTROLNET)
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import FluxTransformer2DModel
-
-        return isinstance(model, FluxTransformer2DModel)
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         return [Hook(model, arguments=partial(shard_call, shard))]
@@ -43,10 +40,10 @@ class FluxAdapter(Adapter):
 def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
     """Cuts tokens and their positions where the model is called; ids are [S, n], or [B, S, n]."""
     return arguments | {
-        "hidden_states": shard.image(arguments["hidden_states"]),
-        "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
-        "img_ids": shard.image(arguments["img_ids"], -2),
-        "txt_ids": shard.text(arguments["txt_ids"], -2),
+        "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
+        "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
+        "img_ids": shard.cut(IMAGE, arguments["img_ids"], -2),
+        "txt_ids": shard.cut(TEXT, arguments["txt_ids"], -2),
     }
 
 
@@ -73,8 +70,8 @@ class FluxAttentionProcessor(AttentionProcessor):
             streams.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
-        of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
-        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, meanwhile=meanwhile)
+        of = Streams(streams, attn.heads, self._kernels)
+        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, meanwhile=meanwhile)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         if text_BLC is None:
             return out_BLC
@@ -108,3 +105,23 @@ def single_block(
     if x_BLC.dtype == torch.float16:
         x_BLC = x_BLC.clip(-65504, 65504)
     return x_BLC[:, :text_rows], x_BLC[:, text_rows:]
+
+
+FAMILY = Family(
+    transformer="diffusers.FluxTransformer2DModel",
+    adapter=FluxAdapter(),
+    pipelines=(
+        Pipelines(
+            "FluxPipeline",
+            "FluxInpaintPipeline",
+            ("prompt_embeds", "pooled_prompt_embeds", ""),
+            others=("FluxImg2ImgPipeline",),
+        ),
+        Pipelines(
+            "",
+            "FluxFillPipeline",
+            ("prompt_embeds", "pooled_prompt_embeds", ""),
+            lacks="FluxFillPipeline's weights only restore; FluxPipeline's (FLUX.1-dev) generate",
+        ),
+    ),
+)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import AttentionProcessor, Forward
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.flux import Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
 from cocodiff.models.norm_rope import norm_rope
 from cocodiff.models.streams import FusedLinear, heads_of
@@ -23,11 +24,6 @@ class Flux2Adapter(FluxAdapter):
 
     def blocks(self) -> dict[type, Forward]:
         return {}  # single blocks have the MLP in the attention's own projection
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import Flux2Transformer2DModel
-
-        return isinstance(model, Flux2Transformer2DModel)
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
@@ -58,16 +54,31 @@ class Flux2SingleProcessor(AttentionProcessor):
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:
             return norm_rope(heads_of(x_BLC, attn.heads), norm, rotary, self._kernels)
 
-        tokens = self._tokens()
         qkv = LazyQKV(
             q=lambda: rotated(attn.norm_q, qk_BLC()[..., :width]),
             k=lambda: rotated(attn.norm_k, qk_BLC()[..., width:]),
             v=lambda: heads_of(fused.channels(2 * width, 3 * width), attn.heads),
-            image_tokens=tokens.image,
-            text_tokens=tokens.text,
+            segments=self._segments(),
             heads=attn.heads,
-            text_first=True,
             meanwhile=mlp_BLC,
         )
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         return attn.to_out(torch.cat([out_BLC, mlp_BLC()], dim=-1))
+
+
+FAMILY = Family(
+    transformer="diffusers.Flux2Transformer2DModel",
+    adapter=Flux2Adapter(),
+    pipelines=(
+        Pipelines(
+            "Flux2Pipeline",
+            "",
+            ("prompt_embeds", ""),
+            lacks="diffusers has no inpainting pipeline for FLUX.2-dev; it has one for FLUX.2-klein "
+            "(Flux2KleinPipeline)",
+        ),
+        Pipelines("Flux2KleinPipeline", "Flux2KleinInpaintPipeline", ("prompt_embeds", ""), negative=""),
+    ),
+    vae_numbers=("batch_norm_eps",),
+    gated_mlp=True,
+)

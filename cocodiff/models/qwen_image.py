@@ -6,22 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.tokens import IMAGE, TEXT
 
 
 class QwenImageAdapter(Adapter):
     unsupported: ClassVar = {"controlnet_block_samples": CONTROLNET}
     attention_kwargs = "attention_kwargs"
-
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import QwenImageTransformer2DModel
-
-        return isinstance(model, QwenImageTransformer2DModel)
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         """The model derives text positions from its text's length, so tokens are cut at the first block. The text mask
@@ -30,16 +27,16 @@ class QwenImageAdapter(Adapter):
 
         def cut_index(arguments: Arguments) -> Arguments:
             index_BL = arguments.get("modulate_index")
-            return arguments if index_BL is None else arguments | {"modulate_index": shard.image(index_BL)}
+            return arguments if index_BL is None else arguments | {"modulate_index": shard.cut(IMAGE, index_BL)}
 
         def cut_tokens(arguments: Arguments) -> Arguments:
             return cut_index(arguments) | {
-                "hidden_states": shard.image(arguments["hidden_states"]),
-                "encoder_hidden_states": shard.text(arguments["encoder_hidden_states"]),
+                "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
+                "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
             }
 
         def cut_angles(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return shard.image(rotary[0], 0), shard.text(rotary[1], 0)
+            return shard.cut(IMAGE, rotary[0], 0), shard.cut(TEXT, rotary[1], 0)
 
         yield Hook(model.pos_embed, output=cut_angles)
         yield Hook(first, arguments=cut_tokens)
@@ -71,10 +68,30 @@ class QwenAttentionProcessor(AttentionProcessor):
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         streams = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
         of = Streams(streams, attn.heads, self._kernels)
-        tokens, mask = self._tokens(), encoder_hidden_states_mask
-        qkv = LazyQKV(of.q, of.k, of.v, tokens.image, tokens.text, attn.heads, text_first=True, text_mask_BT=mask)
+        masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
+        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, masks)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         text_rows = text_BLC.shape[1]
         image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
         image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC
         return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+
+
+FAMILY = Family(
+    transformer="diffusers.QwenImageTransformer2DModel",
+    adapter=QwenImageAdapter(),
+    pipelines=(
+        Pipelines(
+            "QwenImagePipeline",
+            "QwenImageInpaintPipeline",
+            ("prompt_embeds", "prompt_embeds_mask"),
+            negative=" ",
+            guidance="true_cfg_scale",
+            others=("QwenImageImg2ImgPipeline",),
+        ),
+    ),
+    vae_numbers=(),
+    vae_lists=("latents_mean", "latents_std"),
+    branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
+    unsharded_copies=1,  # tokens are cut at the first block
+)

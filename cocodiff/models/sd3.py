@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard, Tokens
+from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.family import Family, Pipelines
 from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.tokens import IMAGE, TEXT, image_and_text
+from cocodiff.topology.layout import Segments
 
 
 class SD3Adapter(Adapter):
     unsupported: ClassVar = {"block_controlnet_hidden_states": CONTROLNET}
 
-    def matches(self, model: nn.Module) -> bool:
-        from diffusers import SD3Transformer2DModel
-
-        return isinstance(model, SD3Transformer2DModel)
-
-    def tokens(self, model: Any, arguments: Arguments) -> Tokens:
+    def segments(self, model: Any, arguments: Arguments) -> Segments:
         height, width = arguments["hidden_states"].shape[-2:]
         patch = model.config.patch_size
-        return Tokens((height // patch) * (width // patch), arguments["encoder_hidden_states"].shape[1])
+        return image_and_text((height // patch) * (width // patch), arguments["encoder_hidden_states"].shape[1])
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        return [Hook(model.pos_embed, output=shard.image), Hook(model.context_embedder, output=shard.text)]
+        cut_image, cut_text = partial(shard.cut, IMAGE), partial(shard.cut, TEXT)
+        return [Hook(model.pos_embed, output=cut_image), Hook(model.context_embedder, output=cut_text)]
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.attention_processor import JointAttnProcessor2_0
@@ -48,12 +48,30 @@ class SD3AttentionProcessor(AttentionProcessor):
         if text_BLC is not None:
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
             streams.append(Stream(text_BLC, *added))
-        of, tokens = Streams(streams, attn.heads, self._kernels), self._tokens()
-        text = 0 if text_BLC is None else tokens.text
-        qkv = LazyQKV(of.q, of.k, of.v, image_tokens=tokens.image, text_tokens=text, heads=attn.heads)
+        of, segments = Streams(streams, attn.heads, self._kernels), self._segments()
+        qkv = LazyQKV(of.q, of.k, of.v, segments[:1] if text_BLC is None else segments, attn.heads)
         out_BLC = self._attend(qkv, self._layer).flatten(-2)
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, : image_BLC.shape[1]]))
         if text_BLC is None:
             return image_out_BLC
         text_out_BLC = out_BLC[:, image_BLC.shape[1] :]
         return image_out_BLC, text_out_BLC if attn.context_pre_only else attn.to_add_out(text_out_BLC)
+
+
+FAMILY = Family(
+    transformer="diffusers.SD3Transformer2DModel",
+    adapter=SD3Adapter(),
+    pipelines=(
+        Pipelines(
+            "StableDiffusion3Pipeline",
+            "StableDiffusion3InpaintPipeline",
+            ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
+            also=("prompt_2", "prompt_3"),
+            others=("StableDiffusion3Img2ImgPipeline",),
+        ),
+    ),
+    patch=None,
+    text_tokens=333,  # 77 of CLIP and 256 of T5
+    rows_per_image=2,  # classifier-free guidance puts both halves in one call
+    unsharded_copies=3,  # what the patches give, their positions, and the sum
+)

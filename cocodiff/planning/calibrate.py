@@ -23,6 +23,7 @@ from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
+from cocodiff.topology.segments import Segment
 from cocodiff.wire.exchange import Exchange
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
@@ -84,14 +85,14 @@ class AllToAll:
     @cached_property
     def _recorded(self) -> tuple[list[Program], list[Message]]:
         P, L = self._topology.size, self._rows
-        layout = Layout((L,) * P, (0,) * P, (1,) * P)
+        layout = Layout.build(self._topology, (Segment("rows", L * P),), P)
 
         def work(transport: VirtualTransport) -> None:
             over: Any = SerialTransport(transport) if self._variant == "flat_serial" else transport
             trace = VirtualTrace(transport.recorder)
             exchange = Exchange(self._variant.removesuffix("_serial"), self._topology, over, trace)
             x_BLHD = torch.empty(1, L, P, ROW_BYTES // 4, device="meta")
-            exchange.forward([x_BLHD], layout, "x").wait()
+            exchange.transfer(layout).send(x=x_BLHD).wait()
 
         _, programs, messages = record(P, work)
         return programs, messages

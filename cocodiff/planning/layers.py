@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, mesh_of, schedule_of
+from cocodiff.assemble import build_strategy, coding_of, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.placement import Work
@@ -25,9 +24,10 @@ from cocodiff.planning.program import Message, Program
 from cocodiff.planning.roofline import Layer, roofline
 from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
@@ -36,7 +36,7 @@ LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = (
     4,
     4,
 )  # q and k: a product of each, and its normalisation and rotation in one
-Make = Callable[[Config, Mesh, Any, Trace, Kernels, Callable[[], Moment]], Ulysses]
+Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Case:
 
 
 class Kind(NamedTuple):
-    """Layers that take alike: their number in one call of the model, their text tokens; whether what follows attention
-    is done while q and k travel."""
+    """Layers that take alike: their number in one call of the model, what they attend to; whether what follows
+    attention is done while q and k travel."""
 
     name: str
     layers: int
-    text_tokens: int
+    segments: Segments
     beside: bool = False
 
 
@@ -81,23 +81,18 @@ class Segment(NamedTuple):
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
     """A parallel MLP takes as long as one that follows, and waits for no attention."""
     found = (
-        Kind("joint", shape.joint_layers, load.text_tokens),
-        Kind("parallel", shape.parallel_layers, load.text_tokens, True),
-        Kind("image", shape.image_layers, 0),
+        Kind("joint", shape.joint_layers, load.segments),
+        Kind("parallel", shape.parallel_layers, load.segments, True),
+        Kind("image", shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
     )
     return [kind for kind in found if kind.layers]
 
 
 def fractions_of(case: Case) -> list[float | None]:
     """Of every step the part of the image tokens that stay; None where all travel without looking."""
-    if case.config.selection == "full" or case.topology.size == 1:
+    if case.topology.size == 1:
         return [None] * case.steps
-    schedule, steps = schedule_of(case.config), case.steps
-    found: list[float | None] = []
-    for step in range(steps):
-        part = schedule.stable_fraction(step, steps)
-        found.append(None if schedule.is_full(step, steps) else case.stable if part is None else part)
-    return found
+    return coding_of(case.config).stable_fractions(case.config, case.steps, case.stable)
 
 
 def recorded_fractions(case: Case) -> list[float | None]:
@@ -110,7 +105,7 @@ def recorded_fractions(case: Case) -> list[float | None]:
 
 def record_layer(case: Case, kind: Kind) -> list[Segment]:
     """One layer at every fraction of `recorded_fractions`. Each begins with all ranks together."""
-    layouts = case.mesh.layouts(case.load.image_tokens, kind.text_tokens, case.shape.heads)
+    layouts = case.mesh.layouts(kind.segments, case.shape.heads)
     fractions = recorded_fractions(case)
 
     def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int]]]:
@@ -123,17 +118,18 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
         with pricing:
             kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
             over: Any = SerialTransport(transport) if case.one_peer else transport
-            strategy = case.make(case.config, case.mesh, over, trace, kernels, lambda: Moment(0, step, case.steps))
+            strategy = case.make(case.config, case.mesh, over, trace, kernels)
             layer = PlannedLayer(case, kind, layout, slot, pricing)
-            if isinstance(strategy, VMajor):  # what happens once in a run is not what a step is like
+            if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
+                strategy.coding.begin_step(Moment(0, step, case.steps))
                 layer.run(strategy)
-                strategy.prepare(layout, layer.qkv().text_first, torch.device("cpu"))
+                strategy.coding.prepare(layout, torch.device("cpu"))
             found = []
             transport.recorder.cut()
             for fraction in fractions:
                 step += 1
-                if isinstance(strategy, VMajor):
-                    strategy.schedule = held_at(strategy.schedule, fraction)
+                strategy.coding.hold_at(fraction)
+                strategy.coding.begin_step(Moment(0, step, case.steps))
                 trace.clear()
                 layer.run(strategy)
                 found.append((transport.recorder.cut(), trace.bytes()))
@@ -149,15 +145,6 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
         )
         for index, fraction in enumerate(fractions)
     ]
-
-
-def held_at(schedule: Schedule, fraction: float | None) -> Schedule:
-    """A schedule that has every step be as one of this fraction. A threshold stays one: what travels with it does."""
-    if fraction is None:
-        return Schedule(schedule.kind, threshold=schedule.threshold, ratios=schedule.ratios, warmup=0, sync_interval=1)
-    if schedule.kind == "threshold":
-        return Schedule("threshold", threshold=schedule.threshold, warmup=0, sync_interval=0)
-    return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
 
 class PlannedLayer:
@@ -191,8 +178,7 @@ class PlannedLayer:
             half,
             half,
             projected(times.project_v, LAUNCHES_V),
-            load.image_tokens,
-            kind.text_tokens,
+            kind.segments,
             self._case.shape.heads,
             meanwhile=self._rest if kind.beside else nothing,
         )

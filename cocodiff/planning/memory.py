@@ -14,10 +14,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cocodiff.errors import UserError
-from cocodiff.routes.plans import scored_blocks
+from cocodiff.models.family import Family
+from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
+from cocodiff.wire.coding import StateSizes
 
 T = TypeVar("T")
 MIB = 2**20
@@ -45,7 +47,7 @@ class ModelShape:
     pixels_per_token  of a side: the VAE's factor times the patch
     rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
     branches          calls in one step: 2 where guidance calls the model twice
-    entrance          tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
+    unsharded_copies  tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
                       positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
                       first block, 0 where the call's inputs are
     parameters        numbers that the weights hold
@@ -64,10 +66,10 @@ class ModelShape:
     pixels_per_token: int = 16
     rows_per_image: int = 1
     branches: int = 1
-    entrance: int = 0
+    unsharded_copies: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "entrance")
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies")
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
             if field.type == "int" and (type(value) is not int or value < least):
@@ -90,32 +92,16 @@ class ModelShape:
             )
         return a_side**2
 
-
-# Of each class of diffusers what its config does not say.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "SD3Transformer2DModel": {"text_tokens": 333, "rows_per_image": 2, "entrance": 3},
-    "FluxTransformer2DModel": {},
-    "Flux2Transformer2DModel": {"gated_mlp": True},
-    "QwenImageTransformer2DModel": {"branches": 2, "entrance": 1},
-}
+    def segments(self, side: int) -> Segments:
+        """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as
+        `image_tokens`."""
+        return image_and_text(self.image_tokens(side), self.text_tokens)
 
 
-def family_of(kind: type) -> str:
-    """The class of diffusers, known to FAMILIES, that a transformer's class is or derives from; else its own name."""
-    return next((parent.__name__ for parent in kind.__mro__ if parent.__name__ in FAMILIES), kind.__name__)
-
-
-def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> ModelShape:
-    """The shape of a diffusers transformer from its class and its config. The VAE's factor is taken to be 8.
-
-    Raises UserError for a class that is not in FAMILIES.
-    """
-    if kind not in FAMILIES:
-        raise UserError(f"the memory of a {kind} is not known; known are {', '.join(FAMILIES)}")
-    patch = config["patch_size"] if kind == "SD3Transformer2DModel" else 2  # the others' pipelines pack 2 x 2 latents
+def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
+    """The shape of a family's transformer from its config."""
     return ModelShape(
-        name=kind,
-        pixels_per_token=8 * patch,
+        name=family.class_name,
         heads=config["num_attention_heads"],
         head_dim=config["attention_head_dim"],
         joint_layers=config["num_layers"],
@@ -123,7 +109,7 @@ def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> Mo
         image_layers=len(config.get("dual_attention_layers") or ()),
         mlp_ratio=config.get("mlp_ratio", 4.0),
         parameters=parameters,
-        **FAMILIES[kind],
+        **family.shape_facts(config),
     )
 
 
@@ -131,15 +117,18 @@ def shape_of_config(kind: str, config: Mapping[str, Any], parameters: int) -> Mo
 class Load:
     """What a run puts on the ranks.
 
-    batch: rows B of one call. scoring: of V-Major, "source" or "card"; None where nothing is kept between steps.
+    batch: rows B of one call. state: what the coding keeps between steps; None where it keeps nothing.
     """
 
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     batch: int
     itemsize: int = 2
     branches: int = 1
-    scoring: str | None = None
+    state: StateSizes | None = None
+
+    def tokens(self, name: str) -> int:
+        """Of the segments of this name."""
+        return sum(segment.tokens for segment in self.segments if segment.name == name)
 
 
 @dataclass(frozen=True)
@@ -166,55 +155,36 @@ def add(parts: list[RankMemory]) -> RankMemory:
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
-def site_cache(topology: Topology, layout: Layout, scoring: str, cell: int) -> list[RankMemory]:
-    """Every rank's caches of one site. cell: bytes of one token and one head, B x D x itemsize.
-
-    What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the own image
-    tokens with all heads (source), or on the first tile of a card the card's image tokens with that tile's plane's
-    heads (card). One rank alone keeps nothing.
-    """
-    if topology.size == 1:
-        return [RankMemory()]
-    found = []
-    for rank, heads in enumerate(layout.heads):
-        rows, scored_heads = layout.image[rank], sum(layout.heads)
-        if scoring == "card":
-            card, of_plane = scored_blocks(topology, rank)
-            rows = sum(layout.image[other] for other in card) if card[0] == rank else 0
-            scored_heads = sum(layout.heads[other] for other in of_plane)
-        found.append(
-            RankMemory(
-                image_cache=3 * sum(layout.image) * heads * cell,
-                reference_cache=rows * scored_heads * cell,
-                text_cache=3 * sum(layout.text) * heads * cell,
-            )
-        )
-    return found
+def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: int) -> list[RankMemory]:
+    """What every rank keeps of one site. cell: bytes of one token and one head, B x D x itemsize."""
+    return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
 
 
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
     """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing.
 
     mesh: of Ulysses and Ring; None is Ulysses alone."""
-    if load.scoring is None:
+    state = load.state
+    if state is None:
         return [RankMemory()] * topology.size
     cell = load.batch * shape.head_dim * load.itemsize
     total = [RankMemory()] * topology.size
-    for layers, text in ((shape.joint_layers + shape.parallel_layers, load.text_tokens), (shape.image_layers, 0)):
+    alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
+    for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
         of_site = by_rank(
             mesh or Mesh.build(topology),
-            (load.image_tokens, text, shape.heads),
-            lambda part, layout: site_cache(part, layout, load.scoring or "", cell),
+            (segments, shape.heads),
+            lambda part, layout: site_cache(part, layout, state, cell),
         )
         total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
     return total
 
 
-def by_rank(mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
-    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. tokens: image tokens, text
-    tokens and heads of the call."""
+def by_rank(mesh: Mesh, call: tuple[Segments, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
+    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. call: its segments and
+    heads."""
     found: dict[int, T] = {}
-    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*tokens), strict=True):
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*call), strict=True):
         found |= dict(zip(group, of_part(part, layout), strict=True))
     return [found[rank] for rank in range(mesh.topology.size)]
 
@@ -222,12 +192,12 @@ def by_rank(mesh: Mesh, tokens: tuple[int, int, int], of_part: Callable[[Topolog
 def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
     """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
 
-    Where tokens enter there are `entrance` tensors of the whole image, one of which lives on in the first layer. In a
-    layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of: attention (q,
-    k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs beside it;
-    that layer's output projection, whose input is put together from both; and an MLP that follows (hidden layer before
-    and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The text's
-    embeddings, rotary angles and the model's exit are left out as small.
+    Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
+    layer. In a layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of:
+    attention (q, k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs
+    beside it; that layer's output projection, whose input is put together from both; and an MLP that follows (hidden
+    layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
+    text's embeddings, rotary angles and the model's exit are left out as small.
     """
     mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
@@ -242,10 +212,10 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
         whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
         return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
 
-    shares = by_rank(mesh, (load.image_tokens, load.text_tokens, shape.heads), of_part)
-    whole = load.image_tokens * shape.width
-    kept = whole if shape.entrance and mesh.topology.size > 1 else 0
-    numbers = [max(shape.entrance * whole, kept + copies * share) for share in shares]
+    shares = by_rank(mesh, (load.segments, shape.heads), of_part)
+    whole = load.tokens(IMAGE) * shape.width
+    kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
+    numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
     return [int(count * load.batch * load.itemsize) for count in numbers]
 
 

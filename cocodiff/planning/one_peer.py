@@ -12,7 +12,7 @@ class SerialTransport:
 
     def __init__(self, transport: Any) -> None:
         self._inner, self.rank, self.size = transport, transport.rank, transport.size
-        self.lane = transport.lane
+        self.lane, self.control, self.world = transport.lane, transport.control, SerialGroup(transport.world)
 
     def group(self, ranks: Sequence[int]) -> Any:
         return SerialGroup(self._inner.group(ranks))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cocodiff.assemble import state_sizes
 from cocodiff.config import Config
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planning.layers import Case
@@ -30,6 +31,7 @@ READINGS = {  # what "message size" may mean -> MB per rank (own block included)
 }
 BASELINES = ("flat_serial", "flat")
 LARGEST_BATCH = 32  # the paper's
+CACHES = state_sizes(Config(selection="v_major", scoring="card"))
 
 
 def figure_11(per_size: float, baseline: str) -> list[Measured]:
@@ -98,7 +100,7 @@ class Paper:
 
     def batch(self, run: Run) -> int:
         shape, topology = self._shape_of(run.model), self._topology(run)
-        load = Load(shape.image_tokens(run.size), shape.text_tokens, 1, 2, shape.branches, "card")
+        load = Load(shape.segments(run.size), 1, 2, shape.branches, CACHES)
         memory = int(self.machine.device.memory_gib * 2**30)
         return (
             min(LARGEST_BATCH, largest_batch(shape, topology, load, memory, self._mesh(run)))
@@ -110,7 +112,7 @@ class Paper:
         """Whether CoCoDiff's caches fit as well."""
         shape, topology = self._shape_of(run.model), self._topology(run)
         rows = self.batch(run) * shape.rows_per_image
-        load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, "card")
+        load = Load(shape.segments(run.size), rows, 2, shape.branches, CACHES)
         memory = self.machine.device.memory_gib * 2**30
         return rows > 0 and max(rank.total for rank in size_run(shape, topology, load, self._mesh(run))) <= memory
 
@@ -120,9 +122,8 @@ class Paper:
             shape, topology = self._shape_of(run.model), self._topology(run)
             ring = topology.size // self.degree(run)
             config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, ring=ring)
-            scoring = config.scoring if config.selection == "v_major" else None
             rows = self.batch(run) * shape.rows_per_image
-            load = Load(shape.image_tokens(run.size), shape.text_tokens, rows, 2, shape.branches, scoring)
+            load = Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
             case = Case(shape, topology, config, load, one_peer=variant == "flat_serial")
             plan = Recording(case).plan(Network(topology), Latencies.of(self.machine))
             self._plans[run, variant] = plan

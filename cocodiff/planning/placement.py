@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.traffic import Traffic, Wires, busiest_node
 from cocodiff.routes.choice import Chunking, megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
 from cocodiff.routes.rounds import LEVELS, rounds_of
 from cocodiff.topology.axes import AXES, PLACEMENTS, Mesh
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
 
@@ -36,6 +37,9 @@ def never(_part: Topology) -> Chunking:
     return Chunking()
 
 
+USUAL = image_and_text(4096, 512)
+
+
 @dataclass(frozen=True)
 class Work:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
@@ -47,8 +51,7 @@ class Work:
 
     heads: int
     head_dim: int = 128
-    image_tokens: int = 4096
-    text_tokens: int = 512
+    segments: Segments = USUAL
     batch: int = 1
     itemsize: int = 2
     attention_s: float | None = None
@@ -140,7 +143,7 @@ def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: 
 
 
 def price(mesh: Mesh, work: Work) -> Priced:
-    layouts = mesh.layouts(work.image_tokens, work.text_tokens, work.heads)
+    layouts = mesh.layouts(work.segments, work.heads)
     wires = Wires(mesh.topology)
     ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
     for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):

@@ -193,7 +193,7 @@ class VirtualLane:
                 error = caught
         return VirtualPending(self._recorder, number, value, error)
 
-    submit_and_wait_soon = submit
+    submit_inline = submit
 
     def close(self) -> None:
         return
@@ -204,12 +204,14 @@ class VirtualTransport:
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.rank, self.size = rank, world.size
+        self.run_ranks, self.run_size, self.closed = tuple(range(world.size)), world.size, False
         self.device = torch.device("meta")
         self.health = Alone()
         self.recorder = Recorder(rank)
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self._objects = 0
+        self.control, self.world = self.lane("control"), self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)

@@ -8,7 +8,7 @@ phase by phase; it can be printed and checked without any communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,14 +165,3 @@ def reverse(plan: Plan) -> Plan:
     What is to be passed on is posted first, what goes straight next, what is passed on last: it has to wait.
     """
     return tuple(sorted((phase.reversed() for phase in reversed(plan)), key=lambda phase: (1, 0, 2).index(phase.hop)))
-
-
-def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """What scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and the ranks
-    whose heads are of that tile's plane."""
-    card = sorted(topology.cards[topology.places[rank].card])
-    plane = topology.places[card[0]].plane
-    return card, [place.rank for place in topology.places if place.plane == plane]
-
-
-PLANS: dict[str, Callable[[Topology, int], Plan]] = {"flat": flat_plan, "tapa": tapa_plan, "split": split_plan}

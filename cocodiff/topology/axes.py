@@ -1,6 +1,8 @@
-"""Ulysses x Ring: which ranks exchange heads for tokens, and which pass keys and values around. Pure data.
+"""The axes that ranks are dealt to: replicas x guidance x ring x ulysses. Pure data.
 
-A *Ulysses group* holds a part of the sequence: its ranks exchange tokens for heads among themselves, and then each of
+A *replica* makes images of its own and shares nothing with the others. Within a replica, each *branch* computes one
+branch of classifier-free guidance (axis "guidance"). The ranks of a branch share a sequence, by Ulysses x Ring. A
+*Ulysses group* holds a part of the sequence: its ranks exchange tokens for heads among themselves, and then each of
 them, at its *slot*, has some heads of the group's tokens. The ranks of one slot in all groups have the same heads; they
 form a *ring*, in which every group's keys and values go round (StreamFusion, sections 2.2 and 4.2). One group is plain
 Ulysses, groups of one rank are plain Ring.
@@ -8,12 +10,16 @@ Ulysses, groups of one rank are plain Ring.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from cocodiff.errors import UserError
-from cocodiff.topology.layout import Layout, deal, share_image, share_text, slices
-from cocodiff.topology.machine import Topology
+from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.machine import Place, Topology
+from cocodiff.topology.segments import Part, Segment, deal, slices
 
 PLACEMENTS = ("topology", "usp")
 AXES = ("card", "plane")
@@ -31,7 +37,7 @@ class Mesh:
     groups: tuple[tuple[int, ...], ...]
     placement: str = "topology"
     axis: str = "card"
-    _layouts: dict[tuple[int, int, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _layouts: dict[tuple[Segments, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card") -> Mesh:
@@ -85,27 +91,144 @@ class Mesh:
             )
         return deal(heads, self.parts[0].deal_order)
 
-    def layouts(self, image_tokens: int, text_tokens: int, heads: int) -> tuple[Layout, ...]:
+    def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
         """Every group's layout of one attention call. Tokens are dealt to all ranks as without a mesh.
 
-        Raises UserError where ranks outnumber image tokens, or slots heads.
+        Raises UserError where ranks outnumber the tokens of a segment that each needs, or slots heads.
         """
-        key = (image_tokens, text_tokens, heads)
+        key = (segments, heads)
         if key not in self._layouts:
             self._layouts[key] = self._build_layouts(*key)
         return self._layouts[key]
 
-    def _build_layouts(self, image_tokens: int, text_tokens: int, heads: int) -> tuple[Layout, ...]:
+    def _build_layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
         if self.ring == 1:
-            return (Layout.build(self.topology, image_tokens, text_tokens, heads),)
-        image, text = share_image(self.topology, image_tokens), share_text(self.topology, text_tokens)
-        of_slots, text_at = self.heads(heads), slices(text)
-        return tuple(
-            Layout(
-                tuple(image[rank] for rank in group),
-                tuple(text[rank] for rank in group),
-                of_slots,
-                tuple(text_at[rank].start for rank in group),
-            )
-            for group in self.groups
+            return (Layout.build(self.topology, segments, heads),)
+        of_slots = self.heads(heads)
+        dealt = [(segment, slices(segment.shares(self.topology))) for segment in segments]
+
+        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> Part:
+            return Part(segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group))
+
+        return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis, from 0. ring: its Ulysses group; ulysses: its slot in that group."""
+
+    replica: int
+    guidance: int
+    ring: int
+    ulysses: int
+
+
+@dataclass(frozen=True)
+class Axes:
+    """All ranks of a run, dealt to the four axes.
+
+    branches[r][g] are the ranks of guidance branch g of replica r, ascending. meshes[r][g] deals them to ring and
+    ulysses by their numbers within the branch.
+    """
+
+    topology: Topology
+    branches: tuple[tuple[tuple[int, ...], ...], ...]
+    meshes: tuple[tuple[Mesh, ...], ...]
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        replica: int = 1,
+        guidance: int = 1,
+        ring: int = 1,
+        placement: str = "topology",
+        axis: str = "card",
+    ) -> Axes:
+        """Ranks are cut into replicas, these into branches, and the ranks of each branch into a mesh (`Mesh.build`).
+
+        Raises UserError where a degree does not divide the ranks that it is to cut.
+        """
+        replicas = cut(topology, tuple(range(topology.size)), replica, "replicas")
+        branches = tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas)
+        meshes = tuple(
+            tuple(Mesh.build(topology.part(ranks), ring, placement, axis) for ranks in of_replica)
+            for of_replica in branches
         )
+        return cls(topology, branches, meshes)
+
+    @property
+    def degrees(self) -> Coordinates:
+        """How many coordinates each axis has."""
+        mesh = self.meshes[0][0]
+        return Coordinates(len(self.branches), len(self.branches[0]), mesh.ring, mesh.ulysses)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        return self._coordinates[rank]
+
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's replica, ascending."""
+        return tuple(sorted(sum(self.branches[self.coordinates(rank).replica], ())))
+
+    def branch(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's guidance branch, ascending."""
+        at = self.coordinates(rank)
+        return self.branches[at.replica][at.guidance]
+
+    def mesh(self, rank: int) -> Mesh:
+        """The mesh of this rank's branch, whose ranks are numbered from 0 in the order of `branch`."""
+        at = self.coordinates(rank)
+        return self.meshes[at.replica][at.guidance]
+
+    def along(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from this one in their coordinate of one axis at most, in the order of that axis."""
+        at = self.coordinates(rank)
+        degree: int = getattr(self.degrees, axis)
+        return tuple(self._ranks[at._replace(**{axis: number})] for number in range(degree))
+
+    @cached_property
+    def _ranks(self) -> dict[Coordinates, int]:
+        return {
+            Coordinates(r, g, group, slot): ranks[number]
+            for r, (of_replica, meshes) in enumerate(zip(self.branches, self.meshes, strict=True))
+            for g, (ranks, mesh) in enumerate(zip(of_replica, meshes, strict=True))
+            for group, members in enumerate(mesh.groups)
+            for slot, number in enumerate(members)
+        }
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Coordinates]:
+        return {rank: at for at, rank in self._ranks.items()}
+
+
+def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
+    """Cuts ranks into equal parts, each ascending: into whole nodes where that goes, a node into its planes, or into
+    cards where a part is as small as these or planes do not fit.
+
+    Of the two ways to cut a node, that one is taken whose worst part has the fewest pairs of ranks on slow links.
+    Raises UserError where `parts` does not divide the ranks.
+    """
+    size = len(ranks)
+    if parts < 1 or size % parts:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        raise UserError(f"{name} {parts} does not divide {size} ranks: choose one of {', '.join(map(str, fitting))}")
+
+    def runs(near: Callable[[Place], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        order = sorted(ranks, key=lambda rank: near(topology.places[rank]))
+        return tuple(tuple(sorted(order[n : n + size // parts])) for n in range(0, size, size // parts))
+
+    by_card = runs(lambda place: (place.node, place.card, place.plane))
+    by_plane = runs(lambda place: (place.node, place.plane, place.card))
+    return min(by_card, by_plane, key=lambda ways: max(_slow_pairs(topology, part) for part in ways))
+
+
+def _slow_pairs(topology: Topology, ranks: tuple[int, ...]) -> tuple[int, int, int]:
+    """The pairs of ranks whose link is between nodes, across planes of a node, and within a plane of a node."""
+    places = [topology.places[rank] for rank in ranks]
+
+    def pairs(alike: Callable[[Place], Hashable]) -> int:
+        return sum(count * (count - 1) // 2 for count in Counter(map(alike, places)).values())
+
+    on_node, on_card, in_plane = (
+        pairs(alike) for alike in (lambda p: p.node, lambda p: p.card, lambda p: (p.node, p.plane))
+    )
+    return len(places) * (len(places) - 1) // 2 - on_node, on_node - on_card - in_plane, in_plane

@@ -1,84 +1,77 @@
-"""Who holds which tokens and heads: shares and slices, pure data."""
+"""Who holds which tokens and heads in one attention call: pure data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from cocodiff.errors import UserError
 from cocodiff.topology.machine import Topology
+from cocodiff.topology.segments import Part, Segment, deal, slices
 
-
-def deal(total: int, order: Sequence[int]) -> tuple[int, ...]:
-    """Shares of `total` for len(order) ranks: sizes differ by at most one, the first ranks of `order` get extras."""
-    base, extra = divmod(total, len(order))
-    shares = [base] * len(order)
-    for rank in order[:extra]:
-        shares[rank] += 1
-    return tuple(shares)
-
-
-def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Consecutive slices of the given sizes."""
-    ends = list(accumulate(sizes))
-    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
-
-
-def share_image(topology: Topology, tokens: int) -> tuple[int, ...]:
-    """Image tokens of every rank, at least one each. Raises UserError when there are more ranks than tokens."""
-    if topology.size > tokens:
-        raise UserError(
-            f"{topology.size} ranks for {tokens} image tokens: a rank needs at least one; "
-            f"use at most {tokens} ranks or a larger image"
-        )
-    return deal(tokens, topology.deal_order)
-
-
-def share_text(topology: Topology, tokens: int) -> tuple[int, ...]:
-    """Text tokens of every rank, dealt from the other end than image tokens. A rank may have none."""
-    return deal(tokens, topology.deal_order[::-1])
+Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One attention call: image tokens, text tokens and heads of every rank.
+    """One attention call: the tokens of every segment, in the model's order, and the heads of every rank.
 
-    A rank's rows are its image and its text tokens, in the order in which the model concatenates them. After the
+    A rank's rows are its tokens of each segment, in the order in which the model concatenates them. After the
     exchange the sequence is rank 0's rows, then rank 1's, and so on: the same for queries and keys, so attention
     does not notice.
 
-    text_starts: where every rank's text tokens begin in the prompt; empty where they lie one behind the other.
     sequence: the ranks in another order for this rank's sequence, as Torus has them; empty for that one.
     """
 
-    image: tuple[int, ...]
-    text: tuple[int, ...]
+    parts: tuple[Part, ...]
     heads: tuple[int, ...]
-    text_starts: tuple[int, ...] = ()
     sequence: tuple[int, ...] = ()
 
     @classmethod
-    def build(cls, topology: Topology, image_tokens: int, text_tokens: int, heads: int) -> Layout:
-        """Splits evenly: extras of heads and image tokens go round-robin over nodes, cards and planes; extra text
-        tokens are dealt from the other end, so that no rank gets both before every rank has one.
+    def build(cls, topology: Topology, segments: Segments, heads: int) -> Layout:
+        """Splits evenly: extras of heads and of segments that are dealt from the front go round-robin over nodes, cards
+        and planes; those of segments that are dealt from the back the other way round.
 
-        Raises UserError when there are more ranks than image tokens or heads.
+        Raises UserError when there are more ranks than heads, or than tokens of a segment that every rank needs.
         """
         if topology.size > heads:
             raise UserError(
                 f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
                 f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
             )
-        return cls(
-            share_image(topology, image_tokens), share_text(topology, text_tokens), deal(heads, topology.deal_order)
-        )
+        parts = tuple(Part(segment, segment.shares(topology)) for segment in segments)
+        return cls(parts, deal(heads, topology.deal_order))
+
+    def part(self, name: str) -> Part:
+        """Of the segment of this name."""
+        return next(part for part in self.parts if part.segment.name == name)
+
+    def of_rows(self, rows: Sequence[int]) -> Layout:
+        """The layout in which every rank has so many rows of no segment in particular, where only some are sent."""
+        return Layout((Part(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """L_i: rows of every rank."""
-        return tuple(image + text for image, text in zip(self.image, self.text, strict=True))
+        return tuple(map(sum, zip(*(part.shares for part in self.parts), strict=True)))
+
+    @cached_property
+    def may_stay(self) -> tuple[int, ...]:
+        """Of every rank's rows the number that may stay behind where only some are sent."""
+        chosen = [part.shares for part in self.parts if part.segment.may_stay]
+        return tuple(map(sum, zip(*chosen, strict=True))) if chosen else (0,) * len(self.heads)
+
+    @cached_property
+    def may_stay_slices(self) -> tuple[slice, ...]:
+        """Where they stand among the rank's own rows. Raises UserError where other rows stand between them."""
+        kinds = [part.segment.may_stay for part in self.parts]
+        first = kinds.index(True) if True in kinds else 0
+        if not all(kinds[first : first + sum(kinds)]):
+            names = ", ".join(part.segment.name for part in self.parts)
+            raise UserError(f"segments {names}: those whose tokens may stay behind have to stand side by side")
+        before = [sum(part.shares[rank] for part in self.parts[:first]) for rank in range(len(self.heads))]
+        return tuple(slice(start, start + size) for start, size in zip(before, self.may_stay, strict=True))
 
     @cached_property
     def in_sequence(self) -> tuple[int, ...]:
@@ -90,13 +83,6 @@ class Layout:
         """Where every rank's rows stand in the whole sequence."""
         of_rank = slices([self.rows[rank] for rank in self.in_sequence])
         return tuple(where for _, where in sorted(zip(self.in_sequence, of_rank, strict=True), key=lambda x: x[0]))
-
-    @cached_property
-    def text_slices(self) -> tuple[slice, ...]:
-        """Where every rank's text tokens stand in the prompt."""
-        if not self.text_starts:
-            return slices(self.text)
-        return tuple(slice(start, start + size) for start, size in zip(self.text_starts, self.text, strict=True))
 
     @cached_property
     def head_slices(self) -> tuple[slice, ...]:

@@ -1,43 +1,45 @@
-"""The exchange: from sequence-parallel to head-parallel layout and back, along any plan (flat, TAPA, split).
+"""The exchange of one rank: from sequence-parallel to head-parallel layout and back, along any plan.
 
-TAPA goes phase by phase: each packs its messages, posts all receives before all sends and waits, on the lane of its
-link group. The others run their phases together (`relay.py`), on one lane. Nothing here knows who owns what: a block
-travels through intermediate ranks unchanged, so the result has the same bits whatever the route.
+`Exchange` owns what all attention calls share: plans, lanes and groups. Each call opens a `Transfer` on it:
+
+    v = transfer.send(v=v_BLHD)                    # travels while q and k are made
+    qk = transfer.send(q=q_BLHD, k=k_BLHD)         # together: one message to each peer
+    ...
+    out_BLHD = transfer.back(out_BSGD)
+
+Nothing here knows who owns what: a block travels through intermediate ranks unchanged, so results have the same bits
+whatever the route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
-from cocodiff.device import on_streams, used_on_current_stream
-from cocodiff.kernels import Kernels, Rows
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels import Kernels
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
 from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, Block, Phase, Plan, reverse, scored_blocks, split_plan
+from cocodiff.routes.plans import Block, Phase, Plan, reverse, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.relay import Blocks, Freight, Shapes, Travelling, relay
-from cocodiff.wire.staged import Staged
+from cocodiff.wire.blocks import BlockSet, Target, rows_of_ranks
+from cocodiff.wire.coding import CodedCall, Encoded
+from cocodiff.wire.messages import Port, run_phase, run_pipelined
+from cocodiff.wire.staged import OutputInStages, StagedExchange
 
-R = TypeVar("R")
 T = TypeVar("T")
-Land = Callable[[Blocks], None]  # puts blocks in their places of the result, those that belong there
-Assemble = Callable[[Freight], tuple[R, Land]]  # makes the empty result
-TOGETHER = ("flat", "split", "auto")  # exchanges whose phases run at once, each message as soon as its blocks are here
 
 
 class Exchange:
-    """One rank's end of an exchange.
-
-    Tensors given together travel together: q, k and v in one message to each peer.
-    """
+    """One rank's end of an exchange among the ranks of a topology."""
 
     def __init__(
         self,
@@ -50,235 +52,271 @@ class Exchange:
         kernels: Kernels | None = None,
         chunking: Chunking | None = None,
     ) -> None:
-        """table: for "auto", which exchange to take for which size. nic_balance: of split, between nodes.
-        kernels: what packs and unpacks; by default whatever suits the device, noted in the trace. chunking: in how many
-        stages tensors can travel besides."""
-        self.rank, self._topology, self._trace, self._table = transport.rank, topology, trace, table
+        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
+        between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
+        chunking: in how many stages tensors can travel besides."""
+        self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
-        self._together = name in TOGETHER
-        plans = {known: PLANS[known](topology, self.rank) for known in (PLANS if name == "auto" else (name,))}
-        if "split" in plans and nic_balance:
-            plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
-        self._routes = {known: _routes(plan) for known, plan in plans.items()}
-        self._name = next(iter(plans))
-        self._lanes: dict[str, tuple[Lane, Group]] = {}
+        self.port = Port(self.rank, topology, self.kernels, trace)
+        known = EXCHANGES if name == "auto" else (name,)
+        self.plans: dict[str, Plan] = {one: load(EXCHANGES, one)(topology, self.rank) for one in known}
+        if "split" in self.plans and nic_balance:
+            self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
+        self._routes = {one: _both_ways(plan) for one, plan in self.plans.items()}
+        self._name = next(iter(self.plans))
+        # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
+        # phase while q and k are in their first. All others are one job on the plane lane.
+        self._in_phases = name == "tapa"
+        self.lanes: dict[str, Lane] = {}
+        self.groups: dict[str, Group] = {}
         # every rank makes a group here, also one without a part in the phase or a sibling
-        for name in dict.fromkeys(phase.lane for plan in plans.values() for phase in plan):
-            members = topology.cards[topology.places[self.rank].card] if name == "sibling" else range(topology.size)
-            self._lanes[name] = (transport.lane(name), transport.group(members))
-        self.staged: Staged | None = None
+        for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
+            members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
+            self.groups[link] = transport.group(members)
+            if link == "plane" or self._in_phases:
+                self.lanes[link] = transport.lane(link)
+        self.staged: StagedExchange | None = None
         if chunking is not None and chunking.chunks > 1:
             stages = Stages(topology, self.rank, chunking.chunks)
             if len(stages.chunks) > 1:
-                self.staged = Staged(self, topology, transport, trace, plans, stages, chunking.from_mb)
+                self.staged = StagedExchange(self, transport, stages, chunking.from_mb)
 
-    def forward(
-        self, tensors_BLHD: Sequence[Travelling], layout: Layout, name: str = "qkv", layer: str = "", soon: bool = False
-    ) -> LanePending[list[Tensor]]:
-        """Sends this rank's rows of each tensor and returns all rows of its own heads, each [B, S, G, D].
+    def transfer(self, layout: Layout, coded: CodedCall | None = None, layer: str = "") -> Transfer:
+        """Opens the transfer of one attention call. coded: what travels in its tensors' place, by default they
+        themselves. layer: the kind of layer, for the trace."""
+        return Transfer(self, coded or CodedCall(layout), layer)
 
-        soon: the caller waits for them next, so there is nothing to travel behind.
-        """
-        return self.forward_when(lambda: (tensors_BLHD, layout), name, layer, soon=soon)
-
-    def forward_when(
-        self,
-        ready: Callable[[], tuple[Sequence[Travelling], Layout]],
-        name: str,
-        layer: str,
-        after_first: Callable[[Freight], Freight] | None = None,
-        soon: bool = False,
-    ) -> LanePending[list[Tensor]]:
-        """As `forward`, of tensors and a layout that are asked for on the first lane, which may wait for them.
-
-        after_first: what becomes of the blocks between TAPA's two phases, on the second one's lane.
-        """
-
-        def own_blocks() -> Freight:
-            return self.freight_of(*ready())
-
-        way = "forward" if after_first is None else "both phases"
-        return self._route(way, own_blocks, self.room, (name, layer), after_first, soon)
-
-    def freight_of(self, tensors_BLHD: Sequence[Travelling], layout: Layout) -> Freight:
-        """This rank's rows of each tensor as blocks."""
-        of_tensors = [x.split_with_sizes(layout.heads, 2) for x in tensors_BLHD]
-        blocks: Blocks = {
-            Block(self.rank, peer): list(parts) for peer, parts in enumerate(zip(*of_tensors, strict=True))
-        }
-        return Freight(blocks, layout)
-
-    def room(self, freight: Freight) -> tuple[list[Tensor], Land]:
-        """For each tensor of the freight empty room for all rows of this rank's heads, and what fills it."""
-        blocks, layout = freight
-        first = blocks[Block(self.rank, self.rank)]
-        shape = (len(first[0]), sum(layout.rows), layout.heads[self.rank], first[0].shape[-1])
-        received_BSGD = [x.new_empty(shape) for x in first]
-        places_of = [rows_of_ranks(whole, layout) for whole in received_BSGD]
-
-        def land(arrived: Blocks) -> None:
-            mine = {block.rows: parts for block, parts in arrived.items() if block.heads == self.rank}
-            places = [place_of[rank] for rank in mine for place_of in places_of]
-            self._unpack([part for parts in mine.values() for part in parts], places)
-
-        return received_BSGD, land
-
-    def room_back(self, out_BSGD: Tensor, layout: Layout) -> tuple[Tensor, Land]:
-        """The same for all heads of this rank's rows, of tensors like the given one."""
-        B, _, _, D = out_BSGD.shape
-        out_BLHD = out_BSGD.new_empty(B, layout.rows[self.rank], sum(layout.heads), D)
-        places = out_BLHD.split_with_sizes(layout.heads, 2)
-
-        def land(arrived: Blocks) -> None:
-            mine = {block.heads: parts for block, parts in arrived.items() if block.rows == self.rank}
-            self._unpack([part for (part,) in mine.values()], [places[rank] for rank in mine])
-
-        return out_BLHD, land
-
-    def name_of(self, freight: Freight) -> str:
-        """Which exchange takes it: the one there is, or the table's choice for its size."""
+    def name_of(self, held: BlockSet) -> str:
+        """The plan that blocks of this size take: the one there is, or the table's choice."""
         if self._table is None:
             return self._name
-        some = next(iter(freight.blocks.values()))
-        B, _, _, D = some[0].shape
-        cell = B * D * some[0].new_empty(0).element_size() * len(some)
-        return self._table.choose(megabytes_per_rank(freight.layout, cell))
+        return self._table.choose(megabytes_per_rank(held.layout, held.cell_bytes))
 
-    def link_class(self, peer: int) -> str | None:
-        """The class of the link to a peer; None for this rank itself."""
-        return self._topology.link_class(self.rank, peer)
+    def both_phases(self) -> tuple[Phase, ...]:
+        """TAPA's forward phases, also those without messages for this rank."""
+        return self.plans[self._name]
 
-    def carried_heads(self) -> set[int]:
-        """The ranks whose heads this rank has the card's blocks of, after TAPA's first phase."""
-        served = self._topology.served_planes[self.rank]
-        return {place.rank for place in self._topology.places if place.plane in served}
+    def submit(self, cargo: Cargo, wait_next: bool = False) -> LanePending[Target]:
+        """Sends a cargo on its way: encoded, packed, sent and put in place by the lanes."""
+        if not self._in_phases:
+            return self._on_lane("plane", partial(self._all_phases, cargo), wait_next)
+        earlier: LanePending[BlockSet] | None = None
+        *early, last = self._routes[self._name][cargo.way]
+        for phase in early:
+            earlier = self._on_lane(phase.lane, partial(self.phase, phase, cargo, earlier), wait_next)
+        return self._on_lane(last.lane, partial(self._last_phase, last, cargo, earlier), wait_next)
 
-    def scorers(self) -> list[int]:
-        """The first tile of every card, in the order of the cards."""
-        return [min(ranks) for ranks in self._topology.cards.values()]
+    def _on_lane(self, name: str, job: Callable[[], T], wait_next: bool) -> LanePending[T]:
+        lane = self.lanes[name]
+        return lane.submit_inline(job) if wait_next else lane.submit(job)
 
-    def scored_blocks(self) -> tuple[list[int], list[int]]:
-        """The ranks of this rank's card, its first tile first, and the ranks whose heads are of that tile's plane."""
-        return scored_blocks(self._topology, self.rank)
-
-    def back(self, out_BSGD: Tensor, layout: Layout, name: str = "o", layer: str = "") -> LanePending[Tensor]:
-        """The way back: sends all rows of this rank's heads, returns all heads of its own rows, [B, L, H, D]. To be
-        waited for next."""
-
-        def own_blocks() -> Freight:
-            rows_of = rows_of_ranks(out_BSGD, layout)
-            return Freight({Block(peer, self.rank): [rows_of[peer]] for peer in range(len(layout.rows))}, layout)
-
-        return self._route(
-            "back", own_blocks, lambda freight: self.room_back(out_BSGD, freight.layout), (name, layer), soon=True
-        )
-
-    def _route(
-        self,
-        way: str,
-        freight: Callable[[], Freight],
-        assemble: Assemble[R],
-        about: tuple[str, str],
-        after_first: Callable[[Freight], Freight] | None = None,
-        soon: bool = False,
-    ) -> LanePending[R]:
-        """Submits every phase to its lane; the lane of a later phase waits for the phase before it.
-
-        about: what travels, and for which kind of layer; for the trace.
-        """
-
-        def submit(lane: Lane, work: Callable[[], T]) -> LanePending[T]:
-            return lane.submit_and_wait_soon(work) if soon else lane.submit(work)
-
-        if self._together:
-            return submit(self._lanes["plane"][0], lambda: self._take_all(way, about, freight(), assemble))
-        plan = self._routes[self._name][way]
-        *early, final = [partial(self._take_phase, phase, about) for phase in plan]
-        for phase, take in zip(plan, early, strict=False):
-            freight = submit(self._lanes[phase.lane][0], partial(take, freight)).wait
-        before_last = freight if after_first is None else partial(_change, after_first, freight)
-        return submit(self._lanes[plan[-1].lane][0], lambda: _assembled(assemble, final(before_last)))
-
-    def _take_all(self, way: str, about: tuple[str, str], freight: Freight, assemble: Assemble[R]) -> R:
-        """Runs on the plane lane: all phases together, of the exchange that the table has for this size. TAPA's come
-        one by one: none can overtake another, and a phase packs all its messages in one launch."""
-        name = self.name_of(freight)
-        plan = self._routes[name][way]
+    def _all_phases(self, cargo: Cargo) -> Target:
+        """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
+        another, and a phase packs all its messages in one launch."""
+        held = cargo.blocks()
+        name = self.name_of(held)
+        plan = self._routes[name][cargo.way]
         if name == "tapa":
             for phase in plan:
-                freight = self._take_phase(phase, about, partial(_itself, freight))
-            return _assembled(assemble, freight)
-        groups = {name: group for name, (_, group) in self._lanes.items()}
-        with self._trace.span(f"{about[0]} plane", "plane", about[1]):
-            whole, land = assemble(freight)
-            relay(plan, freight, groups, self.pack, self.count, land)
-            return whole
+                self._run_phase(phase, cargo, held)
+            return _placed(cargo, held)
+        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer):
+            target = cargo.target(held)
+            run_pipelined(self.port, plan, held, self.groups, target)
+            return target
 
-    def _take_phase(self, phase: Phase, about: tuple[str, str], earlier: Callable[[], Freight]) -> Freight:
-        """Runs on the phase's lane: packs, posts receives and sends, waits. Returns the old and the new blocks."""
-        blocks, layout = earlier()
-        if not phase.sends and not phase.receives:
-            return Freight(blocks, layout)
-        with self._trace.span(f"{about[0]} {phase.lane}", phase.lane, about[1]):
-            group, shapes = self._lanes[phase.lane][1], Shapes(Freight(blocks, layout))
-            received, receives = shapes.room(phase.receives.values())
-            _, sends = shapes.room(phase.sends.values())
-            messages = [[part for b in message for part in blocks[b]] for message in phase.sends.values()]
-            self.pack(messages, sends)
-            for peer, message in phase.sends.items():
-                self.count(peer, shapes.bytes(message))
-            index = group.ranks.index
-            group.send_recv(
-                [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
-                [(buffer, index(peer)) for peer, buffer in zip(phase.receives, receives, strict=True)],
-            ).wait()
-            blocks |= shapes.blocks([b for message in phase.receives.values() for b in message], received)
-        return Freight(blocks, layout)
+    def phase(self, phase: Phase, cargo: Cargo, earlier: LanePending[BlockSet] | None) -> BlockSet:
+        """One phase on its own lane, after the one before it, or of a cargo that has not been encoded. Returns the
+        blocks that are here then."""
+        held = cargo.blocks() if earlier is None else earlier.wait()
+        self._run_phase(phase, cargo, held)
+        return held
 
-    def count(self, peer: int, sent_bytes: int) -> None:
-        self._trace.count(self.link_class(peer), sent_bytes)
+    def last_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> Target:
+        """The last phase of blocks that are held; then what is here is put in place."""
+        self._run_phase(phase, cargo, held)
+        return _placed(cargo, held)
 
-    def _unpack(self, parts: list[Travelling], places: list[Tensor]) -> None:
-        """All parts in one launch."""
-        if parts:
-            self.kernels.unpack(parts, places)
+    def _last_phase(self, phase: Phase, cargo: Cargo, earlier: LanePending[BlockSet] | None) -> Target:
+        return self.last_phase(phase, cargo, cargo.blocks() if earlier is None else earlier.wait())
 
-    def pack(self, messages: Sequence[Sequence[Travelling]], buffers: Sequence[Tensor]) -> None:
-        """All messages in one launch."""
-        pieces = [piece for message in messages for piece in message]
-        chosen = any(isinstance(piece, Rows) for piece in pieces)
-        if buffers and on_streams(buffers[0]):
-            for piece in pieces:
-                for tensor in (piece.source_RHD, piece.index_K) if isinstance(piece, Rows) else (piece,):
-                    used_on_current_stream(tensor)
-        if chosen:
-            self.kernels.gather_pack(messages, buffers)
-        elif messages:
-            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+    def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
+        if phase.sends or phase.receives:
+            with self.trace.span(f"{cargo.label} {phase.lane}", phase.lane, cargo.layer):
+                run_phase(self.port, phase, held, self.groups[phase.lane])
 
 
-def rows_of_ranks(x_BSGD: Tensor, layout: Layout) -> dict[int, Tensor]:
-    """Of a tensor with the whole sequence every rank's rows, as views."""
-    ranks = layout.in_sequence
-    parts = x_BSGD.split_with_sizes([layout.rows[rank] for rank in ranks], 1)
-    return dict(zip(ranks, parts, strict=True))
-
-
-def _assembled(assemble: Assemble[R], freight: Freight) -> R:
-    whole, land = assemble(freight)
-    land(freight.blocks)
-    return whole
-
-
-def _itself(freight: Freight) -> Freight:
-    return freight
-
-
-def _routes(plan: Plan) -> dict[str, Plan]:
-    """The plan with all its phases, and both ways through those that have messages for this rank."""
+def _both_ways(plan: Plan) -> dict[str, Plan]:
+    """Forward and back through those phases that have messages for this rank."""
     forward = tuple(phase for phase in plan if phase.sends or phase.receives)
-    return {"both phases": plan, "forward": forward, "back": reverse(forward)}
+    return {"forward": forward, "back": reverse(forward)}
 
 
-def _change(change: Callable[[Freight], Freight], earlier: Callable[[], Freight]) -> Freight:
-    return change(earlier())
+def _placed(cargo: Cargo, held: BlockSet) -> Target:
+    target = cargo.target(held)
+    target.place(held.blocks)
+    return target
+
+
+class Transfer:
+    """The messages of one attention call."""
+
+    def __init__(self, exchange: Exchange, coded: CodedCall, layer: str) -> None:
+        self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
+        self.in_stages = False  # whether tensors come chunk by chunk; known once something was sent
+
+    def send(self, wait_next: bool = False, **tensors_BLHD: Tensor) -> Arriving:
+        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer.
+
+        wait_next: the caller waits for them next, so there is nothing to travel behind: the lane's job runs on the
+        thread that waits.
+        """
+        return self.coded.send(self, tensors_BLHD, wait_next)
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False) -> Arriving:
+        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size."""
+        staged = self.exchange.staged
+        self.in_stages = self.travels_in_stages(next(iter(tensors_BLHD.values())))
+        if staged is not None and self.in_stages:
+            return staged.send({name: Forward(self, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()})
+        cargo = Forward(self, tensors_BLHD)
+        return WholeArriving(cargo, self.exchange.submit(cargo, wait_next))
+
+    def travels_in_stages(self, like_BLHD: Tensor) -> bool:
+        """The same on all ranks."""
+        staged = self.exchange.staged
+        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+
+    def wait(self, sent: Sequence[Arriving]) -> dict[str, Tensor]:
+        """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
+        here: dict[str, Tensor] = {}
+        for arriving in sent:
+            with self.exchange.trace.span(f"wait for {''.join(arriving.names)}", layer=self.layer):
+                here |= zip(arriving.names, map(used_on_current_stream, arriving.wait()), strict=True)
+        return here
+
+    def back(self, out_BSGD: Tensor) -> Tensor:
+        """Sends all rows of this rank's heads of attention's output and returns all heads of its own rows,
+        [B, L, H, D]."""
+        with self.exchange.trace.span("wait for o", layer=self.layer):
+            pending = self.exchange.submit(Back(self, out_BSGD), wait_next=True)
+            return used_on_current_stream(self.coded.decode_output(pending.wait().tensors[0]))
+
+    def back_in_stages(self) -> OutputInStages:
+        """The way back, chunk by chunk."""
+        assert self.exchange.staged is not None, "what came in stages goes back in stages"
+        return OutputInStages(self.exchange.staged, self)
+
+    def output_of(self, out_BTGD: Tensor, ranks: Sequence[int]) -> Back:
+        """The output for some ranks' rows, consecutive in the sequence, as it goes back."""
+        return Back(self, out_BTGD, ranks)
+
+
+class Arriving(Protocol):
+    """Tensors that were sent together, on their way to this rank's heads."""
+
+    names: tuple[str, ...]
+
+    def wait(self) -> list[Tensor]:
+        """All rows of this rank's heads of each tensor, [B, S, G, D]."""
+        ...
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        """The whole sequence of one tensor, of which this chunk and those asked for before are here. In ascending
+        order, each chunk once."""
+        ...
+
+    def expect(self, name: str, number: int) -> None:
+        """Has a chunk put in place as soon as it is here. Chunks land in the order in which they are expected."""
+        ...
+
+
+class WholeArriving:
+    """Tensors that travel whole: every chunk is there when all are."""
+
+    def __init__(self, cargo: Forward, pending: LanePending[Target]) -> None:
+        self.names, self._cargo, self._pending = cargo.names, cargo, pending
+        self._decoded: list[Tensor] = []
+
+    def wait(self) -> list[Tensor]:
+        if not self._decoded:
+            self._decoded = self._cargo.decode(self._pending.wait().tensors)
+        return self._decoded
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        return self.wait()[self.names.index(name)]
+
+    def expect(self, name: str, number: int) -> None:
+        return
+
+
+class Cargo(Protocol):
+    """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place."""
+
+    way: str  # "forward" or "back"
+    label: str  # of its spans in the trace
+    layer: str
+
+    def blocks(self) -> BlockSet: ...
+
+    def target(self, held: BlockSet) -> Target:
+        """Allocates what the blocks fill."""
+        ...
+
+
+class Forward:
+    """Tensors on their way from the ranks of their rows to the ranks of their heads."""
+
+    way = "forward"
+
+    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        self.names, self._tensors = tuple(tensors_BLHD), tensors_BLHD
+        self.label, self.layer = "".join(self.names), transfer.layer
+        self.coded, self._exchange = transfer.coded, transfer.exchange
+        self.layout = transfer.layout  # of what travels, once it was encoded
+
+    def blocks(self) -> BlockSet:
+        payloads, self.layout = self.encoded()
+        own, parts = self._exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        return BlockSet({Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}, self.layout)
+
+    def encoded(self) -> Encoded:
+        return self.coded.encode(self._tensors)
+
+    def target(self, held: BlockSet) -> Target:
+        own, layout = self._exchange.rank, held.layout
+        shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
+        received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
+        of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
+        places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
+        return Target(received_BSGW, places, self._exchange.kernels)
+
+    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        """rows: those that have just arrived, None for all."""
+        by_name = dict(zip(self.names, received_BSGW, strict=True))
+        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
+
+
+class Back:
+    """Attention's output on its way from the ranks of its heads to the ranks of its rows."""
+
+    way, label = "back", "o"
+
+    def __init__(self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """ranks: whose rows these are, consecutive in the sequence; None for all."""
+        self.layer, self._exchange, self._coded = transfer.layer, transfer.exchange, transfer.coded
+        self._out_BTGD, self._layout = out_BTGD, transfer.layout
+        self._ranks = transfer.layout.in_sequence if ranks is None else ranks
+
+    def blocks(self) -> BlockSet:
+        out_BTGW, own = self._coded.encode_output(self._out_BTGD), self._exchange.rank
+        parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
+        return BlockSet({Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}, self._layout)
+
+    def target(self, held: BlockSet) -> Target:
+        own, layout = self._exchange.rank, held.layout
+        shape = (len(held.like), layout.rows[own], sum(layout.heads), held.like.shape[-1])
+        out_BLHW = held.like.new_empty(shape)
+        parts = out_BLHW.split_with_sizes(layout.heads, 2)
+        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
+        return Target([out_BLHW], places, self._exchange.kernels)

@@ -182,7 +182,7 @@ def exchange_variant(name: str, values: Values, topology: Topology, transport: A
     exchange = Exchange(name, topology, transport, trace, table)
 
     def run(blocks: Blocks) -> Tensor:
-        (x_BSGD,) = exchange.forward([blocks.x_BLHD], blocks.layout, "x").wait()
+        (x_BSGD,) = exchange.transfer(blocks.layout).send(x=blocks.x_BLHD).wait()
         return x_BSGD.view(blocks.packed.shape)
 
     return run

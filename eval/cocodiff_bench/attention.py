@@ -22,8 +22,10 @@ from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.session import DTYPES
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.commands.trace import say_summary
-from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import EXCHANGES, ORDERS, load
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace, save_traces
 from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
@@ -51,7 +53,7 @@ JOINT, IMAGE = (
 )  # kinds of layer: image and text tokens; image tokens alone, as SD3.5's second attention
 LOCAL = ("wait", "real")
 OPTIONS = with_common_options(
-    Option("exchange", "exchanges to measure", [name for name in EXCHANGES if name != "auto"], many=True),
+    Option("exchange", "exchanges to measure", list(EXCHANGES), many=True),
     Option("order", "orders to measure", list(ORDERS), many=True),
     Option("chunks", "chunks to measure each of them in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
@@ -76,8 +78,7 @@ class Variant:
     layer."""
 
     def __init__(self, config: Config, topology: Topology, transport: Any, waiting: WaitingAttention | None) -> None:
-        from cocodiff.assemble import ORDERS, chunking, exchange_table
-        from cocodiff.attention.merge import partial_attention
+        from cocodiff.assemble import chunking, exchange_table
         from cocodiff.attention.ulysses import Ulysses
         from cocodiff.kernels import Kernels
         from cocodiff.wire.exchange import Exchange
@@ -93,15 +94,15 @@ class Variant:
             Kernels(config.kernels, self.trace.note_kernel),
             chunking(config, topology),
         )
-        local, part = (None, partial_attention) if waiting is None else (waiting.whole, waiting.part)
-        self.strategy = Ulysses(topology, self.exchange, self.trace, ORDERS[config.order], local, part)
+        local: Any = waiting
+        self.strategy = Ulysses(topology, self.exchange, self.trace, load(ORDERS, config.order), local=local)
         self.outputs: dict[str, Tensor] = {}
         self._waiting = waiting
 
     def call(self, layers: Sequence[StandInLayer], project_qk_s: float = 0.0) -> None:
         for layer in layers:
             if self._waiting is not None:
-                self._waiting.tokens = layer.image_tokens + layer.text_tokens
+                self._waiting.tokens = sum(segment.tokens for segment in layer.segments)
             self.outputs[layer.site.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.site)
 
 
@@ -133,7 +134,7 @@ def topology_of(values: Values, ranks: int) -> Topology:
     if ranks < 2:
         raise UserError(f"bench attention on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    Layout.build(topology, values["image_tokens"], values["text_tokens"], values["heads"])
+    Layout.build(topology, image_and_text(values["image_tokens"], values["text_tokens"]), values["heads"])
     return topology
 
 
@@ -189,8 +190,8 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
     random = torch.Generator().manual_seed(rank)
     layers = []
     for kind, text_tokens in {(JOINT if values["text_tokens"] else IMAGE): values["text_tokens"], IMAGE: 0}.items():
-        tokens = (values["image_tokens"], text_tokens, values["heads"])
-        L = Layout.build(topology, *tokens).rows[rank]
+        call = (image_and_text(values["image_tokens"], text_tokens), values["heads"])
+        L = Layout.build(topology, *call).rows[rank]
         shape = (values["batch"], L, values["heads"], values["head_dim"])
         q, k, v = (
             torch.randn(shape, generator=random).to(
@@ -198,7 +199,7 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
             )
             for _ in range(3)
         )
-        layers.append(StandInLayer(Site(kind), q, k, v, *tokens))
+        layers.append(StandInLayer(Site(kind), q, k, v, *call))
     return layers
 
 
@@ -248,7 +249,7 @@ def v_phase1_seconds(variants: Mapping[str, Variant], layer: StandInLayer, trans
         meet(transport)
         if number == 1:
             variant.trace.clear()  # the first warms up
-        variant.exchange.forward([layer.v_BLHD], layout, "v", layer.site.kind).wait()
+        variant.exchange.transfer(layout, layer=layer.site.kind).send(v=layer.v_BLHD).wait()
     name = first_phase(variant.trace.spans)
     lengths = [span.end_ns - span.start_ns for span in variant.trace.spans if span.name == name]
     medians = transport.gather_object(statistics.median(lengths) if lengths else 0)
@@ -262,9 +263,9 @@ def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> f
     for _ in range(CALIBRATION_CALLS // 3 + 1):
         meet(transport)
         started = time.perf_counter()
-        tensors = [layer.q_BLHD, layer.k_BLHD, layer.v_BLHD]
-        out_BSGD = variant.exchange.forward(tensors, layout, "qkv", layer.site.kind, soon=True).wait()[0]
-        variant.exchange.back(out_BSGD, layout, "o", layer.site.kind).wait()
+        transfer = variant.exchange.transfer(layout, layer=layer.site.kind)
+        sent = transfer.send(q=layer.q_BLHD, k=layer.k_BLHD, v=layer.v_BLHD, wait_next=True)
+        transfer.back(sent.wait()[0])
         lengths.append(time.perf_counter() - started)
     medians = transport.gather_object(statistics.median(lengths[1:]))
     return float(transport.broadcast_object(medians and max(medians)))

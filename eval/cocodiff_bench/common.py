@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocodiff.commands.options import OF_MACHINE, RUN_OPTIONS, Option
+from cocodiff.commands.options import RUN_OPTIONS, Option, engine_record
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.terminal import say
+from cocodiff.setting import settings_of
 
 Values = dict[str, Any]
 OUTPUT_OPTIONS = (
@@ -31,6 +32,7 @@ OUTPUT_OPTIONS = (
     Option("out", "folder of bench.json", "bench"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
 )
+OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,15 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
     return (*own, *(option for option in (*OUTPUT_OPTIONS, *RUN_OPTIONS) if option.name not in names))
 
 
+def of_benchmarks(setting: Option) -> bool:
+    """Whether benchmarks have a flag for a setting of the engine where they have no option of that name."""
+    return setting.given == "machine" or setting.name in OF_PRESETS
+
+
 def machine_settings(values: Values) -> Values:
     """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    return {name: values[name] for name in OF_MACHINE if name in values}
+    records = settings_of(engine_record())
+    return {name: value for name, value in values.items() if name in records and records[name].given == "machine"}
 
 
 def meet(transport: Any) -> None:

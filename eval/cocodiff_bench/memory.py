@@ -20,8 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cocodiff.assemble import state_sizes
 from cocodiff.comm.launch import detect
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
@@ -29,7 +29,10 @@ from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
-from cocodiff.planning.memory import MIB, Load, RankMemory, family_of, node_memory, shape_of_config, size_run
+from cocodiff.models import family_of
+from cocodiff.models.family import INPAINT
+from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
 from cocodiff_bench.common import Benchmark, Values, machine_settings, meet, with_common_options
 
 RANDOM = "random"
@@ -215,13 +218,12 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     dtype = torch_dtype(values["dtype"])
     model: Any = SD3Transformer2DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).eval()
     engine = Engine(model, Config.preset(values["preset"], steps=50, **machine_settings(values)), transport)
-    shape = shape_of_config(family_of(type(model)), model.config, count(model))
+    shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(
-        shape.image_tokens(values["size"]),
-        values["text_tokens"],
+        image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
         values["batch"],
         dtype.itemsize,
-        scoring=engine.config.scoring if engine.config.selection == "v_major" else None,
+        state=state_sizes(engine.config),
     )
     side = values["size"] // 8
 
@@ -258,11 +260,9 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     engine = Engine(model.pipe, Config.preset(values["preset"], **machine_settings(values)), transport)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     transformer: Any = engine.model
-    shape = shape_of_config(family_of(type(transformer)), transformer.config, count(transformer))
+    shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))
     tokens = (model.pipe.default_sample_size // transformer.config.patch_size) ** 2
-    load = Load(
-        tokens, 1, values["batch"], 4, scoring=engine.config.scoring if engine.config.selection == "v_major" else None
-    )
+    load = Load(image_and_text(tokens, 1), values["batch"], 4, state=state_sizes(engine.config))
 
     def call() -> None:
         with torch.no_grad(), engine:

@@ -30,6 +30,7 @@ from cocodiff.errors import UserError
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
+from cocodiff.registry import ORDERS, load
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV
+    from cocodiff.topology.layout import Segments
 
 FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
@@ -138,8 +140,7 @@ class Call:
 
     layer: Layer
     x_BLHD: Tensor
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     heads: int
 
     @classmethod
@@ -148,12 +149,12 @@ class Call:
 
         from cocodiff.topology.layout import Layout
 
-        image, text = shape.image_tokens(size), shape.text_tokens
-        layout = Layout.build(topology, image, text, shape.heads)
+        segments = shape.segments(size)
+        layout = Layout.build(topology, segments, shape.heads)
         B = batch * shape.rows_per_image
-        layer = roofline(shape, topology, image + text, B, rank, layout)
+        layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
         x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        return cls(layer, x_BLHD, image, text, shape.heads)
+        return cls(layer, x_BLHD, segments, shape.heads)
 
     def qkv(self, dilation: float) -> LazyQKV:
         from cocodiff.attention.strategy import LazyQKV
@@ -166,29 +167,31 @@ class Call:
             return project
 
         qk = waited(self.layer.project_qk / 2)
-        return LazyQKV(qk, qk, waited(self.layer.project_v), self.image_tokens, self.text_tokens, self.heads)
+        return LazyQKV(qk, qk, waited(self.layer.project_v), self.segments, self.heads)
 
 
 class Variant:
     """An exchange in an order, of all tokens or of some: the strategies of the engine over stand-in layers."""
 
     def __init__(self, name: str, topology: Topology, transport: Any) -> None:
-        from cocodiff.assemble import ORDERS
+        from cocodiff.attention.ulysses import Ulysses
         from cocodiff.wire.exchange import Exchange
-        from cocodiff_bench.stand_in import StandIn
+        from cocodiff_bench.stand_in import SomeTokens, WaitingAttention
 
         exchange, order, selection = VARIANTS[name]
         self.selective = selection == "v_major"
         trace = Trace(transport.rank)
         over: Any = SerialTransport(transport) if name == "flat_serial" else transport
-        self._strategy = StandIn(
-            topology, Exchange(exchange, topology, over, trace), trace, ORDERS[order], transport, self.selective
-        )
+        self._local = WaitingAttention()
+        self._coding = SomeTokens(transport, self._local)
+        ours = Exchange(exchange, topology, over, trace)
+        self._strategy = Ulysses(topology, ours, trace, load(ORDERS, order), self._coding, self._local)
 
     def run(self, call: Call, fraction: float, dilation: float) -> None:
         from cocodiff.attention.strategy import Site
 
-        self._strategy.set_call(fraction, call.layer.attention * dilation, call.layer.score * dilation)
+        self._coding.fraction = fraction if self.selective else 0.0
+        self._coding.score_s, self._local.seconds = call.layer.score * dilation, call.layer.attention * dilation
         self._strategy.attend(call.qkv(dilation), Site("layer"))
         time.sleep(call.layer.rest * dilation)
 
@@ -237,7 +240,7 @@ def rows_of(
             else turn[0] * layers / dilation
             for turn in turns
         ]
-    size = round(call.image_tokens**0.5) * shape.pixels_per_token
+    size = round(call.segments[0].tokens ** 0.5) * shape.pixels_per_token
     case = (
         f"{shape.name} {size}x{size} batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s), "
         f"link efficiency {efficiency:g}"

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import EXCHANGES, ORDERS, Config
+from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench.common import (
     Benchmark,
     Values,
@@ -150,7 +151,6 @@ def our_configs(values: Values) -> dict[str, Config]:
             exchange=exchange, order=order, **machine_settings(values)
         )
         for exchange in EXCHANGES
-        if exchange != "auto"
         for order in ORDERS
     }
 

@@ -19,8 +19,10 @@ from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import EXCHANGES, ORDERS, Config, load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
 from cocodiff_bench.common import (
@@ -38,7 +40,7 @@ from cocodiff_bench.common import (
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.merge import Partial
+    from cocodiff.attention.local import Partial
     from cocodiff.attention.strategy import LazyQKV
     from cocodiff.planning.placement import Work
     from cocodiff.topology.axes import Mesh
@@ -50,7 +52,7 @@ OPTIONS = with_common_options(
         type=int,
         many=True,
     ),
-    Option("exchange", "Ulysses' exchange", "flat", choices=EXCHANGES),
+    Option("exchange", "Ulysses' exchange", "flat", choices=lambda: (*EXCHANGES, "auto")),
     Option("order", "order of an attention call", "joint", choices=ORDERS),
     Option("chunks", "chunks to measure each mesh in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
@@ -79,7 +81,7 @@ class WaitingAttention:
         return self.part(q_BSGD, k_BSGD, v_BSGD, mask_B11S).out_BLHD
 
     def part(self, q_BLGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B11S: Tensor | None) -> Partial:
-        from cocodiff.attention.merge import Partial, partial_attention
+        from cocodiff.attention.local import Partial, partial_attention
 
         if self.seconds is None:
             return partial_attention(q_BLGD, k_BSGD, v_BSGD, mask_B11S)
@@ -110,22 +112,14 @@ class Variant:
     """A mesh in chunks or not, with a trace of its own."""
 
     def __init__(self, config: Config, mesh: Mesh, transport: Any, mean_pairs: float) -> None:
+
         from cocodiff.assemble import build_strategy
-        from cocodiff.attention.v_major.strategy import Moment
         from cocodiff.kernels import Kernels
 
         self.trace, self.attention = Trace(transport.rank), WaitingAttention(mean_pairs)
         kernels = Kernels(config.kernels, self.trace.note_kernel)
-        self.strategy = build_strategy(
-            config,
-            mesh,
-            transport,
-            self.trace,
-            kernels,
-            lambda: Moment(0, 0, 1),
-            self.attention.whole,
-            self.attention.part,
-        )
+        local: Any = self.attention
+        self.strategy = build_strategy(config, mesh, transport, self.trace, kernels, local)
 
     def call(self, qkv: LazyQKV) -> Tensor:
         from cocodiff.attention.strategy import Site
@@ -153,8 +147,7 @@ def work_of(values: Values, attention_s: float | None = None) -> Work:
     return Work(
         values["heads"],
         values["head_dim"],
-        values["image_tokens"],
-        values["text_tokens"],
+        image_and_text(values["image_tokens"], values["text_tokens"]),
         itemsize=4,
         attention_s=None if attention_s is None else attention_s / scale,
     )
@@ -196,7 +189,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
     work = work_of(values)
     of_wait = {wait: named_cases(values, topology, wait) for wait in values["attention_s"]}
-    pairs = (work.image_tokens + work.text_tokens) ** 2 * work.heads / transport.size
+    pairs = sum(segment.tokens for segment in work.segments) ** 2 * work.heads / transport.size
     config_of = {config.chunks: config for config in configs(values)}
     built: dict[tuple[Any, int | str], Variant] = {}  # waits share a variant where they have the same mesh
     for case in (case for cases in of_wait.values() for case in cases.values()):
@@ -204,9 +197,9 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         if key not in built:
             built[key] = Variant(config_of[case.chunks], case.mesh, transport, pairs)
     rank, random = transport.rank, torch.Generator().manual_seed(transport.rank)
-    own = Layout.build(topology, work.image_tokens, work.text_tokens, max(work.heads, transport.size)).rows[rank]
+    own = Layout.build(topology, work.segments, max(work.heads, transport.size)).rows[rank]
     q, k, v = (torch.randn(1, own, work.heads, work.head_dim, generator=random) for _ in range(3))
-    qkv = LazyQKV(lambda: q, lambda: k, lambda: v, work.image_tokens, work.text_tokens, work.heads)
+    qkv = LazyQKV(lambda: q, lambda: k, lambda: v, work.segments, work.heads)
     measured: list[list[dict[str, Any]]] = []
     with torch.no_grad():
         check_alike({str(key): variant.call(qkv) for key, variant in built.items()}, rank)

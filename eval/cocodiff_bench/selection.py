@@ -18,6 +18,7 @@ from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.terminal import say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_segment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Topology
 from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
@@ -59,7 +60,7 @@ def measure(values: Values, output: OutputFolder, _transport: Any) -> None:
 
     machine = load_machine(values["machine"])
     topology = Topology.build(machine, int(machine.tiles_per_node or 1) * values["nodes"])
-    layout = Layout.build(topology, values["image_tokens"], 0, values["heads"])
+    layout = Layout.build(topology, (image_segment(values["image_tokens"]),), values["heads"])
     with torch.no_grad():
         parts = stages(values, topology, layout)
         turns = partial(interleave, parts, units=1, meet=lambda: None, tick=lambda: None)
@@ -107,8 +108,8 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     gather: own rows of q, k and v into what is sent to each rank; scatter: what arrives into the caches."""
     import torch
 
-    from cocodiff.attention.v_major.selection import Cards, Selection, stable_tokens
-    from cocodiff.attention.v_major.strategy import travelling_rows
+    from cocodiff.attention.v_major.coding import travelling_rows
+    from cocodiff.attention.v_major.selection import Cards, Selection
     from cocodiff.kernels import Kernels
 
     generator, dtype = torch.Generator().manual_seed(0), torch_dtype(values["dtype"])
@@ -116,11 +117,11 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     own_BLHD = torch.randn(4, layout.rows[RANK], values["heads"], D, generator=generator).to(dtype)
     q, k, v, reference = (own_BLHD[n : n + 1].clone() for n in range(4))
     scores_BS = torch.rand(1, tokens, generator=generator)
-    cards, kernels = Cards.build(topology, layout.image, scores_BS.device), Kernels(values["kernels"])
+    cards, kernels = Cards.build(topology, layout.may_stay, scores_BS.device), Kernels(values["kernels"])
 
     def select() -> Selection:
-        active_BS = cards.active(scores_BS, scores_BS, lambda x_BN, _: stable_tokens(x_BN, values["fraction"], kernels))
-        return Selection.build(active_BS, layout, True)
+        active_BS = cards.active(scores_BS, scores_BS, values["fraction"], 0.0, kernels)
+        return Selection.build(active_BS, layout)
 
     chosen = select()
     caches = [torch.zeros(1, tokens, layout.heads[RANK], D, dtype=dtype) for _ in range(3)]

@@ -3,78 +3,68 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Call, FullCall, Sent, Ulysses
+from cocodiff.attention.local import LocalAttention
 from cocodiff.comm.transport import LanePending
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.coding import CodedCall, Coding, Encoded
+from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
-class StandIn(Ulysses):
-    """Ulysses whose attention is a wait. selective: like V-Major scoring at the source, a fraction of the image tokens
-    stays behind; scores are gathered before the first message leaves. Which tokens stay plays no part: the first go."""
+class WaitingAttention(LocalAttention):
+    """A wait of so many seconds in attention's place."""
 
-    def __init__(
-        self, topology: Topology, exchange: Exchange, trace: Trace, order: Any, transport: Any, selective: bool
-    ) -> None:
-        super().__init__(topology, exchange, trace, order, self._wait)
-        self.selective, self.rank = selective, transport.rank
-        self.fraction = self.attention_s = self.score_s = 0.0
-        self._out_rows = 0
-        if selective:
-            self.group, self.lane = transport.group(range(transport.size)), transport.lane("select")
+    seconds = 0.0
+    rows = 0  # of the output
 
-    def set_call(self, fraction: float, attention_s: float, score_s: float) -> None:
-        """Of the calls that follow: the stable fraction, and how long attention and scoring take."""
-        self.fraction, self.attention_s, self.score_s = fraction, attention_s, score_s
-
-    def call(self, qkv: LazyQKV, exchange: Exchange, layout: Layout, site: Site) -> Call:
-        self._out_rows = sum(layout.rows)
-        if self.fraction == 0:
-            return FullCall(qkv, exchange, layout, self._trace, site.kind)
-        return SomeRows(qkv, exchange, layout, self._trace, site.kind, self)
-
-    def _wait(self, q_BSGD: Tensor, _k: Tensor, _v: Tensor, _mask: Tensor | None) -> Tensor:
-        time.sleep(self.attention_s)
+    def whole(self, q_BSGD: Tensor, _k: Tensor, _v: Tensor, _mask: Tensor | None = None) -> Tensor:
+        time.sleep(self.seconds)
         B, _, G, D = q_BSGD.shape
-        return q_BSGD.new_empty(B, self._out_rows, G, D)
+        return q_BSGD.new_empty(B, self.rows, G, D)
 
 
-@dataclass
-class SomeRows(FullCall):
-    """A selective step: all text rows and so many image rows travel, once the scores have been gathered."""
+class SomeTokens(Coding):
+    """Like V-Major scoring at the source: a fraction of the tokens that may stay behind does; scores are gathered
+    before the first message leaves. Which tokens stay plays no part: the first go."""
 
-    strategy: StandIn
-    scored: LanePending[None] | None = None
+    def __init__(self, transport: Any, local: WaitingAttention) -> None:
+        self.transport, self.local = transport, local
+        self.fraction = self.score_s = 0.0
 
-    def know_v(self, v_BLHD: Tensor) -> None:
-        strategy, layout = self.strategy, self.layout
+    def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
+        self.local.rows = sum(layout.rows)
+        return CodedCall(layout) if self.fraction == 0 else SomeRows(layout, self)
 
-        def score() -> None:
-            time.sleep(strategy.score_s)
-            parts = [torch.empty(len(v_BLHD), tokens) for tokens in layout.image]
-            strategy.group.all_gather(torch.zeros(len(v_BLHD), layout.image[strategy.rank]), parts).wait()
 
-        self.scored = strategy.lane.submit(score)
+class SomeRows(CodedCall):
+    """A selective step: all rows but so many of those that may stay travel, once the scores have been gathered."""
 
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
-        strategy = self.strategy
-        active = tuple(tokens - int(tokens * strategy.fraction) for tokens in self.layout.image)
-        some = Layout(active, self.layout.text, self.layout.heads)
-        scored: Callable[[], Any] | None = None if self.scored is None else self.scored.wait
+    _scored: LanePending[None]
 
-        def ready() -> tuple[list[Tensor], Layout]:
-            if scored is not None:
-                scored()
-            return [x_BLHD[:, : some.rows[strategy.rank]] for x_BLHD in tensors_BLHD], some
+    def __init__(self, layout: Layout, coding: SomeTokens) -> None:
+        super().__init__(layout)
+        self._coding = coding
+        rows = zip(layout.rows, layout.may_stay, strict=True)
+        self._some = layout.of_rows([every - int(tokens * coding.fraction) for every, tokens in rows])
 
-        return [(names, self.travel(ready, names, tensors_BLHD[0]))]
+    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
+        if "v" in tensors_BLHD:
+            batch = len(tensors_BLHD["v"])
+            self._scored = self._coding.transport.control.submit(lambda: self._score(batch))
+        return transfer.post(tensors_BLHD)
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        self._scored.wait()
+        rows = self._some.rows[self._coding.transport.rank]
+        return Encoded([x_BLHD[:, :rows] for x_BLHD in tensors_BLHD.values()], self._some)
+
+    def _score(self, batch: int) -> None:
+        time.sleep(self._coding.score_s)
+        tokens_of, transport = self.layout.may_stay, self._coding.transport
+        parts = [torch.empty(batch, tokens) for tokens in tokens_of]
+        transport.world.all_gather(torch.zeros(batch, tokens_of[transport.rank]), parts).wait()

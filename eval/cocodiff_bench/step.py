@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.options import Option, check_counts, preset_configs
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.commands.session import DTYPES, Job, import_before_fork, load_on_rank
 from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.models.family import INPAINT
 from cocodiff_bench.common import Benchmark, Values, interleave, meet, rows, save, say_rows, with_common_options
 
 PLAIN = "diffusers"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.merge import Partial
+    from cocodiff.attention.local import Partial
     from cocodiff.attention.strategy import LazyQKV, Site
+    from cocodiff.topology.layout import Segments
 
 V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
 LOCAL_WAIT_S = 0.002
@@ -26,8 +27,7 @@ class StandInLayer:
     q_BLHD: Tensor
     k_BLHD: Tensor
     v_BLHD: Tensor
-    image_tokens: int
-    text_tokens: int
+    segments: Segments
     heads: int
 
     def qkv(self, project_qk_s: float) -> LazyQKV:
@@ -43,7 +43,7 @@ class StandInLayer:
 
         q, k = (projected(x_BLHD, project_qk_s / 2) for x_BLHD in (self.q_BLHD, self.k_BLHD))
         v = projected(self.v_BLHD, project_qk_s * V_SHARE)
-        return LazyQKV(q, k, v, self.image_tokens, self.text_tokens, self.heads)
+        return LazyQKV(q, k, v, self.segments, self.heads)
 
 
 class WaitingAttention:
@@ -59,7 +59,7 @@ class WaitingAttention:
     def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, _mask: Tensor | None) -> Partial:
         import torch
 
-        from cocodiff.attention.merge import Partial
+        from cocodiff.attention.local import Partial
 
         out_BTGD = self._attend(q_BTGD, k_BUGD, v_BUGD)
         log_keys = math.log(k_BUGD.shape[1])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from byte_formulas import Formulas
-from worlds import TRIPLE, topology_of
+from worlds import TRIPLE, back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -33,11 +34,11 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
         trace = Trace(transport.rank)
         ours = Exchange(exchange, topology, transport, trace, nic_balance=False)
         rows, heads = layout.rows[transport.rank], sum(layout.heads)
-        q_BSGD, _, _ = ours.forward([torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
-        forward = trace.bytes()
+        q_BSGD, _, _ = forward(ours, [torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
+        there = trace.bytes()
         trace.clear()
-        ours.back(q_BSGD, layout).wait()
-        return forward, trace.bytes()
+        back(ours, q_BSGD, layout)
+        return there, trace.bytes()
 
     return run_ranks(topology.size, work)
 
@@ -47,19 +48,19 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 @pytest.mark.parametrize("world", WORLDS)
 def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
     topology, image, text, heads = WORLDS[world]
-    layout = Layout.build(topology, image, text, heads)
+    layout = Layout.build(topology, image_and_text(image, text), heads)
     formulas, u = Formulas(topology, layout), B * D * dtype.itemsize
     counted = counted_bytes(exchange, topology, layout, dtype)
-    for rank, (forward, back) in enumerate(counted):
-        assert forward == formulas.sent(exchange, "forward", rank, 3 * u)
-        assert back == formulas.sent(exchange, "back", rank, u)
+    for rank, (there, returned) in enumerate(counted):
+        assert there == formulas.sent(exchange, "forward", rank, 3 * u)
+        assert returned == formulas.sent(exchange, "back", rank, u)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_even_case_on_aurora(nodes):
     """A block of c bytes per pair of ranks: where flat crosses planes, TAPA loads siblings and planes instead."""
     topology = topology_of("aurora", 12 * nodes)
-    layout = Layout.build(topology, 24 * nodes, 12 * nodes, 24 * nodes)
+    layout = Layout.build(topology, image_and_text(24 * nodes, 12 * nodes), 24 * nodes)
     c = B * D * 4 * 3 * 2
     node = 12 * (nodes - 1) * c
     expected = {
@@ -68,6 +69,6 @@ def test_even_case_on_aurora(nodes):
         "split": {"sibling": 6 * c, "plane": 10 * c, "cross_plane": 0, "node": node},
     }
     for exchange, of_each_rank in expected.items():
-        for forward, back in counted_bytes(exchange, topology, layout, torch.float32):
-            assert forward == {link: 3 * count for link, count in of_each_rank.items()}
-            assert back == of_each_rank
+        for there, returned in counted_bytes(exchange, topology, layout, torch.float32):
+            assert there == {link: 3 * count for link, count in of_each_rank.items()}
+            assert returned == of_each_rank

@@ -11,13 +11,13 @@ from cocodiff.attention.v_major.drift import Drift, DriftNotes, merge_drift
 def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():
     notes = DriftNotes()
     for run in range(3):
-        notes.see(0)
+        notes.ensure_step(0)
         for site in range(4):
             change_BN, norm_BN = torch.full((2, 5), 0.5), torch.full((2, 5), float(1 + site))
             notes.scored(1, change_BN, norm_BN)
             notes.chosen(1, torch.tensor([[True, False, True, True, False]] * 2))
         if run < 2:
-            notes.settle()
+            notes.sync_to_host()
             assert not notes._sums
     assert notes.by_step() == {0: Drift(), 1: Drift(12 * 5.0, 3 * 10 * (1 + 2 + 3 + 4), 120, 48)}
     assert notes.by_step() == notes.by_step()

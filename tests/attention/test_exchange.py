@@ -5,10 +5,11 @@ import torch
 from byte_formulas import Formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import topologies, topology_of
+from worlds import back, forward, topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.choice import ExchangeTable
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -20,7 +21,7 @@ def check_exchange(
     exchange: str, topology: Topology, image: int, text: int, heads: int, tensors: int, dtype: torch.dtype, B: int = 2
 ) -> None:
     """Forward gives all rows of the own heads, back gives the own rows of all heads, of random global tensors."""
-    layout = Layout.build(topology, image, text, heads)
+    layout = Layout.build(topology, image_and_text(image, text), heads)
     generator = torch.Generator().manual_seed(image * 100 + heads)
     shape = (B, image + text, heads, 2)
     wholes_BSHD = [torch.randn(shape, generator=generator).to(dtype) for _ in range(tensors)]
@@ -28,11 +29,11 @@ def check_exchange(
     def work(transport: LoopbackTransport) -> None:
         rows, own_heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
         ours = Exchange(exchange, topology, transport, Trace(transport.rank))
-        received = ours.forward([x[:, rows] for x in wholes_BSHD], layout).wait()
+        received = forward(ours, [x[:, rows] for x in wholes_BSHD], layout).wait()
         assert len(received) == tensors
         for whole, x_BSGD in zip(wholes_BSHD, received, strict=True):
             assert torch.equal(x_BSGD, whole[:, :, own_heads])
-            assert torch.equal(ours.back(x_BSGD, layout).wait(), whole[:, rows])
+            assert torch.equal(back(ours, x_BSGD, layout), whole[:, rows])
 
     run_ranks(topology.size, work, timeout_s=60.0)
 
@@ -64,13 +65,13 @@ def test_any_tokens_and_heads(data, exchange, topology):
 @pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 def test_calls_under_way_together_do_not_mix(exchange):
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 10, 3, 6)
+    layout = Layout.build(topology, image_and_text(10, 3), 6)
     wholes_BSHD = [torch.full((1, 13, 6, 2), float(n)) for n in range(5)]
 
     def work(transport: LoopbackTransport) -> None:
         ours = Exchange(exchange, topology, transport, Trace(transport.rank))
         rows = layout.row_slices[transport.rank]
-        under_way = [ours.forward([whole[:, rows]], layout) for whole in wholes_BSHD]
+        under_way = [forward(ours, [whole[:, rows]], layout) for whole in wholes_BSHD]
         for n, pending in enumerate(under_way):
             (x_BSGD,) = pending.wait()
             assert torch.equal(x_BSGD, torch.full((1, 13, layout.heads[transport.rank], 2), float(n)))
@@ -93,14 +94,14 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
     all go together. The own block is put in place meanwhile."""
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 10, 3, 6)
+    layout = Layout.build(topology, image_and_text(10, 3), 6)
     whole_BSHD = torch.randn(1, 13, 6, 2)
 
     def work(transport: LoopbackTransport) -> list[str]:
         packs: list[str] = []
         kernels = Kernels("torch", lambda op, _: packs.append(op))
         ours = Exchange("flat", topology, transport, Trace(transport.rank), kernels=kernels)
-        (x_BSGD,) = ours.forward([whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
+        (x_BSGD,) = forward(ours, [whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
         return packs
 
@@ -110,7 +111,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
 def test_auto_takes_what_its_table_has_for_the_size():
     """By the mean rank's bytes: the same on ranks with unequal shares, and for q, k and v together three times one."""
     topology, seen = topology_of("local", 5), []
-    layout = Layout.build(topology, 23, 4, 11)
+    layout = Layout.build(topology, image_and_text(23, 4), 11)
     table = ExchangeTable(((27 * 11 * 2 * 4 / 5 / 1e6, "tapa"), (float("inf"), "split")))
     whole_BSHD = torch.randn(1, 27, 11, 2)
 
@@ -120,10 +121,10 @@ def test_auto_takes_what_its_table_has_for_the_size():
         rows = layout.row_slices[transport.rank]
         for tensors in (1, 3):
             trace.clear()
-            received = ours.forward([whole_BSHD[:, rows]] * tensors, layout).wait()
+            received = forward(ours, [whole_BSHD[:, rows]] * tensors, layout).wait()
             assert all(torch.equal(x, whole_BSHD[:, :, layout.head_slices[transport.rank]]) for x in received)
             seen.append((tensors, transport.rank, trace.bytes()))
-            assert torch.equal(ours.back(received[0], layout).wait(), whole_BSHD[:, rows])
+            assert torch.equal(back(ours, received[0], layout), whole_BSHD[:, rows])
 
     run_ranks(topology.size, work, timeout_s=60.0)
     formulas = Formulas(topology, layout)
@@ -134,16 +135,16 @@ def test_auto_takes_what_its_table_has_for_the_size():
 def test_non_contiguous_parts_are_packed():
     """Rows and heads arrive as views of larger tensors; the exchange must not care."""
     topology = topology_of("local", 3)
-    layout = Layout.build(topology, 6, 0, 3)
+    layout = Layout.build(topology, image_and_text(6, 0), 3)
     whole_BSHD = torch.arange(2 * 6 * 3 * 4.0).view(2, 3, 6, 4).transpose(1, 2)
 
     def work(transport: LoopbackTransport) -> None:
         ours = Exchange("tapa", topology, transport, Trace(transport.rank))
         x_BLHD = whole_BSHD[:, layout.row_slices[transport.rank]]
         assert not x_BLHD.is_contiguous()
-        (x_BSGD,) = ours.forward([x_BLHD], layout).wait()
+        (x_BSGD,) = forward(ours, [x_BLHD], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
         out_BSGD = x_BSGD.transpose(1, 2).contiguous().transpose(1, 2)
-        assert torch.equal(ours.back(out_BSGD, layout).wait(), x_BLHD)
+        assert torch.equal(back(ours, out_BSGD, layout), x_BLHD)
 
     run_ranks(3, work, timeout_s=60.0)

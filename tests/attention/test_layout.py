@@ -6,15 +6,18 @@ from hypothesis import strategies as st
 from worlds import is_full, topologies, topology_of
 
 from cocodiff.errors import UserError
-from cocodiff.routes.plans import PLANS, Block, Plan, reverse
-from cocodiff.topology.layout import Layout, deal, share_image, share_text, slices
+from cocodiff.models.tokens import IMAGE, TEXT, image_and_text, image_segment, text_segment
+from cocodiff.registry import EXCHANGES, load
+from cocodiff.routes.plans import Block, Plan, reverse
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
+from cocodiff.topology.segments import deal, slices
 
 MODEST = settings(max_examples=60, deadline=None)
 
 
 def all_plans(name: str, topology: Topology) -> list[Plan]:
-    return [PLANS[name](topology, rank) for rank in range(topology.size)]
+    return [load(EXCHANGES, name)(topology, rank) for rank in range(topology.size)]
 
 
 def check_pairs(plans: list[Plan]) -> None:
@@ -49,7 +52,7 @@ def by_heads(topology: Topology) -> list[set[Block]]:
     return [{Block(rows, me) for rows in range(topology.size)} for me in range(topology.size)]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @given(topology=topologies())
 @MODEST
 def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
@@ -58,7 +61,7 @@ def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
     assert simulate(plans, by_rows(topology)) == by_heads(topology)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @given(topology=topologies())
 @MODEST
 def test_the_reversed_plan_is_the_way_back(name, topology):
@@ -67,7 +70,7 @@ def test_the_reversed_plan_is_the_way_back(name, topology):
     assert simulate(plans, by_heads(topology)) == by_rows(topology)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("size", range(1, 25))
 def test_every_world_size_on_the_local_machine(name, size):
     topology = topology_of("local", size)
@@ -103,7 +106,7 @@ def test_split_uses_the_links_of_tapa_with_one_message_to_a_sibling(topology):
 
 
 def test_flat_sends_each_block_straight_to_its_owner():
-    (phase,) = PLANS["flat"](topology_of("local", 3), 1)
+    (phase,) = load(EXCHANGES, "flat")(topology_of("local", 3), 1)
     assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}
     assert phase.receives == {0: (Block(0, 1),), 2: (Block(2, 1),)}
 
@@ -111,30 +114,30 @@ def test_flat_sends_each_block_straight_to_its_owner():
 @given(topology=topologies(), image=st.integers(24, 300), text=st.integers(0, 300), heads=st.integers(24, 64))
 @MODEST
 def test_shares_differ_by_at_most_one(topology, image, text, heads):
-    layout = Layout.build(topology, image, text, heads)
+    layout = Layout.build(topology, image_and_text(image, text), heads)
     for shares, total in (
-        (layout.image, image),
-        (layout.text, text),
+        (layout.part(IMAGE).shares, image),
+        (layout.part(TEXT).shares, text),
         (layout.heads, heads),
         (layout.rows, image + text),
     ):
         assert sum(shares) == total
         assert max(shares) - min(shares) <= 1
-    assert min(layout.image) >= 1 and min(layout.heads) >= 1
+    assert min(layout.part(IMAGE).shares) >= 1 and min(layout.heads) >= 1
 
 
 @given(topology=topologies(), text=st.integers(0, 60))
 @MODEST
 def test_extra_text_is_dealt_from_the_other_end(topology, text):
     extra = text % topology.size
-    shares = share_text(topology, text)
+    shares = text_segment(text).shares(topology)
     assert {rank for rank, share in enumerate(shares) if share > text // topology.size} == set(
         topology.deal_order[topology.size - extra :]
     )
 
 
 def test_38_heads_over_12_ranks_of_aurora():
-    layout = Layout.build(topology_of("aurora", 12), 1025, 333, 38)
+    layout = Layout.build(topology_of("aurora", 12), image_and_text(1025, 333), 38)
     assert layout.heads == (4, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3)
     assert sum(layout.rows) == 1358
     assert layout.row_slices[-1].stop == 1358 and layout.head_slices[0] == slice(0, 4)
@@ -155,7 +158,7 @@ def test_deal_follows_its_order():
 def test_too_many_ranks_are_refused_with_values():
     topology = topology_of("local", 6)
     with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*at most 5 ranks or a larger image"):
-        share_image(topology, 5)
+        image_segment(5).shares(topology)
     with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*at most 4 ranks"):
-        Layout.build(topology, 100, 10, 4)
-    assert share_text(topology, 2) == (0, 0, 0, 1, 0, 1)
+        Layout.build(topology, image_and_text(100, 10), 4)
+    assert text_segment(2).shares(topology) == (0, 0, 0, 1, 0, 1)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.placement import MESSAGE_S, Priced, Work, by_degree, choose, meshes, price, table
 from cocodiff.planning.traffic import Traffic, Wires
 from cocodiff.routes.choice import Chunking
@@ -37,7 +38,7 @@ def priced(nodes: int, tiles: int, heads: int, ring: int, placement: str) -> Pri
 
 def even_work(ranks: int, heads: int) -> Work:
     """One byte for each token and head; tokens divide by all ranks."""
-    return Work(heads, head_dim=1, image_tokens=4 * ranks, text_tokens=0, itemsize=1)
+    return Work(heads, head_dim=1, segments=image_and_text(4 * ranks, 0), itemsize=1)
 
 
 def blhd(one: Priced) -> Fraction:
@@ -68,11 +69,12 @@ def test_every_rank_has_one_seat(topology, data):
 def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, text, heads, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
     image = topology.size + more
-    layouts = mesh.layouts(image, text, heads)
-    whole = Layout.build(topology, image, text, max(heads, topology.size))
+    layouts = mesh.layouts(image_and_text(image, text), heads)
+    whole = Layout.build(topology, image_and_text(image, text), max(heads, topology.size))
     for group, layout in zip(mesh.groups, layouts, strict=True):
         assert layout.rows == tuple(whole.rows[rank] for rank in group)
-        assert layout.text_slices == tuple(whole.text_slices[rank] for rank in group)
+        for part, of_all in zip(layout.parts, whole.parts, strict=True):
+            assert part.slices == tuple(of_all.slices[rank] for rank in group)
         assert layout.heads == layouts[0].heads and sum(layout.heads) == heads
         assert max(layout.heads) - min(layout.heads) <= 1
 
@@ -141,7 +143,7 @@ def test_where_equations_5_and_7_count_too_much():
 
 def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
     """Elements from rank to rank, step by step: q, k, v and o of every pair of a group, and every block's journey."""
-    layouts, sent = mesh.layouts(image, 0, heads), Counter()
+    layouts, sent = mesh.layouts(image_and_text(image, 0), heads), Counter()
     for group, layout in zip(mesh.groups, layouts, strict=True):
         for i, a in enumerate(group):
             for j, b in enumerate(group):
@@ -199,9 +201,9 @@ def test_priced_bytes_are_those_of_all_messages(topology, heads, data):
 @pytest.mark.parametrize("placement", ["topology", "usp"])
 def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, placement):
     """Move by move with all messages of it, where prices take every level's largest blocks; here blocks are alike."""
-    topology, work = topology_of("aurora", size), Work(24, image_tokens=64 * size, text_tokens=0)
+    topology, work = topology_of("aurora", size), Work(24, segments=image_and_text(64 * size, 0))
     mesh = Mesh.build(topology, ring, placement)
-    layouts, wires = mesh.layouts(work.image_tokens, 0, 24), Wires(topology)
+    layouts, wires = mesh.layouts(work.segments, 24), Wires(topology)
     of_ranks = [visits_of(mesh, rank) for rank in range(size)]
     found = price(mesh, work).moves_s
     assert len(found) == ring - 1
@@ -250,18 +252,22 @@ def test_what_auto_takes():
     assert choose(topology_of("local", 24), Work(24)).ring == 1
     assert choose(topology_of("local", 5), Work(4)).ring == 5  # a prime number of ranks
     assert choose(topology_of("local", 48), Work(24)).ulysses == 24
-    uneven = choose(aurora, Work(38, image_tokens=65536))
+    uneven = choose(aurora, Work(38, segments=image_and_text(65536, 512)))
     assert price(uneven, Work(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
     assert uneven.ulysses > 2
     assert choose(aurora, Work(24), prefer_ulysses=True).ring == 4
-    assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536)).ring > 1  # the idle heads cost most there
-    assert choose(topology_of("aurora", 24), Work(38, image_tokens=65536), prefer_ulysses=True).ring == 1
+    assert (
+        choose(topology_of("aurora", 24), Work(38, segments=image_and_text(65536, 512))).ring > 1
+    )  # the idle heads cost most there
+    assert (
+        choose(topology_of("aurora", 24), Work(38, segments=image_and_text(65536, 512)), prefer_ulysses=True).ring == 1
+    )
 
 
 def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
     """12 MB of q, k and v per rank on two nodes, attention as long as they travel."""
     topology = topology_of("aurora", 24)
-    whole = Work(12, 128, 15624, 0, itemsize=4, attention_s=1e-3)
+    whole = Work(12, 128, image_and_text(15624, 0), itemsize=4, attention_s=1e-3)
     staged, too_small = (replace(whole, chunking=lambda _, mb=mb: Chunking(2, mb)) for mb in (4, 100))
     for mesh in (Mesh.build(topology, 2, placement) for placement in ("topology", "usp")):
         alone, ours = price(mesh, whole), price(mesh, staged)
@@ -301,7 +307,7 @@ def test_rings_that_cannot_be(size, heads, ring, message):
 
 def test_a_layer_with_too_few_heads():
     with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*at most 5 ranks to a group"):
-        Mesh.build(topology_of("local", 12), 2).layouts(24, 0, 5)
+        Mesh.build(topology_of("local", 12), 2).layouts(image_and_text(24, 0), 5)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 6, 8])

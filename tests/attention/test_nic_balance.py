@@ -7,9 +7,10 @@ import pytest
 import torch
 from test_exchange import check_exchange
 from test_layout import by_heads, by_rows, check_pairs, simulate
-from worlds import topology_of
+from worlds import forward, topology_of
 
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import reverse, split_plan
 from cocodiff.topology.layout import Layout
@@ -66,12 +67,12 @@ def test_detours_carry_the_same_bits():
 
 def test_counted_bytes_are_those_of_the_plan():
     topology = topology_of("aurora", 24)
-    layout = Layout.build(topology, 55, 30, 25)
+    layout = Layout.build(topology, image_and_text(55, 30), 25)
 
     def work(transport):
         trace = Trace(transport.rank)
         ours = Exchange("split", topology, transport, trace)
-        ours.forward([torch.zeros(1, layout.rows[transport.rank], 25, 3)], layout).wait()
+        forward(ours, [torch.zeros(1, layout.rows[transport.rank], 25, 3)], layout).wait()
         return trace.bytes()
 
     for rank, counted in enumerate(run_ranks(topology.size, work)):

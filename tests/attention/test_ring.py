@@ -21,22 +21,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 from worlds import topologies, topology_of
 
-from cocodiff.attention.merge import partial_attention
+from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, joint
-from cocodiff.attention.v_first import v_first
-from cocodiff.attention.v_major.strategy import Moment, VMajor
+from cocodiff.attention.ulysses import Ulysses, joint, v_first
+from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.part import Part
+from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.placement import meshes
 from cocodiff.routes.choice import Chunking
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout, share_image, share_text, slices
+from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -50,11 +51,10 @@ def strategy(
     trace: Trace,
     exchange: str = "flat",
     order: Any = joint,
-    kind: Any = Ulysses,
     chunks: int = 1,
-    **more: Any,
+    v_major: tuple[Any, str, str] | None = None,
 ) -> Any:
-    """One rank's attention on a mesh, as the engine wires it."""
+    """One rank's attention on a mesh, as the engine wires it. v_major: its schedule, scoring and reference."""
     group, slot = mesh.seat(transport.rank)
     members, ring, ours = Part(transport, mesh.groups[group]), None, None
     if mesh.ring > 1:
@@ -62,9 +62,8 @@ def strategy(
     if mesh.ulysses > 1:
         chunking = Chunking(chunks)
         ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False, chunking=chunking)
-    if kind is VMajor:
-        more["transport"] = members
-    return kind(mesh.parts[group], ours, trace, order, ring=ring, **more)
+    coding = None if v_major is None else VMajor(ours, members, *v_major)
+    return Ulysses(mesh.parts[group], ours, trace, order, coding, ring=ring)
 
 
 def tensors(image: int, text: int, heads: int, dtype: torch.dtype) -> list[Tensor]:
@@ -75,14 +74,14 @@ def tensors(image: int, text: int, heads: int, dtype: torch.dtype) -> list[Tenso
 
 def rows_of(topology: Topology, rank: int, image: int, text: int) -> list[int]:
     """Where a rank's rows stand in the whole sequence, its text first."""
-    of_text = slices(share_text(topology, text))[rank]
-    of_image = slices(share_image(topology, image))[rank]
+    of_text, of_image = (slices(one.shares(topology))[rank] for one in image_and_text(image, text, text_first=True))
     return [*range(of_text.start, of_text.stop), *range(text + of_image.start, text + of_image.stop)]
 
 
 def call_of(whole: Sequence[Tensor], rows: list[int], image: int, text: int, mask: Tensor | None) -> LazyQKV:
     q, k, v = ((lambda x=x: x[:, rows].contiguous()) for x in whole)
-    return LazyQKV(q, k, v, image, text, whole[0].shape[2], text_first=True, text_mask_BT=mask)
+    masks = {} if mask is None else {TEXT: mask}
+    return LazyQKV(q, k, v, image_and_text(image, text, text_first=True), whole[0].shape[2], masks)
 
 
 @given(
@@ -149,7 +148,7 @@ def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchan
         strategy(mesh, transport, trace, exchange).attend(call_of(whole, rows, image, text, None), Site("layer"))
         return trace.bytes()
 
-    layouts, counted = mesh.layouts(image, text, heads), run_ranks(size, work)
+    layouts, counted = mesh.layouts(image_and_text(image, text), heads), run_ranks(size, work)
     for group, (part, layout) in enumerate(zip(mesh.parts, layouts, strict=True)):
         formulas = Formulas(part, layout)
         for slot, rank in enumerate(mesh.groups[group]):
@@ -222,17 +221,17 @@ def test_at_most_two_foreign_blocks_are_here(machine, size, ring):
     mesh = Mesh.build(topology, ring)
     image, text, heads = 31, 7, 6
     whole = tensors(image, text, heads, torch.float32)
-    largest = max(sum(layout.rows) for layout in mesh.layouts(image, text, heads))
+    largest = max(sum(layout.rows) for layout in mesh.layouts(image_and_text(image, text), heads))
 
     def work(transport: LoopbackTransport) -> ForeignBlocks:
         watched = ForeignBlocks(transport)
         around = Ring(mesh, watched, Trace())
-        layout = around.layout(image, text, heads)
+        layouts = mesh.layouts(image_and_text(image, text), heads)
         group, slot = mesh.seat(transport.rank)
         here = [row for rank in mesh.groups[group] for row in rows_of(topology, rank, image, text)]
-        parts = [x[:, here][:, :, layout.head_slices[slot]].contiguous() for x in whole]
-        qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image, text, heads)
-        around.attend(*parts, qkv)
+        parts = [x[:, here][:, :, layouts[group].head_slices[slot]].contiguous() for x in whole]
+        qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image_and_text(image, text), heads)
+        around.attend(*parts, qkv, layouts)
         return watched
 
     for watched in run_ranks(size, work):
@@ -250,13 +249,14 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
     def work(transport: LoopbackTransport) -> bool:
         order: list[bool] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            if not order:
-                order.append(all(event.wait(20.0) for event in came))
-            return partial_attention(q, k, v, mask)
+        class Waiting(LocalAttention):
+            def part(self, *qkv_mask: Any) -> Any:
+                if not order:
+                    order.append(all(event.wait(20.0) for event in came))
+                return super().part(*qkv_mask)
 
-        around = Ring(mesh, transport, Trace(), attend=attend)
-        plain = around._group.send_recv
+        around = Ring(mesh, transport, Trace(), local=Waiting())
+        plain = around._ranks.send_recv
 
         def send_recv(sends: Any, recvs: Any) -> Any:
             pending = plain(sends, recvs)
@@ -264,10 +264,11 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
             came[transport.rank].set()
             return pending
 
-        around._group.send_recv = send_recv
+        around._ranks.send_recv = send_recv
         rows = rows_of(mesh.topology, transport.rank, 9, 0)
         parts = [x[:, rows].contiguous() for x in whole]
-        around.attend(*parts, LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], 9, 0, 2))
+        qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image_and_text(9, 0), 2)
+        around.attend(*parts, qkv, mesh.layouts(image_and_text(9, 0), 2))
         return order[0]
 
     assert run_ranks(3, work) == [True] * 3
@@ -283,8 +284,8 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
     case = DriftingCase(size, 31, 7, 9, batch=2, steps=6)
     schedule, topology = SCHEDULES["fixed"], topology_of("local", size)
     mesh = Mesh.build(topology, ring, placement)
-    layouts = mesh.layouts(case.image, case.text, case.heads)
-    where = Layout.build(topology, case.image, case.text, size).row_slices
+    layouts = mesh.layouts(image_and_text(case.image, case.text, case.text_first), case.heads)
+    where = Layout.build(topology, image_and_text(case.image, case.text), size).row_slices
     rows = [[row for rank in group for row in range(where[rank].start, where[rank].stop)] for group in mesh.groups]
     expected = [
         Reference(part, layout, schedule, scoring, reference, case.text_first)
@@ -292,24 +293,12 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
     ]
 
     def work(transport: LoopbackTransport) -> list[Tensor]:
-        now = [Moment(0, 0, case.steps)]
-        ours = strategy(
-            mesh,
-            transport,
-            Trace(),
-            exchange,
-            v_first,
-            VMajor,
-            schedule=schedule,
-            scoring=scoring,
-            reference=reference,
-            now=lambda: now[0],
-        )
+        ours = strategy(mesh, transport, Trace(), exchange, v_first, v_major=(schedule, scoring, reference))
         outputs = []
         for step in range(case.steps):
-            now[0] = Moment(0, step, case.steps)
+            ours.coding.begin_step(Moment(0, step, case.steps))
             q, k, v = ((lambda x=x: x[:, where[transport.rank]].contiguous()) for x in case.tensors(step))
-            qkv = LazyQKV(q, k, v, case.image, case.text, case.heads, text_first=case.text_first)
+            qkv = LazyQKV(q, k, v, image_and_text(case.image, case.text, case.text_first), case.heads)
             outputs.append(ours.attend(qkv, Site("layer")))
         return outputs
 

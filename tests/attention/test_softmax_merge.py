@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from cocodiff.attention.merge import _plain, no_keys, partial_attention
+from cocodiff.attention.local import _plain, no_keys, partial_attention
 from cocodiff.kernels import Kernels
 
 

@@ -17,20 +17,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import topologies, topology_of
 
-from cocodiff.attention.merge import partial_attention
+from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, joint
-from cocodiff.attention.v_first import v_first
+from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
+from cocodiff.models.tokens import TEXT, image_and_text
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, reverse, split_plan
-from cocodiff.topology.layout import Layout, slices
+from cocodiff.routes.plans import reverse, split_plan
+from cocodiff.topology.layout import slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.relay import Journey
+from cocodiff.wire.messages import InFlight
 
 TABLE = ExchangeTable(((0.0005, "tapa"), (float("inf"), "split")))
 
@@ -61,12 +62,13 @@ class Case:
 
     def qkv(self, x_BSHD: list[Tensor]) -> LazyQKV:
         q, k, v = (lambda x=x: x for x in x_BSHD)
-        return LazyQKV(q, k, v, self.image, self.text, self.heads, self.text_first, self.mask_BT())
+        mask_BT = self.mask_BT()
+        masks = {} if mask_BT is None else {TEXT: mask_BT}
+        return LazyQKV(q, k, v, image_and_text(self.image, self.text, self.text_first), self.heads, masks)
 
     def own(self, rank: int, whole_BSHD: Tensor) -> Tensor:
         """A rank's rows of a tensor in the model's order."""
-        layout = Layout.build(self.topology, self.image, self.text, self.heads)
-        text, image = slices(layout.text)[rank], slices(layout.image)[rank]
+        image, text = (slices(one.shares(self.topology))[rank] for one in image_and_text(self.image, self.text))
         first = self.text if self.text_first else 0
         pair = (
             whole_BSHD[:, text.start + self.image - first : text.stop + self.image - first]
@@ -86,16 +88,14 @@ class Case:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
-def attend(
-    case: Case, exchange: str, order=joint, chunks: int | None = 1, partial=partial_attention, nic_balance=True
-) -> list:
+def attend(case: Case, exchange: str, order=joint, chunks: int | None = 1, nic_balance=True) -> list:
     """Every rank's output and bytes. chunks None: an exchange that knows nothing of chunks."""
 
     def work(transport):
         trace, table = Trace(transport.rank), TABLE if exchange == "auto" else None
         chunking = None if chunks is None else Chunking(chunks)
         ours = Exchange(exchange, case.topology, transport, trace, table, nic_balance, chunking=chunking)
-        strategy = Ulysses(case.topology, ours, trace, order, partial=partial)
+        strategy = Ulysses(case.topology, ours, trace, order)
         outputs = []
         for _ in range(2):  # a second call finds the lanes as the first left them
             own = [case.own(transport.rank, x) for x in case.tensors()]
@@ -175,13 +175,14 @@ def test_from_so_many_megabytes_on():
     def work(transport, from_mb):
         calls = []
 
-        def partial(*qkv_mask):
-            calls.append(0)
-            return partial_attention(*qkv_mask)
+        class Counting(LocalAttention):
+            def part(self, *qkv_mask):
+                calls.append(0)
+                return super().part(*qkv_mask)
 
         ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(2, from_mb))
         own = [case.own(transport.rank, x) for x in case.tensors()]
-        Ulysses(case.topology, ours, Trace(), partial=partial).attend(case.qkv(own), Site("layer"))
+        Ulysses(case.topology, ours, Trace(), local=Counting()).attend(case.qkv(own), Site("layer"))
         seen.append((from_mb, len(calls)))
 
     for from_mb in (mb, 1.01 * mb):
@@ -198,26 +199,27 @@ def test_keys_and_values_are_in_memory_once(nodes, chunks):
     def work(transport):
         storages, alive = {"k": set(), "v": set()}, []
 
-        def partial(q, k, v, mask):
-            for name, x in (("k", k), ("v", v)):
-                storages[name].add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
-            alive.append(sum(buffer() is not None for buffer in buffers))
-            return partial_attention(q, k, v, mask)
+        class Watching(LocalAttention):
+            def part(self, q, k, v, mask=None):
+                for name, x in (("k", k), ("v", v)):
+                    storages[name].add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
+                alive.append(sum(buffer() is not None for buffer in buffers))
+                return super().part(q, k, v, mask)
 
         buffers: list[weakref.ref] = []
         ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(chunks))
-        post = Journey.receive
+        post = InFlight.post_receives
         own = [case.own(transport.rank, x) for x in case.tensors()]
 
-        def receive(journey, plan, groups):
-            post(journey, plan, groups)
-            arriving = [x for of_phase in journey._letters for x in of_phase.values()]
+        def receive(flight, plan, groups):
+            post(flight, plan, groups)
+            arriving = [x for of_phase in flight._phases for x in of_phase.values()]
             if threading.current_thread() in lanes:
                 buffers.extend(weakref.ref(x.buffer) for x in arriving if x.message[0].heads == transport.rank)
 
-        lanes = [ours.staged._queues[0][0]._thread]
-        with mock.patch.object(Journey, "receive", receive) if transport.rank == 0 else nullcontext():
-            Ulysses(case.topology, ours, Trace(), partial=partial).attend(case.qkv(own), Site("layer"))
+        lanes = [ours.staged._lanes[0]._thread]
+        with mock.patch.object(InFlight, "post_receives", receive) if transport.rank == 0 else nullcontext():
+            Ulysses(case.topology, ours, Trace(), local=Watching()).attend(case.qkv(own), Site("layer"))
         assert all({size for _, size in found} == {whole} and len(found) == 1 for found in storages.values())
         if transport.rank == 0:
             assert buffers and alive[-1] == 0
@@ -228,7 +230,7 @@ def test_keys_and_values_are_in_memory_once(nodes, chunks):
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-@given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(PLANS)))
+@given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(EXCHANGES)))
 @settings(max_examples=25, deadline=None)
 def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
     """The same blocks between the same ranks, each once, whatever is late; and both ends agree on the stage."""
@@ -236,7 +238,7 @@ def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
         stages = Stages(topology, rank, chunks)
         assert sorted(stages.sequence) == list(range(topology.size)) and rank in stages.chunks[0]
         assert len(stages.chunks) == len(chunk_ranks(topology, 0, chunks)) <= chunks
-        plan = PLANS[name](topology, rank)
+        plan = load(EXCHANGES, name)(topology, rank)
         for way, whole in (("forward", plan), ("back", reverse(plan))):
             cut = [part for pair in stages.of(plan, way) for part in pair]
             for side in ("sends", "receives"):

@@ -16,15 +16,16 @@ from v_major_reference import Reference
 from worlds import topology_of
 
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, joint
-from cocodiff.attention.v_first import v_first
+from cocodiff.attention.ulysses import Ulysses, joint, v_first
+from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule, stable_tokens
-from cocodiff.attention.v_major.strategy import Moment, VMajor
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.choice import Chunking
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
 
 D = 4
@@ -54,7 +55,9 @@ class Case:
     channels: int = D
 
     def layout(self) -> Layout:
-        return Layout.build(topology_of(self.machine, self.size), self.image, self.text, self.heads)
+        return Layout.build(
+            topology_of(self.machine, self.size), image_and_text(self.image, self.text, self.text_first), self.heads
+        )
 
     @cached_property
     def motion(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,16 +79,16 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
     assert len(case.motion) == 3  # drawn once, before ranks ask for it together
 
     def work(transport: Any) -> Any:
-        trace, now = Trace(transport.rank), [Moment(0, 0, case.steps)]
+        trace = Trace(transport.rank)
         exchange_name, build = make
         exchange = Exchange(exchange_name, topology, transport, trace, chunking=Chunking(chunks))
-        strategy = build(topology, exchange, trace, transport, lambda: now[0])
+        strategy = build(topology, exchange, trace, transport)
         outputs = []
         for run in range(repeats):
             for step in range(case.steps):
-                now[0] = Moment(run, step, case.steps)
+                strategy.coding.begin_step(Moment(run, step, case.steps))
                 q, k, v = (lambda x=x: x for x in case.tensors(step, layout.row_slices[transport.rank]))
-                qkv = LazyQKV(q, k, v, case.image, case.text, case.heads, text_first=case.text_first)
+                qkv = LazyQKV(q, k, v, image_and_text(case.image, case.text, case.text_first), case.heads)
                 outputs.append(strategy.attend(qkv, Site("layer")).clone())
         return outputs, strategy, trace
 
@@ -93,21 +96,13 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
 
 
 def v_major(schedule: Schedule, scoring: str, reference: str, order: Any = v_first, exchange: str = "tapa") -> Any:
-    return exchange, lambda topology, ex, trace, transport, now: VMajor(
-        topology,
-        ex,
-        trace,
-        order,
-        transport=transport,
-        schedule=schedule,
-        scoring=scoring,
-        reference=reference,
-        now=now,
+    return exchange, lambda topology, ex, trace, transport: Ulysses(
+        topology, ex, trace, order, VMajor(ex, transport, schedule, scoring, reference)
     )
 
 
 def full(order: Any = v_first, exchange: str = "tapa") -> Any:
-    return exchange, lambda topology, ex, trace, transport, now: Ulysses(topology, ex, trace, order)
+    return exchange, lambda topology, ex, trace, transport: Ulysses(topology, ex, trace, order)
 
 
 def check(case: Case, schedule: Schedule, scoring: str, reference: str, order: Any, exchange: str) -> None:
@@ -181,7 +176,7 @@ def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange
     for (ours, strategy, trace), (whole, plain, once) in zip(
         distributed(case, make, chunks=chunks), distributed(case, make), strict=True
     ):
-        assert trace.bytes() == once.bytes() and strategy.cache_bytes() == plain.cache_bytes()
+        assert trace.bytes() == once.bytes() and strategy.coding.bytes_held() == plain.coding.bytes_held()
         for a, b in zip(ours, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -198,9 +193,9 @@ def test_a_second_image_sees_nothing_of_the_first():
     case = Case(4, 29, 5, 13, steps=8)
     for outputs, strategy, _ in distributed(case, v_major(SCHEDULES["fixed"], "source", "sent"), repeats=2):
         assert all(torch.equal(a, b) for a, b in zip(outputs[:8], outputs[8:], strict=True))
-        assert strategy.cache_bytes() > 0
-        strategy.clear()
-        assert strategy.cache_bytes() == 0
+        assert strategy.coding.bytes_held() > 0
+        strategy.coding.end()
+        assert strategy.coding.bytes_held() == 0
 
 
 @pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])

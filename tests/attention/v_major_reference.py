@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cocodiff.attention.ulysses import local_attention
+from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.v_major.selection import Schedule
+from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
@@ -31,8 +32,8 @@ class Reference:
     active_counts: list[int] = field(default_factory=list)
 
     def image_rows(self, rank: int) -> list[int]:
-        start = self.layout.row_slices[rank].start + (self.layout.text[rank] if self.text_first else 0)
-        return list(range(start, start + self.layout.image[rank]))
+        start = self.layout.row_slices[rank].start + (self.layout.part(TEXT).shares[rank] if self.text_first else 0)
+        return list(range(start, start + self.layout.part(IMAGE).shares[rank]))
 
     def attend(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, step: int, steps: int) -> Sequence[Tensor]:
         """Every rank's output [B, S, G, D] over its own heads."""
@@ -54,7 +55,7 @@ class Reference:
         else:
             self.known_v[active_BS] = v_BSHD[active_BS]
         return [
-            local_attention(*(cache[:, :, heads].contiguous() for cache in self.caches))
+            LocalAttention().whole(*(cache[:, :, heads].contiguous() for cache in self.caches))
             for heads in self.layout.head_slices
         ]
 

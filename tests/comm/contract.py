@@ -1,4 +1,5 @@
-"""What every transport promises, checked from inside its ranks. `contract` runs on each rank of a world of 4.
+"""What every transport promises, checked from inside its ranks. `contract` runs on each rank of a world of 4, which it
+also deals to two parts that hold to the contract side by side.
 
 As a program: `contract.py forked NAME` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job and
 checks one transport after the other; `contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
@@ -15,15 +16,37 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Group, Transport
 
 SIZE = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
+PARTS = ((2, 0), (3, 1))  # in an order of their own, neighbours apart
+
+
 def contract(transport: Transport) -> None:
     assert transport.size == SIZE and 0 <= transport.rank < SIZE
-    everybody = transport.group(range(SIZE))
+    check_transport(transport)
+    part = Part(transport, next(ranks for ranks in PARTS if transport.rank in ranks))
+    check_transport(part)
+    check_parts_go_their_own_ways(transport, part)
+    if getattr(transport, "library", "") == "gloo":
+        check_one_thread_looks_for_messages()
+    transport.world.barrier()
+
+
+def check_transport(transport: Transport) -> None:
+    assert transport.run_ranks[transport.rank] in range(transport.run_size) and not transport.closed
+    for group in (transport.world, transport.group(range(transport.size))):
+        check_group(group)
+    for check in (check_groups, check_objects, check_lane, check_lanes_are_independent, check_lane_errors):
+        check(transport)
+    transport.world.barrier()
+
+
+def check_group(group: Group) -> None:
     for check in (
         check_all_to_all,
         check_send_recv_to_some,
@@ -33,12 +56,7 @@ def contract(transport: Transport) -> None:
         check_barrier,
         check_refusals,
     ):
-        check(everybody)
-    for check_more in (check_groups, check_objects, check_lane, check_lanes_are_independent, check_lane_errors):
-        check_more(transport)
-    if getattr(transport, "library", "") == "gloo":
-        check_one_thread_looks_for_messages()
-    everybody.barrier()
+        check(group)
 
 
 def message(sender: int, receiver: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -105,7 +123,7 @@ def check_all_reduce(group: Group) -> None:
     for dtype in (torch.float32, torch.float64, torch.int64):
         ones = torch.arange(5).to(dtype) + group.index
         group.all_reduce(ones).wait()
-        assert ones.tolist() == [4 * n + 6 for n in range(5)]
+        assert ones.tolist() == [n * len(group.ranks) + sum(range(len(group.ranks))) for n in range(5)]
     generator = torch.Generator().manual_seed(group.index)
     total = torch.randn(1001, generator=generator) * 10.0 ** (3 * group.index)
     group.all_reduce(total).wait()
@@ -133,27 +151,29 @@ def check_refusals(group: Group) -> None:
     expect(ValueError, "not contiguous", lambda: group.all_to_all(askew, good))
     expect(ValueError, "not contiguous", lambda: group.all_to_all(good, askew))
     expect(ValueError, "not contiguous", lambda: group.all_gather(good[0], askew))
-    expect(ValueError, f"2 tensors for a group of {len(group.ranks)}", lambda: group.all_to_all(good[:2], good))
+    expect(ValueError, f"1 tensors for a group of {len(group.ranks)}", lambda: group.all_to_all(good[:1], good))
 
 
 def check_groups(transport: Transport) -> None:
     """Groups of some ranks, made side by side by different members, the same one twice, and one rank by itself."""
-    rank = transport.rank
-    parity = transport.group([r for r in range(SIZE) if r % 2 == rank % 2])
+    rank, size = transport.rank, transport.size
+    parity = transport.group([r for r in range(size) if r % 2 == rank % 2])
     card = transport.group([rank // 2 * 2, rank // 2 * 2 + 1])
     again = transport.group(card.ranks)
-    assert parity.ranks == (rank % 2, rank % 2 + 2) and parity.index == rank // 2
+    assert parity.ranks == tuple(range(rank % 2, size, 2)) and parity.index == rank // 2
     assert card.index == rank % 2
     for group in (parity, card, again):
         theirs = [torch.empty(3) for _ in group.ranks]
         group.all_gather(torch.full((3,), float(rank)), theirs).wait()
         assert [part[0].item() for part in theirs] == list(group.ranks)
         group.barrier()
-    apart = transport.group([2] if rank == 2 else [0, 1, 3])
+    alone = size - 2
+    others = [r for r in range(size) if r != alone]
+    apart = transport.group([alone] if rank == alone else others)
     total = torch.tensor([float(rank)])
     apart.all_reduce(total).wait()
-    assert total.item() == (2.0 if rank == 2 else 4.0)
-    if rank == 2:
+    assert total.item() == (alone if rank == alone else sum(others))
+    if rank == alone:
         mine = [torch.empty(2)]
         apart.all_to_all([torch.ones(2)], mine).wait()
         assert mine[0].tolist() == [1.0, 1.0]
@@ -162,11 +182,26 @@ def check_groups(transport: Transport) -> None:
 def check_objects(transport: Transport) -> None:
     gathered = transport.gather_object({"rank": transport.rank, "text": "x" * transport.rank})
     if transport.rank == 0:
-        assert gathered == [{"rank": rank, "text": "x" * rank} for rank in range(SIZE)]
+        assert gathered == [{"rank": rank, "text": "x" * rank} for rank in range(transport.size)]
     else:
         assert gathered is None
     word = ("from", 0, [1.5]) if transport.rank == 0 else None
     assert transport.broadcast_object(word) == ("from", 0, [1.5])
+
+
+def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
+    """One part makes more calls than the other; they, and the whole, have their messages to themselves."""
+    in_first = part.run_ranks == PARTS[0]
+    for number in range(5 if in_first else 2):
+        assert part.gather_object((part.rank, number)) == (None if part.rank else [(0, number), (1, number)])
+        assert part.broadcast_object((part.run_ranks, number)) == (part.run_ranks, number)
+        total = torch.tensor([float(part.run_ranks[part.rank])])
+        part.control.submit(lambda total=total: part.world.all_reduce(total).wait()).wait()
+        assert total.item() == sum(part.run_ranks)
+    check_objects(whole)
+    part.close()
+    assert part.closed and not whole.closed
+    assert whole.broadcast_object(whole.rank) == 0
 
 
 def check_one_thread_looks_for_messages() -> None:
@@ -198,16 +233,17 @@ def check_lane(transport: Transport) -> None:
 def check_lanes_are_independent(transport: Transport) -> None:
     """Two lanes with a group each may be served in a different order on different ranks."""
     lanes = [transport.lane("one"), transport.lane("two")]
-    groups = [transport.group(range(SIZE)), transport.group(range(SIZE))]
+    assert transport.lane("one") is lanes[0]
+    groups = [transport.group(range(transport.size)), transport.group(range(transport.size))]
 
     def reduce(which: int) -> float:
         total = torch.tensor([float(transport.rank + 10 * which)])
         groups[which].all_reduce(total).wait()
         return total.item()
 
-    order = (0, 1) if transport.rank % 2 else (1, 0)
+    order, total = ((0, 1) if transport.rank % 2 else (1, 0)), sum(range(transport.size))
     pending = {which: lanes[which].submit(lambda w=which: reduce(w)) for which in order}
-    assert [pending[which].wait() for which in (0, 1)] == [6.0, 46.0]
+    assert [pending[which].wait() for which in (0, 1)] == [total, total + 10 * transport.size]
 
 
 def check_lane_errors(transport: Transport) -> None:

@@ -90,7 +90,7 @@ def here():
 
 def test_who_waits_at_once_runs_the_job_and_all_before_it(lane):
     ran = []
-    waiting = [lane.submit_and_wait_soon(lambda number=number: (ran.append(number), here())[1]) for number in range(4)]
+    waiting = [lane.submit_inline(lambda number=number: (ran.append(number), here())[1]) for number in range(4)]
     assert ran == []
     assert waiting[2].wait() is here() and ran == [0, 1, 2]
     assert waiting[0].wait() is here() and ran == [0, 1, 2]
@@ -99,8 +99,8 @@ def test_who_waits_at_once_runs_the_job_and_all_before_it(lane):
 
 
 def test_an_error_is_raised_to_the_one_who_waits_for_that_job(lane):
-    failing = lane.submit_and_wait_soon(lambda: 1 / 0)
-    following = lane.submit_and_wait_soon(lambda: 7)
+    failing = lane.submit_inline(lambda: 1 / 0)
+    following = lane.submit_inline(lambda: 7)
     assert following.wait() == 7
     with pytest.raises(ZeroDivisionError):
         failing.wait()
@@ -111,8 +111,8 @@ def test_a_job_runs_in_its_submitters_mode_whoever_runs_it(lane):
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     with torch.inference_mode():
-        submitted_in_it = lane.submit_and_wait_soon(modes)
-    submitted_outside = lane.submit_and_wait_soon(modes)
+        submitted_in_it = lane.submit_inline(modes)
+    submitted_outside = lane.submit_inline(modes)
     with torch.inference_mode():
         assert submitted_outside.wait() == (False, False)
     assert submitted_in_it.wait() == (True, False)
@@ -122,13 +122,13 @@ def test_a_job_runs_in_its_submitters_mode_whoever_runs_it(lane):
 def test_two_threads_that_wait_at_once_have_their_jobs_one_after_the_other(lane, first_runs_on):
     """The second finds the lane at work: it waits like anyone, noticing lost peers, and its job follows the first."""
     started, go_on, second_ran = threading.Event(), threading.Event(), threading.Event()
-    submit = lane.submit_and_wait_soon if first_runs_on == "the waiter" else lane.submit
+    submit = lane.submit_inline if first_runs_on == "the waiter" else lane.submit
     with ThreadPoolExecutor(2, "waiter") as threads:
         try:
             first = threads.submit(submit(held(started, go_on, 1)).wait)
             assert started.wait(SOON_S)
             lane._health.blocked.clear()
-            second = threads.submit(lane.submit_and_wait_soon(lambda: second_ran.set() or 2).wait)
+            second = threads.submit(lane.submit_inline(lambda: second_ran.set() or 2).wait)
             assert lane._health.blocked.wait(SOON_S) and not second_ran.is_set()
         finally:
             go_on.set()
@@ -153,7 +153,7 @@ def test_jobs_of_many_threads_run_once_in_order_and_never_two_at_a_time(lane):
             with order:
                 submitted.append(name)
                 soon = (thread + number) % 3  # some leave their job to the lane's own thread
-                pending = (lane.submit_and_wait_soon if soon else lane.submit)(lambda name=name: job(name))
+                pending = (lane.submit_inline if soon else lane.submit)(lambda name=name: job(name))
             assert pending.wait() == name
 
     with ThreadPoolExecutor(4) as threads:

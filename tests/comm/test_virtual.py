@@ -86,7 +86,7 @@ def test_lanes_run_beside_the_main_thread_and_in_order():
                 transport.recorder.compute(seconds)
             return name
 
-        pending = [lane.submit(lambda: job("first", 2.0)), lane.submit_and_wait_soon(lambda: job("second", 1.0))]
+        pending = [lane.submit(lambda: job("first", 2.0)), lane.submit_inline(lambda: job("second", 1.0))]
         aside = other.submit(lambda: pending[0].wait() + job(" and more", 0.5))
         transport.recorder.compute(2.5)
         assert (aside.wait(), pending[1].wait()) == ("first and more", "second")

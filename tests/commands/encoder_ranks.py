@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.families import GENERATE
 from cocodiff.commands.pipelines import Request, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
+from cocodiff.models.family import GENERATE
 
 
 def work(transport: Any) -> None:

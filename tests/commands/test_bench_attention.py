@@ -13,7 +13,9 @@ from launching import mpiexec, with_options
 from warm import forked
 
 from cocodiff.cli import main
-from cocodiff.config import ORDERS, load_machine
+from cocodiff.config import load_machine
+from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
@@ -59,7 +61,7 @@ def test_bytes_are_those_of_a_mean_call(tmp_path: Path) -> None:
     topology = Topology.build(load_machine("local"), 2)
     both = 0
     for text in (TINY["text-tokens"], 0):
-        layout = Layout.build(topology, TINY["image-tokens"], text, TINY["heads"])
+        layout = Layout.build(topology, image_and_text(TINY["image-tokens"], text), TINY["heads"])
         crossing = sum(layout.rows[i] * layout.heads[1 - i] for i in (0, 1))
         both += 4 * crossing * TINY["head-dim"] * 4  # q, k, v and o in fp32
     assert row["bytes"] == {"sibling": both // 2, "plane": 0, "cross_plane": 0, "node": 0}

@@ -10,7 +10,7 @@ from cocodiff_bench import peers as bench_peers
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.commands.options import parse
+from cocodiff.commands.options import parse, with_settings
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
@@ -19,7 +19,7 @@ TINY = ("--side", "6", "--text", "5", "--heads", "4", "--double", "1", "--single
 
 
 def mistake(ranks: int, *words: str) -> str:
-    values = parse("bench peers", "", bench_peers.OPTIONS, words)
+    values = parse("bench peers", "", with_settings(bench_peers.OPTIONS), words)
     with pytest.raises(UserError) as caught:
         bench_peers.check(values, ranks)
     assert "\n" not in str(caught.value)
@@ -48,7 +48,8 @@ def test_sizes_that_peers_cannot_split(ranks, words, told):
 
 
 def test_uneven_sizes_are_fine_for_ours():
-    bench_peers.check(parse("bench peers", "", bench_peers.OPTIONS, ("--only", "ours", "--text", "7")), 3)
+    words = ("--only", "ours", "--text", "7")
+    bench_peers.check(parse("bench peers", "", with_settings(bench_peers.OPTIONS), words), 3)
 
 
 def test_our_variants_alone_on_two_ranks(tmp_path):

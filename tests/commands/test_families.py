@@ -20,12 +20,13 @@ from cocodiff_eval.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.commands.families import FAMILIES, GENERATE, INPAINT, family_of
 from cocodiff.commands.pipelines import Request, check_model, load_model
 from cocodiff.commands.prompts import no_prompt
 from cocodiff.config import Config
 from cocodiff.engine import open_transport
 from cocodiff.errors import UserError
+from cocodiff.models import families, pipelines_of
+from cocodiff.models.family import GENERATE, INPAINT
 
 pytestmark = pytest.mark.processes
 
@@ -38,9 +39,9 @@ HOLE_YX[10:26, 8:30] = True
 def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     """A family's own inpainting pipeline with random weights, and its arguments for one image and no prompt."""
     pipe = tiny_pipelines.PIPELINES[name]()
-    family = family_of(type(pipe).__name__, name)
-    kind = getattr(diffusers, family.pipeline(INPAINT, name))
-    arguments = no_prompt(family, pipe.transformer, torch.float32) | {family.guidance: 1.0}
+    pipelines = pipelines_of(type(pipe).__name__, name)
+    kind = getattr(diffusers, pipelines.of_task(INPAINT, name))
+    arguments = no_prompt(pipelines, pipe.transformer, torch.float32) | {pipelines.guidance: 1.0}
     return kind(**pipe.components), arguments
 
 
@@ -105,14 +106,14 @@ def test_the_promised_number_of_steps_runs(name: str) -> None:
 
 def test_what_a_family_cannot_do_is_said() -> None:
     with pytest.raises(UserError, match=r"has no inpainting pipeline for FLUX\.2-dev; it has one for FLUX\.2-klein"):
-        family_of("Flux2Pipeline", "m").pipeline(INPAINT, "m")
+        pipelines_of("Flux2Pipeline", "m").of_task(INPAINT, "m")
     with pytest.raises(UserError, match="only restore"):
-        family_of("FluxFillPipeline", "m").pipeline(GENERATE, "m")
+        pipelines_of("FluxFillPipeline", "m").of_task(GENERATE, "m")
     with pytest.raises(UserError, match="model m is a SanaPipeline; known: StableDiffusion3Pipeline, "):
-        family_of("SanaPipeline", "m")
-    for family in FAMILIES:
-        assert all(hasattr(diffusers, name) for name in family.classes)
-        assert family.lacks or (family.generate and family.inpaint)
+        pipelines_of("SanaPipeline", "m")
+    for pipelines in (pipelines for family in families() for pipelines in family.pipelines):
+        assert all(hasattr(diffusers, name) for name in pipelines.classes)
+        assert pipelines.lacks or (pipelines.generate and pipelines.inpaint)
 
 
 def mappings() -> list[tuple[int, int, str, int]]:
@@ -169,7 +170,7 @@ def test_only_rank_0_reads_text_encoders_and_keeps_none(with_encoders: Path, tmp
     assert first["alive"] == second["alive"] == 0
     assert first["parts"] == second["parts"] == ["scheduler", "transformer", "vae"]
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(with_encoders, text_encoder_3=None, tokenizer_3=None)
-    names = family_of("StableDiffusion3Pipeline", "").encoded
+    names = pipelines_of("StableDiffusion3Pipeline", "").encoded
     with torch.no_grad():
         plain = dict(zip(names, pipe.encode_prompt("a tooth", None, None), strict=True))
     for name in names:

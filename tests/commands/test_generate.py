@@ -17,8 +17,9 @@ from PIL import Image
 from warm import forked
 
 from cocodiff.cli import main
-from cocodiff.commands.families import GENERATE, family_of
 from cocodiff.commands.prompts import no_prompt
+from cocodiff.models import pipelines_of
+from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes
 
@@ -87,9 +88,9 @@ def test_noise_of_each_step_is_the_same_in_every_mode(made: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Path, name: str) -> None:
     pipe = FAMILIES[name]()
-    family = family_of(type(pipe).__name__, name)
-    assert type(pipe).__name__ == family.pipeline(GENERATE, name)
-    arguments = no_prompt(family, pipe.transformer, torch.float32) | {family.guidance: 1.0}
+    pipelines = pipelines_of(type(pipe).__name__, name)
+    assert type(pipe).__name__ == pipelines.of_task(GENERATE, name)
+    arguments = no_prompt(pipelines, pipe.transformer, torch.float32) | {pipelines.guidance: 1.0}
     assert np.abs(pixels(made / name / "images" / "image_tapa.png") - alone(pipe, **arguments)).max() <= 1
 
 

@@ -15,6 +15,7 @@ import tifffile
 
 from cocodiff.cli import main
 from cocodiff.commands.inpaint import OPTIONS
+from cocodiff.commands.options import with_settings
 
 Check = Callable[..., str]
 
@@ -112,7 +113,7 @@ def test_unknown_names_come_with_a_suggestion(refused: Check, tmp_path: Path) ->
     assert "did you mean strength?" in refused("--config", tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.default is not None])
+@pytest.mark.parametrize("name", [option.name for option in with_settings(OPTIONS) if option.default is not None])
 def test_a_key_without_a_value_is_not_given(refused: Check, tmp_path: Path, name: str) -> None:
     """The run gets as far as with the key left away: to a mistake that is looked for after all options."""
     (tmp_path / "run.yaml").write_text(f"{name}: null\n")

@@ -5,16 +5,15 @@ import pytest
 from cocodiff.cli import main
 from cocodiff.commands.bench import KINDS
 from cocodiff.commands.options import (
-    MESH_OPTIONS,
     MOST,
     RUN_OPTIONS,
-    V_MAJOR_OPTIONS,
     Option,
     check_counts,
     check_strength,
     engine_settings,
     parse,
     preset_configs,
+    with_settings,
 )
 from cocodiff.config import Config
 from cocodiff.errors import UserError
@@ -28,6 +27,7 @@ OPTIONS = (
     Option("exact", "compare with the exact run", True, type=bool),
     Option("overwrite", "replace results", False, type=bool),
 )
+EVERY = with_settings(RUN_OPTIONS)
 
 
 def values(*words: str) -> dict:
@@ -200,19 +200,19 @@ def test_numbers_have_bounds():
 @pytest.mark.parametrize("word", ["\N{SUPERSCRIPT TWO}", "9" * 5000])
 def test_digits_that_are_no_number(word):
     with pytest.raises(UserError, match="not a whole number"):
-        parse("inpaint", "", RUN_OPTIONS, ("--chunks", word))
+        parse("inpaint", "", EVERY, ("--chunks", word))
 
 
 def test_run_options_become_the_engines_settings():
-    found = parse("inpaint", "", RUN_OPTIONS, ("--machine", "aurora", "--timeout-s", "9", "--transport", "gloo"))
+    found = parse("inpaint", "", EVERY, ("--machine", "aurora", "--timeout-s", "9", "--transport", "gloo"))
     assert Config(**engine_settings(found)) == Config(machine="aurora", timeout_s=9.0, transport="gloo")
     assert found["ranks"] is None and found["quiet"] is False
 
 
 def test_run_options_go_over_what_a_preset_says():
-    found = parse("inpaint", "", RUN_OPTIONS, ()) | {"preset": ["flat,tapa"]}
+    found = parse("inpaint", "", EVERY, ()) | {"preset": ["flat,tapa"]}
     assert [config.exchange for config in preset_configs(found).values()] == ["flat", "tapa"]
-    over = parse("inpaint", "", RUN_OPTIONS, ("--exchange", "flat", "--order", "v_first", "--vae", "all"))
+    over = parse("inpaint", "", EVERY, ("--exchange", "flat", "--order", "v_first", "--vae", "all"))
     for config in preset_configs(over | {"preset": ["flat", "tapa"]}).values():
         assert config == Config(exchange="flat", order="v_first", vae="all")
 
@@ -231,12 +231,12 @@ def test_selection_is_set_over_a_preset():
         "--scoring",
         "card",
     )
-    found = parse("inpaint", "", (*RUN_OPTIONS, *V_MAJOR_OPTIONS), words)
+    found = parse("inpaint", "", EVERY, words)
     assert Config.preset("tapa", **engine_settings(found)) == Config(
         selection="v_major", schedule="list", ratios=(0.0, 0.5), warmup=0, scoring="card"
     )
-    wrong = parse("inpaint", "", (*RUN_OPTIONS, *V_MAJOR_OPTIONS), ("--selection", "v_major", "--ratio", "1.5"))
-    with pytest.raises(UserError, match=r"ratio 1\.5: give a fraction from 0 to 1"):
+    wrong = parse("inpaint", "", EVERY, ("--selection", "v_major", "--ratio", "1.5"))
+    with pytest.raises(UserError, match=r"ratio is 1\.5: give a fraction from 0 to 1"):
         Config.preset("tapa", **engine_settings(wrong))
     with pytest.raises(UserError, match="names none; choose from cocodiff"):
         preset_configs(found | {"preset": [","]})
@@ -244,11 +244,10 @@ def test_selection_is_set_over_a_preset():
 
 def test_a_ring_on_the_command_line_and_in_a_file(tmp_path):
     (tmp_path / "run.yaml").write_text("ring: 4\nplacement: usp\n")
-    every = (*RUN_OPTIONS, *MESH_OPTIONS)
     for words in (("--ring", "4", "--placement", "usp"), ("--config", str(tmp_path / "run.yaml"))):
-        settings = engine_settings(parse("inpaint", "", every, words))
+        settings = engine_settings(parse("inpaint", "", EVERY, words))
         assert (Config(**settings).ring, Config(**settings).placement) == (4, "usp")
-    assert "'auto', 'topology', 'usp'" in mistake("--placement", "up", options=every)
+    assert "'auto', 'topology', 'usp'" in mistake("--placement", "up", options=EVERY)
 
 
 def test_help_names_every_benchmark(capsys):

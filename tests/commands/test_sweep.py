@@ -257,8 +257,11 @@ def test_points_that_cannot_run_are_refused_at_the_start(
         ({"points": [{"preset": "flat"}, {"step": 3}]}, "points, number 2: unknown key step"),
         ({"grid": {"preset": ["flatt"]}}, "unknown preset 'flatt', did you mean flat?"),
         ({"grid": {"ratio": 0.5}}, "grid: ratio is 0.5: give a list of values"),
-        ({"grid": {"selection": ["v_major"], "ratio": [3]}}, "ratio 3: give a fraction from 0 to 1"),
-        ({"grid": {"preset": ["flat"], "ratio": [0.5]}}, "ratio does nothing where all tokens travel"),
+        ({"grid": {"selection": ["v_major"], "ratio": [3]}}, "ratio is 3: give a fraction from 0 to 1"),
+        (
+            {"grid": {"preset": ["flat"], "ratio": [0.5]}},
+            "ratio does nothing with selection full: add selection: v_major",
+        ),
         ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
         ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),

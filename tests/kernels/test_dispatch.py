@@ -14,13 +14,14 @@ from cocodiff_sycl.build import cache_folder, kernel_source
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
-from worlds import topology_of
+from worlds import back, forward, topology_of
 
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.choices import CHOICES, OPS
+from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.exchange import Exchange
@@ -52,16 +53,16 @@ def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
 
 def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
     topology = topology_of("local", 4)
-    layout = Layout.build(topology, 21, 3, 9)
+    layout = Layout.build(topology, image_and_text(21, 3), 9)
     whole_BSHD = random_BLHD(0, (2, 24, 9, 6), torch.bfloat16)
 
     def work(transport: LoopbackTransport) -> None:
         trace = Trace(transport.rank)
         ours = Exchange("tapa", topology, transport, trace, kernels=Kernels("sycl", trace.note_kernel))
         rows, heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
-        (x_BSGD,) = ours.forward([whole_BSHD[:, rows]], layout).wait()
+        (x_BSGD,) = forward(ours, [whole_BSHD[:, rows]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, heads])
-        assert torch.equal(ours.back(x_BSGD, layout).wait(), whole_BSHD[:, rows])
+        assert torch.equal(back(ours, x_BSGD, layout), whole_BSHD[:, rows])
         assert {path for _, path in trace.kernels()} == {"sycl"}
         assert {op for op, _ in trace.kernels()} == {"pack", "unpack"}
 

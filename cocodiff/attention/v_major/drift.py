@@ -28,29 +28,29 @@ class DriftNotes:
         self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self._settled: dict[tuple[str, int], float] = defaultdict(float)
 
-    def see(self, step: int) -> None:
+    def ensure_step(self, step: int) -> None:
         self._steps.setdefault(step, 0)
 
     def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
         """Adds a scored call."""
-        self.see(step)
+        self.ensure_step(step)
         self._sums["change", step].append(change_BN.sum(dtype=torch.float64))
         self._sums["norm", step].append(norm_BN.sum(dtype=torch.float64))
 
     def chosen(self, step: int, active_BN: Tensor) -> None:
         """Adds a choice."""
-        self.see(step)
+        self.ensure_step(step)
         self._steps[step] += active_BN.numel()
         self._sums["active", step].append(active_BN.sum())
 
-    def settle(self) -> None:
+    def sync_to_host(self) -> None:
         """Reads what was noted, between two runs, so that notes of many runs take no more memory than one's."""
         for key, sums in self._sums.items():
             self._settled[key] += sum(torch.stack(sums).tolist())
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
-        self.settle()
+        self.sync_to_host()
         found = {}
         for step, tokens in self._steps.items():
             change, norm, active = (self._settled.get((name, step), 0.0) for name in ("change", "norm", "active"))

@@ -1,15 +1,16 @@
 """Which tokens travel (V-Major, CoCoDiff section III-D): schedules, scores of change, and the choice they lead to.
 
-A token is *active* when it travels at this step and *stable* when every rank uses what it received earlier. Text tokens
-are always active. Pure arithmetic: nothing here communicates.
+A token is *active* when it travels at this step and *stable* when every rank uses what it received earlier. Tokens of
+segments that may not stay (text) are always active. Pure arithmetic: nothing here communicates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stable fraction r(t) of image tokens over the steps that run, t from 0.
+    """The stable fraction r(t) of the tokens that may stay over the steps that run, t from 0.
 
     kind            linear (0 at the end of the warm-up, 1 at the last step), fixed (`ratio`), reverse (1 - linear),
                     cosine (half a wave from 0 to 1), list (`ratios`, the last one repeated) or threshold (tokens whose
@@ -38,6 +39,21 @@ class Schedule:
     threshold: float = 0.1
     warmup: int | None = None
     sync_interval: int = 10
+
+    @classmethod
+    def of(cls, settings: Any) -> Schedule:
+        """V-Major's schedule by the engine's settings."""
+        s = settings
+        return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
+
+    def held_at(self, fraction: float | None) -> Schedule:
+        """A schedule that has every step be as one of this fraction, None: full. A threshold stays one: what travels
+        with it does."""
+        if fraction is None:
+            return replace(self, warmup=0, sync_interval=1)
+        if self.kind == "threshold":
+            return replace(self, warmup=0, sync_interval=0)
+        return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
     def warm_steps(self, steps: int) -> int:
         return max(1, steps // 10) if self.warmup is None else self.warmup
@@ -78,9 +94,16 @@ def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
     return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
 
 
+def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold: float, kernels: Kernels) -> Tensor:
+    """The tokens of each row that stay: that fraction, or where it is None as the threshold says; bool [B, N]."""
+    if fraction is None:
+        return quiet_tokens(score_BN, norm_BN, threshold)
+    return stable_tokens(score_BN, fraction, kernels)
+
+
 @dataclass(frozen=True)
 class Cards:
-    """Where the image tokens of every card are, on the device that chooses among them.
+    """Where the tokens of every card are that may stay, on the device that chooses among them.
 
     sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
     of as many tokens together, [C, N] each, since one launch can choose in all of them.
@@ -91,9 +114,9 @@ class Cards:
     alike: tuple[Tensor, ...]
 
     @classmethod
-    def build(cls, topology: Topology, image: Sequence[int], device: torch.device) -> Cards:
-        """image: the image tokens of every rank."""
-        of_rank = slices(image)
+    def build(cls, topology: Topology, tokens: Sequence[int], device: torch.device) -> Cards:
+        """tokens: of every rank those that may stay."""
+        of_rank = slices(tokens)
         cards = [
             torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
             for ranks in topology.cards.values()
@@ -104,14 +127,16 @@ class Cards:
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
         return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
 
-    def active(self, score_BS: Tensor, norm_BS: Tensor, stable: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The tokens that travel, bool [B, S]: all but those that are stable, of scores and norms [rows, N], among
-        their own card's."""
+    def active(
+        self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
+    ) -> Tensor:
+        """The tokens that travel, bool [B, S]: all but those that stay among their own card's, see `staying`."""
         active_BS = torch.ones_like(score_BS, dtype=torch.bool)
         for positions_CN in self.alike:
             chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
-            of_cards = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
-            active_BS[:, chosen] = ~stable(*of_cards).view(len(score_BS), -1)
+            score_BN, norm_BN = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
+            stays_BN = staying(score_BN, norm_BN, fraction, threshold, kernels)
+            active_BS[:, chosen] = ~stays_BN.view(len(score_BS), -1)
         return active_BS
 
 
@@ -129,11 +154,12 @@ class Selection:
     arriving: Tensor
 
     @classmethod
-    def build(cls, active_BS: Tensor, layout: Layout, text_first: bool) -> Selection:
-        """active_BS: bool, the image tokens that travel. Rows go by batch row, then in the model's order."""
+    def build(cls, active_BS: Tensor, layout: Layout) -> Selection:
+        """active_BS: bool, of the tokens that may stay those that travel. Rows go by batch row, then in the model's
+        order."""
         device = active_BS.device
-        image_S, turn_S, first_S, rows_of = rows_in_order(layout, text_first, device)
-        travels_BS = active_BS.index_select(1, image_S.clamp(min=0)) | (image_S < 0)
+        token_S, turn_S, first_S, rows_of = rows_in_order(layout, device)
+        travels_BS = active_BS.index_select(1, token_S.clamp(min=0)) | (token_S < 0)
         batch_N, place_N = travels_BS.nonzero(as_tuple=True)
         turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
         batch_N, place_N = batch_N[order], place_N[order]
@@ -142,21 +168,29 @@ class Selection:
         in_turn = torch.bincount(turn_N, minlength=len(ranks)).tolist()
         of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
         counts, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
-        arriving_N = batch_N * len(image_S) + place_N
-        return cls(replace(layout, image=counts, text=(0,) * len(counts)), rows, arriving_N)
+        arriving_N = batch_N * len(token_S) + place_N
+        return cls(layout.of_rows(counts), rows, arriving_N)
 
 
 @lru_cache(maxsize=64)
-def rows_in_order(layout: Layout, text_first: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every row of the sequence, in its order of ranks and in the model's order: its image token (-1: it is text),
-    its rank's turn, and that rank's first row. And the rows of every rank, in the sequence's order."""
-    image: list[Tensor] = []
-    turns, first, tokens_of = [], [], slices(layout.image)
+def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every row of the sequence, in its order of ranks and in the model's order: its number among the tokens that
+    may stay, rank by rank (-1: it always travels), its rank's turn, and that rank's first row. And the rows of every
+    rank, in the sequence's order."""
+    tokens = torch.full((sum(layout.rows),), -1)
+    turns, first, numbers = [], [], slices(layout.may_stay)
     for turn, rank in enumerate(layout.in_sequence):
-        tokens, rows = tokens_of[rank], layout.row_slices[rank]
-        pair = (torch.full((layout.text[rank],), -1), torch.arange(tokens.start, tokens.stop))
-        image += pair if text_first else pair[::-1]
+        rows, own = layout.row_slices[rank], layout.may_stay_slices[rank]
+        tokens[rows][own] = torch.arange(numbers[rank].start, numbers[rank].stop)
         turns.append(torch.full((rows.stop - rows.start,), turn))
         first.append(torch.full((rows.stop - rows.start,), rows.start))
     rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
-    return torch.cat(image).to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)
+    return tokens.to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)
+
+
+def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """What scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and the ranks
+    whose heads are of that tile's plane."""
+    card = sorted(topology.cards[topology.places[rank].card])
+    plane = topology.places[card[0]].plane
+    return card, [place.rank for place in topology.places if place.plane == plane]

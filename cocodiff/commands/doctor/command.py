@@ -19,11 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.options import Option, check_counts, engine_settings, parse
+from cocodiff.commands.options import (
+    LOG_LEVEL,
+    RANKS,
+    Option,
+    check_counts,
+    engine_record,
+    engine_settings,
+    parse,
+    with_settings,
+)
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
-from cocodiff.config import DEVICES, KERNELS, TRANSPORTS, Config, load_machine
+from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
@@ -33,31 +42,27 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 
 FILE = "doctor.json"
 OPTIONS = (
-    Option("machine", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", "local"),
-    Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int),
-    Option("transport", "how ranks talk", "auto", choices=TRANSPORTS),
-    Option("device", "what ranks compute on", "auto", choices=DEVICES),
-    Option("kernels", "what packs, gathers and scores", "auto", choices=KERNELS),
+    RANKS,
     Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
     Option("size", "side of its square image in pixels", 1024, type=int),
     Option("batch", "images in one call of it", 1, type=int),
     Option("patience_s", "seconds after which a step that does not end is taken for hanging", 120.0, type=float),
-    Option("timeout_s", "seconds without a sign of life after which a rank is lost", 300.0, type=float),
     Option("out", "folder of doctor.json", "doctor"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+    LOG_LEVEL,
 )
+SETTINGS = ("machine", "transport", "device", "kernels", "timeout_s")  # of the engine's, what it looks at
 SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
     about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
-    values = parse("doctor", about, OPTIONS, words)
+    values = parse("doctor", about, with_settings(OPTIONS, lambda one: one.name in SETTINGS), words)
     check_counts(values, "ranks", "batch", "size")
     if not values["patience_s"] > 0:
         raise UserError(f"--patience_s {values['patience_s']}: give a number of seconds above 0")
     settle(values, launch)
-    config = Config(**engine_settings(values))
+    config = engine_record()(**engine_settings(values))
     load_machine(config.machine)
     output = OutputFolder(values["out"], values["overwrite"])
 
@@ -159,7 +164,7 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     from cocodiff.planning.placement import Work, choose
 
     shape = load_shape(values["model"])
-    load = Load(shape.image_tokens(values["size"]), shape.text_tokens, values["batch"] * shape.rows_per_image)
+    load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
     mesh = choose(topology, Work(shape.heads, shape.head_dim))
     return max(need.total for need in size_run(shape, topology, load, mesh))
 

@@ -13,7 +13,7 @@ from cocodiff.commands.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
 from cocodiff.planning.calibrate import NAMES, AllToAll, Calibration, Constants, Fit, Measured
-from cocodiff.routes.plans import PLANS
+from cocodiff.registry import EXCHANGES
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Machine, Topology
 
@@ -78,7 +78,7 @@ def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]
     found = []
     for row in rows:
         size = str(row["case"]).removesuffix("MB")
-        known = row["variant"] in (*PLANS, "flat_serial") and size.replace(".", "", 1).isdigit()
+        known = row["variant"] in (*EXCHANGES, "flat_serial") and size.replace(".", "", 1).isdigit()
         if known:
             found.append(Measured(row["variant"], float(size), row["median_s"]))
             for part in ("phase1", "phase2"):

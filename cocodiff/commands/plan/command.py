@@ -10,12 +10,21 @@ from typing import Any
 
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.model_shapes import load_shape
-from cocodiff.commands.options import Option, check_counts, parse
+from cocodiff.commands.options import (
+    LOG_LEVEL,
+    Option,
+    check_counts,
+    engine_record,
+    engine_settings,
+    parse,
+    with_settings,
+)
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.plan.memory import as_json, size, table
 from cocodiff.commands.terminal import quiet_libraries, say
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.placement import Work
 from cocodiff.topology.machine import Links, Machine, Topology
@@ -41,12 +50,17 @@ OPTIONS = (
     Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
     Option("out", "folder of plan.json", "plan"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+    LOG_LEVEL,
 )
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    values = parse("plan", "Says what a run would take, without starting it.", OPTIONS, words)
+    values = parse(
+        "plan",
+        "Says what a run would take, without starting it.",
+        with_settings(OPTIONS, lambda one: one.given == "sweep"),
+        words,
+    )
     quiet_libraries(values["log_level"])
     check(values)
     if not launch.speaks:
@@ -78,7 +92,7 @@ def run_plan(values: dict[str, Any]) -> None:
     from cocodiff.assemble import mesh_of
 
     shape, topology = load_shape(values["model"]), topology_of(values)
-    config = Config.preset(values["preset"], machine=values["machine"])
+    config = engine_record().preset(values["preset"], **of_run(values))
     load = load_of(values, shape, config)
     work = Work(shape.heads, shape.head_dim)
     mesh = mesh_of(config, topology, work)
@@ -123,14 +137,21 @@ def untimed(machine: Machine) -> str | None:
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
+def of_run(values: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings that are given, over those of a preset."""
+    return {name: value for name, value in engine_settings(values).items() if name != "steps"}
+
+
 def load_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Load:
+    from cocodiff.assemble import state_sizes
+
+    text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     return Load(
-        image_tokens=shape.image_tokens(values["size"]),
-        text_tokens=shape.text_tokens if values["text_tokens"] is None else values["text_tokens"],
+        segments=image_and_text(shape.image_tokens(values["size"]), text),
         batch=values["batch"] * shape.rows_per_image,
         itemsize=DTYPES[values["dtype"]],
         branches=values["branches"] or shape.branches,
-        scoring=config.scoring if config.selection == "v_major" else None,
+        state=state_sizes(config),
     )
 
 

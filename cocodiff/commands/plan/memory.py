@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.planning.memory import MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
@@ -69,8 +70,8 @@ def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load:
             "model": shape.name,
             "size": values["size"],
             "batch": values["batch"],
-            "image_tokens": load.image_tokens,
-            "text_tokens": load.text_tokens,
+            "image_tokens": load.tokens(IMAGE),
+            "text_tokens": load.tokens(TEXT),
             "branches": load.branches,
             "dtype": values["dtype"],
             "preset": values["preset"],

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cocodiff.assemble import state_sizes
+from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
@@ -15,8 +17,9 @@ from cocodiff.planning.memory import Load, ModelShape, misfit, size_run
 from cocodiff.planning.placement import Work, by_degree, table
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import PLANS, Phase, split_plan
+from cocodiff.routes.plans import Phase, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
@@ -87,8 +90,8 @@ def compare(
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
-        config = Config.preset(name, machine=values["machine"])
-        load = replace(case.load, scoring=config.scoring if config.selection == "v_major" else None)
+        config = engine_record().preset(name, machine=values["machine"])
+        load = replace(case.load, state=state_sizes(config))
         row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
         try:
             plan = known.get(name) or Recording(replace(case, config=config, load=load)).plan(network, latencies)
@@ -146,25 +149,18 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    work = Work(
-        case.shape.heads,
-        case.shape.head_dim,
-        case.load.image_tokens,
-        case.load.text_tokens,
-        case.load.batch,
-        case.load.itemsize,
-    )
+    work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
     lines += table(by_degree(case.topology, work), case.mesh)
     group, slot = case.mesh.seat(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:
         return lines
-    layout = case.mesh.layouts(case.load.image_tokens, case.load.text_tokens, case.shape.heads)[group]
+    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
     cell = case.load.batch * case.shape.head_dim * case.load.itemsize
-    names = list(PLANS) if case.config.exchange == "auto" else [case.config.exchange]
+    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
-        plan = PLANS[name](topology, slot)
+        plan = load(EXCHANGES, name)(topology, slot)
         if name == "split" and case.config.nic_balance:
             plan = split_plan(topology, slot, nic_detours(topology))
         for number, phase in enumerate(plan, 1):

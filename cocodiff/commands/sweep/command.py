@@ -16,19 +16,19 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.families import INPAINT
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
-from cocodiff.commands.options import Option, check_counts, check_strength, parse
+from cocodiff.commands.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.session import import_before_fork, settle
 from cocodiff.commands.sweep.lines import REPORTS, check_folder, check_reportable, read_results
-from cocodiff.commands.sweep.points import SECTIONS, SETTINGS, Grid, Point, read_grid
+from cocodiff.commands.sweep.points import SECTIONS, Grid, Point, read_grid
 from cocodiff.commands.terminal import note, say
 from cocodiff.config import Config, load_chunk_table, load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
@@ -40,8 +40,8 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("exact", *SETTINGS)  # the points' business
-OPTIONS = (*OWN, *(option for option in OF_INPAINT if option.name not in {*LEFT_AWAY, *(own.name for own in OWN)}))
+LEFT_AWAY = ("exact", "preset", *(own.name for own in OWN))
+OPTIONS = (*OWN, *(option for option in OF_INPAINT if option.name not in LEFT_AWAY))
 # What a result depends on, beside grid, ranks and inputs. How the sweep is watched and where inputs lie is not in it.
 REMEMBERED = (
     "strength",
@@ -72,7 +72,8 @@ class Sweep:
 
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
-    values = parse("sweep", ABOUT, OPTIONS, words, SECTIONS)
+    # what a sweep varies is the points' business
+    values = parse("sweep", ABOUT, with_settings(OPTIONS, lambda one: one.given != "sweep"), words, SECTIONS)
     if values["report_only"]:
         if launch.speaks:
             report(Path(values["out"]))

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cocodiff.commands.options import engine_settings
-from cocodiff.config import Config, check_choice, check_keys, preset_names
-from cocodiff.errors import UserError
+from cocodiff.commands.options import engine_record, engine_settings
+from cocodiff.config import Config, preset_names
+from cocodiff.errors import UserError, check_choice, check_keys
+from cocodiff.setting import settings_of
 
 SECTIONS = ("base", "grid", "points")
-OF_V_MAJOR = ("scoring", "reference", "schedule", "ratio", "ratios", "threshold", "warmup", "sync_interval")
-SETTINGS = ("preset", "exchange", "order", "ring", "placement", "chunks", "selection", *OF_V_MAJOR)
 OF_RUNS = ("steps", "mask")
 MOST_RUNS = 10_000  # of one slice: points, times numbers of steps, times masks
 DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
@@ -55,21 +54,22 @@ class Grid:
 
 def read_grid(values: Mapping[str, Any]) -> Grid:
     """The grid of parsed options. Raises UserError for unknown keys, with a suggestion, and for unfit values."""
-    base = _mapping(values["base"], "base", [*SETTINGS, *OF_RUNS])
-    grid = _mapping(values["grid"], "grid", [*SETTINGS, *OF_RUNS])
+    varied = ["preset", *(name for name, one in settings_of(engine_record()).items() if one.given == "sweep")]
+    base = _mapping(values["base"], "base", [*varied, *OF_RUNS])
+    grid = _mapping(values["grid"], "grid", [*varied, *OF_RUNS])
     for key, choices in grid.items():
         if not isinstance(choices, list) or not choices:
             raise UserError(f"grid: {key} is {choices!r}: give a list of values")
     listed = values["points"] or []
     if not isinstance(listed, list):
         raise UserError(f"points is {listed!r}: give a list of settings")
-    entries = [_mapping(one, f"points, number {n}", ["name", *SETTINGS]) for n, one in enumerate(listed, 1)]
-    axes = {key: choices for key, choices in grid.items() if key in SETTINGS}
+    entries = [_mapping(one, f"points, number {n}", ["name", *varied]) for n, one in enumerate(listed, 1)]
+    axes = {key: choices for key, choices in grid.items() if key in varied}
     of_runs = {key: _of_runs(key, values, base, grid) for key in OF_RUNS}
     _check_size({key: len(choices) for key, choices in axes.items()}, len(entries), of_runs)
     if axes or not entries:
         entries = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())] + entries
-    settings = {key: value for key, value in base.items() if key in SETTINGS}
+    settings = {key: value for key, value in base.items() if key in varied}
     engine = engine_settings(dict(values))
     points = _unique([_point(entry, settings, engine) for entry in entries])
     return Grid(points, of_runs["steps"], of_runs["mask"])
@@ -117,14 +117,17 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
     try:
         if "preset" in settings:
             check_choice("preset", settings["preset"], preset_names())
-            config = Config.preset(settings["preset"], **over_preset)
+            config = engine_record().preset(settings["preset"], **over_preset)
         else:
-            config = Config(**over_preset)
+            config = engine_record()(**over_preset)
     except (UserError, TypeError) as error:
         raise UserError(f"point {name}: {error}") from error
-    unused = [key for key in own if key in OF_V_MAJOR]
-    if unused and config.selection == "full":
-        raise UserError(f"point {name}: {unused[0]} does nothing where all tokens travel: add selection: v_major")
+    for key in own:
+        other, value = (key != "preset" and settings_of(type(config))[key].only_with) or ("", "")
+        if other and getattr(config, other) != value:
+            raise UserError(
+                f"point {name}: {key} does nothing with {other} {getattr(config, other)}: add {other}: {value}"
+            )
     return Point(name, config, settings)
 
 

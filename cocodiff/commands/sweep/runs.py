@@ -15,7 +15,7 @@ from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.tiling import TilingSettings
 
 from cocodiff.commands.inpaint import SMALL_MODEL
-from cocodiff.commands.options import engine_settings
+from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.restore_stack import Restorer, Run, Task, psnr_vs_exact_db, quality, slice_name
 from cocodiff.commands.session import EXACT, load_requested
 from cocodiff.commands.sweep.lines import Key, LineWriter
@@ -91,7 +91,7 @@ class Runner:
     def __post_init__(self) -> None:
         values = self.sweep.values
         self.model = load_requested(self.sweep.request, values["dtype"], self.transport)
-        self.exact = Config.preset(EXACT, **engine_settings(values))
+        self.exact = engine_record().preset(EXACT, **engine_settings(values))
         self.engines: dict[Config, Engine] = {}
 
     def engine(self, config: Config) -> Engine:

@@ -1,4 +1,5 @@
-"""Attention to some of the keys, and merging what several such parts give (StreamFusion, appendix C).
+"""Attention on one rank: to all keys, or to some of them, and what it takes to merge several such parts (StreamFusion,
+appendix C).
 
 A part is its output together with the log of the sum of the exponentials of its scores: enough to weigh it against
 others. `Kernels.merge_partials` does the merging.
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class Partial(NamedTuple):
@@ -26,6 +28,19 @@ class Keys(NamedTuple):
     k_BSHD: Tensor
     v_BSHD: Tensor
     mask_B11S: Tensor | None
+
+
+class LocalAttention:
+    """What is computed with the heads that are here. Predictions and benchmarks put something else in its place."""
+
+    def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+        """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
+        q_BHSD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
+        return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
+
+    def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
+        """Attention to these keys alone; its result is taken over."""
+        return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
 
 
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:

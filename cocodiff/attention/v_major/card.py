@@ -1,0 +1,144 @@
+"""V-Major's scoring by card, the paper's own order (CoCoDiff section III-D): v's first phase is whole; then the first
+tile of every card scores the card's tokens with its plane's heads, and the cards' selections are gathered while q and k
+are made. It needs TAPA's two phases, so it runs them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.v_major.coding import SelectiveCall, travelling_rows
+from cocodiff.attention.v_major.selection import Selection, scored_blocks, staying
+from cocodiff.comm.transport import LanePending
+from cocodiff.routes.plans import Block, Phase
+from cocodiff.wire.blocks import BlockSet, Payload, Target
+from cocodiff.wire.coding import CodedCall, Encoded
+from cocodiff.wire.exchange import Arriving, Forward, Transfer, WholeArriving
+
+
+class CardCall(SelectiveCall):
+    """One attention call whose v decides between its two phases what of q, k and v travels on."""
+
+    chosen: Future[LanePending[Selection]]
+
+    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
+        others = {name: x for name, x in tensors_BLHD.items() if name != "v"}
+        if "v" not in tensors_BLHD:
+            return transfer.post(others, wait_next and self.full)
+        v = self._send_v(transfer, tensors_BLHD["v"])
+        return v if not others else Both(tuple(tensors_BLHD), v, transfer.post(others))
+
+    def _send_v(self, transfer: Transfer, v_BLHD: Tensor) -> Arriving:
+        """v's two phases, with the choice between them."""
+        self.begin(v_BLHD)
+        self.chosen = Future()
+        cargo, lanes = WholeFirst(transfer, {"v": v_BLHD}), self.exchange.lanes
+        first, second = self.exchange.both_phases()
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, cargo, None))
+        landed = lanes["plane"].submit(partial(self._second_phase, second, cargo, swapped))
+        transfer.in_stages = transfer.travels_in_stages(v_BLHD)
+        return WholeArriving(cargo, landed)
+
+    def selection(self) -> Selection:
+        return self.chosen.result().wait()
+
+    def _second_phase(self, phase: Phase, cargo: Forward, swapped: LanePending[BlockSet]) -> Target:
+        held = swapped.wait()
+        if self.full:
+            self._update_at_full_step(held)
+        else:
+            held = self._active_rows(held)
+            cargo.layout = held.layout
+        return self.exchange.last_phase(phase, cargo, held)
+
+    def _scored_rows(self, held: BlockSet) -> Tensor | None:
+        """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
+        card, heads = scored_blocks(self.exchange.topology, self.coding.rank)
+        if card[0] != self.coding.rank:
+            return None
+        rows = [
+            torch.cat(
+                [dense(held.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+            )
+            for rank in card
+        ]
+        return torch.cat(rows, 1)
+
+    def _update_at_full_step(self, held: BlockSet) -> None:
+        scored_BNHD = self._scored_rows(held)
+        if scored_BNHD is not None:
+            if self.cache.reference is not None:
+                self.score(scored_BNHD)
+            self.update_reference(scored_BNHD, None)
+
+    def _active_rows(self, held: BlockSet) -> BlockSet:
+        """Scores, shares the selection, and leaves the active rows of v for the second phase."""
+        try:
+            self.chosen.set_result(self.coding.transport.control.submit(partial(self._choose, held)))
+        except BaseException as error:
+            self.chosen.set_exception(error)
+            raise
+        selection, topology = self.selection(), self.exchange.topology
+        served = topology.served_planes[self.coding.rank]
+        blocks = {
+            block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
+            for block, parts in held.blocks.items()
+            if topology.places[block.heads].plane in served
+        }
+        return BlockSet(blocks, selection.layout)
+
+    def _choose(self, held: BlockSet) -> Selection:
+        coding, layout, topology = self.coding, self.layout, self.exchange.topology
+        scored_BNHD = self._scored_rows(held)
+        some = dense(next(iter(held.blocks.values()))[0])
+        batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
+        if scored_BNHD is not None:
+            change_BN, norm_BN = self.score(scored_BNHD)
+            active_BN = ~staying(change_BN, norm_BN, coding.fraction, coding.schedule.threshold, self.kernels)
+            coding.drift.chosen(coding.moment.step, active_BN)
+            self.update_reference(scored_BNHD, active_BN)
+            own = active_BN.to(torch.uint8)
+        scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
+        cards = coding.cards(layout, own.device)
+        of_scorer = dict(zip(scorers, cards.sizes, strict=True))
+        sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
+        parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
+        self.gather(own.flatten(), parts)
+        active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
+        of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
+        active_BS[:, cards.all_S] = of_cards_BN.bool()
+        return Selection.build(active_BS, layout)
+
+
+class WholeFirst(Forward):
+    """v, of which all rows travel in the first phase."""
+
+    def encoded(self) -> Encoded:
+        return CodedCall.encode(self.coded, self._tensors)
+
+
+class Both:
+    """v and the others as one; see `Arriving`."""
+
+    def __init__(self, names: tuple[str, ...], v: Arriving, others: Arriving) -> None:
+        self.names, self._v, self._others = names, v, others
+
+    def wait(self) -> list[Tensor]:
+        here = dict(zip((*self._v.names, *self._others.names), self._v.wait() + self._others.wait(), strict=True))
+        return [here[name] for name in self.names]
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        return (self._v if name == "v" else self._others).chunk(name, number)
+
+    def expect(self, name: str, number: int) -> None:
+        (self._v if name == "v" else self._others).expect(name, number)
+
+
+def dense(x_BLHD: Payload) -> Tensor:
+    """A block of which all rows travel, as v's do in the first phase."""
+    assert isinstance(x_BLHD, Tensor), "these rows were chosen already"
+    return x_BLHD

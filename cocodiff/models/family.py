@@ -1,0 +1,105 @@
+"""What the project knows of a model family, said once: how it is run in parallel, which pipelines it has, and what
+its memory depends on. `docs/new-model.md` tells how a family is added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.errors import UserError
+
+if TYPE_CHECKING:
+    from cocodiff.models.adapter import Adapter
+
+INPAINT, GENERATE = "inpaint", "generate"  # the tasks of pipelines
+VAE_FACTOR = 8  # pixels of a latent pixel's side, of all families
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pipelines of diffusers that have the same weights, and how they are called.
+
+    Arguments that all classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) stand where the
+    pipelines are called; here is what differs between them.
+
+    generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none, and `lacks` says so
+    encoded            what `encode_prompt` returns, as a call's arguments; "" for what a call makes itself
+    also               further arguments that `encode_prompt` wants to be given; None each
+    negative           the prompt that guidance leads away from, where `encode_prompt` has to be called for it
+    guidance           the call's argument for the strength of guidance
+    others             further classes whose folders hold these weights
+    """
+
+    generate: str
+    inpaint: str
+    encoded: tuple[str, ...]
+    also: tuple[str, ...] = ()
+    negative: str | None = None
+    guidance: str = "guidance_scale"
+    others: tuple[str, ...] = ()
+    lacks: str = ""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """All classes whose folders hold these weights."""
+        return tuple(name for name in (self.generate, self.inpaint, *self.others) if name)
+
+    def of_task(self, task: str, model: str) -> str:
+        """The class that does a task. Raises UserError where diffusers has none for these weights."""
+        name = self.inpaint if task == INPAINT else self.generate
+        if not name:
+            raise UserError(f"model {model} cannot {task}: {self.lacks}")
+        return name
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of transformers.
+
+    transformer        its class with the package that has it, e.g. "diffusers.SD3Transformer2DModel"
+    adapter            how it is run on several ranks
+    pipelines          for each kind of weights; empty for a transformer that no command runs
+    vae_numbers        settings of its VAE that pipelines calculate with
+    vae_lists          settings of its VAE that hold a number for each latent channel, and that have to be there
+
+    Of its models' shape, what their config does not say (`planning.memory.ModelShape` tells of each):
+
+    patch              latent pixels of a token's side; None: `patch_size` of the config
+    text_tokens, rows_per_image, branches, unsharded_copies, gated_mlp
+    """
+
+    transformer: str
+    adapter: Adapter
+    pipelines: tuple[Pipelines, ...] = ()
+    vae_numbers: tuple[str, ...] = ("scaling_factor", "shift_factor")
+    vae_lists: tuple[str, ...] = ()
+    patch: int | None = 2
+    text_tokens: int = 512
+    rows_per_image: int = 1
+    branches: int = 1
+    unsharded_copies: int = 0
+    gated_mlp: bool = False
+
+    @property
+    def class_name(self) -> str:
+        return self.transformer.rpartition(".")[2]
+
+    def has(self, kind: type) -> bool:
+        """Whether a model's class is the family's transformer or derives from it. Imports nothing: where the class is
+        not in memory, nothing derives from it."""
+        package, _, name = self.transformer.rpartition(".")
+        return any(c.__name__ == name and f"{c.__module__}.".startswith(f"{package}.") for c in kind.__mro__)
+
+    def import_transformer(self) -> Any:
+        """The transformer's class."""
+        package, _, name = self.transformer.rpartition(".")
+        return getattr(import_module(package), name)
+
+    def shape_facts(self, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The fields of a ModelShape that the family decides. config: the model's, where there is one."""
+        names = ("text_tokens", "rows_per_image", "branches", "unsharded_copies", "gated_mlp")
+        patch = self.patch if self.patch is not None else (config or {}).get("patch_size")
+        sides = {} if patch is None else {"pixels_per_token": VAE_FACTOR * patch}
+        return {name: getattr(self, name) for name in names} | sides

@@ -1,0 +1,30 @@
+"""What the settings name: tables of names, each with the import string of what it stands for.
+
+One entry adds an exchange, an order or a coding: Config, the command line, settings files and sweeps take the name from
+then on, as they look a table up whenever they need it. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+# The setting `exchange`, which also takes "auto". Called with a topology and a rank, each returns the rank's plan.
+EXCHANGES = {
+    "flat": "cocodiff.routes.plans:flat_plan",
+    "tapa": "cocodiff.routes.plans:tapa_plan",
+    "split": "cocodiff.routes.plans:split_plan",
+}
+# The setting `order`: in which order an attention call projects, sends and computes.
+ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.attention.ulysses:v_first"}
+# The setting `selection`: what is sent in place of whole tensors.
+CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
+# The dataclass of settings that the command line, settings files and sweeps are made from, and that engines run by.
+RECORDS = {"engine": "cocodiff.config:Config"}
+
+
+def load(table: Mapping[str, str], name: str) -> Any:
+    """What an entry "module:attribute" of a table stands for. Raises KeyError for a name that is not in the table."""
+    module, _, attribute = table[name].partition(":")
+    return getattr(import_module(module), attribute)

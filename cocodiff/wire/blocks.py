@@ -1,0 +1,83 @@
+"""Blocks in memory: how large they are, how they lie in messages, and where they belong when they are here.
+
+The only module that sizes what travels. A payload, what a coding sends in the place of a tensor, is [B, rows, heads, W]
+of any dtype, so all sizes follow from one payload block and the layout of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from cocodiff.kernels import Kernels, Rows, views
+from cocodiff.routes.plans import Block
+from cocodiff.topology.layout import Layout
+
+Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
+Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
+
+
+class BlockSet:
+    """The blocks that a rank holds during an exchange, and their sizes in messages.
+
+    blocks: one payload for each tensor that travels together. layout: rows and heads of every rank in this exchange.
+    """
+
+    def __init__(self, blocks: Blocks, layout: Layout) -> None:
+        self.blocks, self.layout = dict(blocks), layout
+        some = next(iter(blocks.values()))
+        self.like, self.tensors = some[0], len(some)
+        self._batch, self._width = len(self.like), self.like.shape[-1]
+        self._itemsize = self.like.new_empty(0).element_size()
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token of one head, of all tensors together."""
+        return self._batch * self._width * self.tensors * self._itemsize
+
+    def numel(self, message: Sequence[Block]) -> int:
+        rows, heads = self.layout.rows, self.layout.heads
+        cells = sum([rows[block.rows] * heads[block.heads] for block in message])
+        return cells * self._batch * self._width * self.tensors
+
+    def bytes(self, message: Sequence[Block]) -> int:
+        return self.numel(message) * self._itemsize
+
+    def buffer(self, message: Sequence[Block]) -> Tensor:
+        """Memory for one message, flat."""
+        return self.like.new_empty(self.numel(message))
+
+    def buffers(self, messages: Iterable[Sequence[Block]]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for messages that come or go together, flat: all of it, and the part of each."""
+        sizes = [self.numel(message) for message in messages]
+        whole = self.like.new_empty(sum(sizes))
+        return whole, whole.split_with_sizes(sizes)
+
+    def views(self, message: Sequence[Block], buffer: Tensor) -> dict[Block, list[Payload]]:
+        """The blocks of a message as they lie in a flat buffer."""
+        B, W, rows, heads = self._batch, self._width, self.layout.rows, self.layout.heads
+        tensors = range(self.tensors)
+        parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for _ in tensors]))
+        return {block: [next(parts) for _ in tensors] for block in message}
+
+
+class Target:
+    """Tensors that an exchange fills. places: of every block that belongs here, where it goes in each of `tensors`."""
+
+    def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
+        self.tensors, self._places, self._kernels = tensors, places, kernels
+
+    def place(self, blocks: Blocks) -> None:
+        """Copies those blocks that belong here to their places, in one launch."""
+        here = [block for block in blocks if block in self._places]
+        if here:
+            parts = [part for block in here for part in blocks[block]]
+            self._kernels.unpack(parts, [place for block in here for place in self._places[block]])
+
+
+def rows_of_ranks(x_BSGD: Tensor, layout: Layout) -> dict[int, Tensor]:
+    """The rows of every rank as views of a tensor with the whole sequence."""
+    ranks = layout.in_sequence
+    parts = x_BSGD.split_with_sizes([layout.rows[rank] for rank in ranks], 1)
+    return dict(zip(ranks, parts, strict=True))

@@ -1,0 +1,134 @@
+"""Codings: what is sent in a tensor's place, and what the receiver makes of it.
+
+A `Coding` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
+attention call it gives a `CodedCall`, whose two ends encode on the sender's lane and decode where the receiver waits.
+The ones here send tensors as they are. Routes, chunks and sizes follow from what `encode` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.wire.blocks import Payload
+
+if TYPE_CHECKING:
+    from cocodiff.wire.exchange import Arriving, Exchange, Transfer
+
+
+class Moment(NamedTuple):
+    """Where denoising stands: which run of the model, which of its steps; `steps` is None where nobody has told."""
+
+    run: int
+    step: int
+    steps: int | None
+
+
+class Encoded(NamedTuple):
+    """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
+    rows L of every rank they have."""
+
+    payloads: Sequence[Payload]
+    layout: Layout
+
+
+class CodedCall:
+    """One attention call's tensors on the wire. Subclasses change what they need."""
+
+    def __init__(self, layout: Layout) -> None:
+        """layout: of the tensors themselves."""
+        self.layout = layout
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
+        return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
+
+    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
+        """Starts sending tensors, by name. Called on the thread that attends, with v before or together with what
+        depends on it."""
+        return transfer.post(tensors_BLHD, wait_next)
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        """What travels in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
+        return Encoded(list(tensors_BLHD.values()), self.layout)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
+        coded: the layout of what `encode` gave. Runs on the thread that attends."""
+        return list(received_BSGW.values())
+
+    def encode_output(self, out_BTGD: Tensor) -> Tensor:
+        """What travels back in the place of some rows of attention's output: [B, T, G, W]."""
+        return out_BTGD
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        """All heads of this rank's rows of the output, [B, L, H, D]."""
+        return received_BLHW
+
+
+class Coding:
+    """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
+
+    keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
+
+    @classmethod
+    def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any) -> Coding:
+        """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
+        of the group's ranks."""
+        return cls()
+
+    @classmethod
+    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
+        """For predictions: of every step the fraction of tokens that stay behind, `typical` where the tokens themselves
+        decide; None for steps in which all travel without being looked at."""
+        return [None] * steps
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+        """What one site keeps on every rank of a group, in bytes by what it is (fields of `RankMemory`). cell: bytes of
+        a token and head of one tensor."""
+        return [{} for _ in range(topology.size)]
+
+    def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
+        """The coding of one attention call. site: which layer and guidance branch."""
+        return CodedCall(layout)
+
+    def begin_step(self, moment: Moment) -> None:
+        """The model is called: for another run, another step, or another guidance branch of the same step."""
+
+    def end(self) -> None:
+        """The engine is left: memory is given back."""
+
+    def bytes_held(self) -> int:
+        """Bytes that are held between calls now."""
+        return 0
+
+    def report(self) -> dict[int, Any]:
+        """Notes of every step so far (`Drift`), to be merged over ranks."""
+        return {}
+
+    def forget_report(self) -> None:
+        """Starts the report afresh."""
+
+    def prepare(self, layout: Layout, device: Any) -> None:
+        """For predictions: works out beforehand what calls of a layout need once."""
+
+    def hold_at(self, fraction: float | None) -> None:
+        """For predictions: makes every call as one of this fraction, see `stable_fractions`."""
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """How much a coding keeps between calls by the engine's settings, for predictions."""
+
+    coding: type[Coding]
+    settings: Any
+
+    def of_site(self, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+        """As `Coding.state_bytes`."""
+        return self.coding.state_bytes(self.settings, topology, layout, cell)

@@ -1,0 +1,192 @@
+"""The messages of a plan: packed, sent, received, passed on and put in place.
+
+`run_phase` runs one phase and returns when its messages are here: TAPA, phase by phase. `run_pipelined` runs all phases
+together: all receives are posted first, then the sends in the plan's order; a message with blocks from another rank
+waits for those alone. So what is passed on arrives behind what goes straight, and slow links are never idle for a fast
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import cast
+
+from torch import Tensor
+
+from cocodiff.comm.transport import Group, Pending
+from cocodiff.device import on_streams, used_on_current_stream
+from cocodiff.kernels import Kernels, Rows
+from cocodiff.routes.plans import Block, Phase, Plan
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import Trace
+from cocodiff.wire.blocks import BlockSet, Payload, Target
+
+Groups = Mapping[str, Group]  # of every link group ("sibling", "plane") that a phase names
+Sent = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to, and the transfer
+
+
+class Port:
+    """Where one rank packs its messages and counts what it sends."""
+
+    def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
+        self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
+
+    def count(self, peer: int, sent_bytes: int) -> None:
+        """Adds bytes to the trace, by the class of the link to a peer."""
+        self.trace.count(self.topology.link_class(self.rank, peer), sent_bytes)
+
+    def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
+        """Copies all messages to their buffers in one launch."""
+        pieces = [piece for message in messages for piece in message]
+        if buffers and on_streams(buffers[0]):
+            use_on_current_stream(pieces)
+        if any(isinstance(piece, Rows) for piece in pieces):
+            self.kernels.gather_pack(messages, buffers)
+        elif messages:
+            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+
+
+def use_on_current_stream(payloads: Sequence[Payload]) -> None:
+    for payload in payloads:
+        for tensor in (payload.source_RHD, payload.index_K) if isinstance(payload, Rows) else (payload,):
+            used_on_current_stream(tensor)
+
+
+def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
+    """Sends and receives all messages of a phase at once; adds the blocks that came to those held."""
+    received, receives = held.buffers(phase.receives.values())
+    _, sends = held.buffers(phase.sends.values())
+    port.pack([[part for b in message for part in held.blocks[b]] for message in phase.sends.values()], sends)
+    for peer, message in phase.sends.items():
+        port.count(peer, held.bytes(message))
+    index = group.ranks.index
+    group.send_recv(
+        [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
+        [(buffer, index(peer)) for peer, buffer in zip(phase.receives, receives, strict=True)],
+    ).wait()
+    held.blocks |= held.views([b for message in phase.receives.values() for b in message], received)
+
+
+def run_pipelined(port: Port, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
+    """Sends and receives all messages of a plan. The blocks that are here are put in place while others travel."""
+    flight = InFlight(port, held)
+    flight.post_receives(plan, groups)
+    sending = flight.send(plan, groups)
+    target.place(held.blocks)
+    flight.land(target)
+    for _, pending in sending:
+        pending.wait()
+
+
+class PendingReceive:
+    """A message on its way here."""
+
+    def __init__(self, message: tuple[Block, ...], buffer: Tensor) -> None:
+        self.message, self.buffer = message, buffer
+        self.pending: Pending | None = None
+        self._opened = False
+
+    def open(self, held: BlockSet) -> None:
+        """Waits, and adds the message's blocks to those held; a second call does nothing."""
+        if not self._opened:
+            assert self.pending is not None, "a message is sent on before it was asked for"
+            self.pending.wait()
+            self._opened = True
+            held.blocks |= held.views(self.message, self.buffer)
+
+
+class InFlight:
+    """The messages of one plan under way."""
+
+    def __init__(self, port: Port, held: BlockSet) -> None:
+        self._port, self._held = port, BlockSet(held.blocks, held.layout)
+        self._phases: list[dict[int, PendingReceive]] = []
+        self._bringing: dict[Block, PendingReceive] = {}
+
+    def post_receives(self, plan: Plan, groups: Groups) -> None:
+        """Allocates every message of the plan and, where the backend can, posts each receive on its own, so that each
+        can be waited for."""
+        for phase in plan:
+            receives = {
+                peer: PendingReceive(message, self._held.buffer(message)) for peer, message in phase.receives.items()
+            }
+            self._phases.append(receives)
+            self._bringing |= {block: receive for receive in receives.values() for block in receive.message}
+            group = groups[phase.lane]
+            for peer, receive in receives.items() if _receives_ahead(groups) else ():
+                receive.pending = group.send_recv([], [(receive.buffer, group.ranks.index(peer))])
+
+    def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[Sent]:
+        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one launch and one
+        call for the whole phase, for backends that match the two lists of a call. first: the number of this plan's
+        first phase among those that were given to `post_receives`."""
+        sending: list[Sent] = []
+        for phase, receives in zip(plan, self._phases[first:], strict=False):
+            group = groups[phase.lane]
+            if _receives_ahead(groups):
+                for peer, message in phase.sends.items():
+                    (sent,) = self._packed({peer: message})
+                    sending.append(((peer,), group.send_recv([(sent, group.ranks.index(peer))], [])))
+                continue
+            packed = self._packed(phase.sends)
+            pending = group.send_recv(
+                [(sent, group.ranks.index(peer)) for peer, sent in zip(phase.sends, packed, strict=True)],
+                [(receive.buffer, group.ranks.index(peer)) for peer, receive in receives.items()],
+            )
+            sending.append((list(phase.sends), pending))
+            for receive in receives.values():
+                receive.pending = pending
+        return sending
+
+    def land(self, target: Target) -> None:
+        """Waits for every message and puts its blocks in place, those that came in one call together; then forgets them
+        all, so that their memory is free."""
+        for receives in self._phases:
+            for _, came in groupby(receives.values(), key=lambda receive: id(receive.pending)):
+                blocks: list[Block] = []
+                for receive in came:
+                    receive.open(self._held)
+                    used_on_current_stream(receive.buffer)
+                    blocks += receive.message
+                target.place({block: self._held.blocks[block] for block in blocks})
+        for forgotten in (self._phases, self._bringing, self._held.blocks):
+            forgotten.clear()
+
+    def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
+        """Each message as one flat tensor. Those that do not lie in memory so already are packed in one launch."""
+        found, pieces, buffers = [], [], []
+        for peer, message in messages.items():
+            for block in message:
+                if block not in self._held.blocks:
+                    self._bringing[block].open(self._held)
+            parts = [part for block in message for part in self._held.blocks[block]]
+            sent = as_one(parts)
+            if sent is None:
+                sent = self._held.buffer(message)
+                pieces.append(parts)
+                buffers.append(sent)
+            used_on_current_stream(sent)
+            self._port.count(peer, self._held.bytes(message))
+            found.append(sent)
+        if buffers:
+            self._port.pack(pieces, buffers)
+        return found
+
+
+def _receives_ahead(groups: Groups) -> bool:
+    return all(group.receives_ahead for group in groups.values())
+
+
+def as_one(pieces: Sequence[Payload]) -> Tensor | None:
+    """Pieces that lie one behind the other in memory, as most that are passed on do, as one flat tensor; else None."""
+    parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no place
+    if not parts or any(isinstance(piece, Rows) for piece in pieces):
+        return None
+    whole, end = parts[0], parts[0].data_ptr()
+    storage = whole.untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.nbytes
+    return whole.as_strided((sum(part.numel() for part in parts),), (1,))

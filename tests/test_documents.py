@@ -1,0 +1,81 @@
+"""The documents: how long their lines are, and whether the pages, sections and files that they name exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md"), (ROOT / "cocodiff").rglob("*.md")))
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+# These two pages are checked for their links only: their lines and the files that they name are those of earlier code.
+UNREVISED = ("docs/design.md", "docs/new-model.md")
+REVISED = [path for path, name in zip(DOCUMENTS, NAMES, strict=True) if name not in UNREVISED]
+CODE = ("cocodiff", "eval", "sycl_kernels", "configs", "launch", "tests")
+LONGEST = 120
+
+
+@cache
+def prose(path: Path) -> list[str]:
+    """A document's lines; empty ones in place of fenced code."""
+    lines, fenced = [], False
+    for line in path.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append("" if fence or fenced else line)
+        fenced ^= fence
+    return lines
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them: without punctuation, words joined by hyphens."""
+    headings = (line.lstrip("# ") for line in prose(path) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(path)))
+
+
+def resolves(path: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = path.parent / name if name else path
+    return target.exists() and (not anchor or (target.suffix == ".md" and anchor in anchors(target)))
+
+
+@pytest.mark.parametrize("path", REVISED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_end_at_120_characters(path):
+    shown = [line if line.startswith("|") else re.sub(r"\]\([^)]*\)", "]", line) for line in prose(path)]
+    long = [number for number, line in enumerate(shown, 1) if len(line) > LONGEST and not line.startswith("|")]
+    assert long == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(path):
+    inner = [link for link in links(path) if not re.match(r"\w+:", link)]
+    assert [link for link in inner if not resolves(path, link)] == []
+
+
+@pytest.mark.parametrize("path", REVISED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_documents_name_exist(path):
+    named = re.findall(rf"`((?:{'|'.join(CODE)}|docs)/[\w./*+-]+)`", path.read_text())
+    assert [name for name in named if not list(ROOT.glob(name))] == []
+
+
+def test_documents_that_the_code_names_exist():
+    kinds = {".py", ".yaml", ".sh", ".pbs", ".sbatch", ".cpp", ".hpp", ""}
+    files = [path for top in CODE for path in (ROOT / top).rglob("*") if path.is_file() and path.suffix in kinds]
+    named = {
+        name for path in files for name in re.findall(r"docs/[\w/-]+\.(?:md|png)", path.read_text(errors="replace"))
+    }
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_page_is_linked_from_another():
+    linked = {(path.parent / link.partition("#")[0]).resolve() for path in DOCUMENTS for link in links(path)}
+    named = "".join(path.read_text() for path in DOCUMENTS)
+    alone = [path for path in (ROOT / "docs").rglob("*.md") if path not in linked and path.name not in named]
+    assert alone == []

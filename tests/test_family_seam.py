@@ -1,0 +1,55 @@
+"""A family that only the tests know (`toys/family.py`) runs and is sized by its record and one line of the table."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from cocodiff import models
+from cocodiff.cli import main
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.commands.model_shapes import load_shape
+from cocodiff.engine import parallelize
+from cocodiff.planning.memory import ModelShape
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(models.FAMILIES, "Toy", "toys.family:FAMILY")
+    torch.manual_seed(0)
+    return models.load_family("Toy").import_transformer()()
+
+
+@pytest.mark.parametrize(("size", "machine", "ring"), [(3, "local", 1), (6, "local", 2), (12, "aurora", 2)])
+def test_it_gives_what_one_process_gives(toy, size, machine, ring):
+    generator = torch.Generator().manual_seed(1)
+    inputs = {"hidden_states": torch.randn(2, 17, 24, generator=generator), "timestep": torch.tensor([500.0])}
+    inputs["encoder_hidden_states"] = torch.randn(2, 5, 24, generator=generator)
+    with torch.no_grad():
+        expected = toy(**inputs)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(toy)
+        for preset in ("flat", "tapa", "v_first"):
+            with torch.no_grad(), parallelize(own, preset, transport=transport, machine=machine, ring=ring) as engine:
+                torch.testing.assert_close(own(**inputs), expected)
+                assert sum(engine.bytes().values()) > 0
+
+    run_ranks(size, work)
+
+
+def test_plan_sizes_its_folder_and_a_file_that_names_it(toy, tmp_path):
+    toy.save_pretrained(tmp_path / "mine")
+    numbers = sum(x.numel() for x in toy.parameters())
+    assert load_shape(str(tmp_path / "mine")) == ModelShape("mine", 6, 4, 2, numbers, text_tokens=5, branches=2)
+    path = tmp_path / "toy.yaml"
+    path.write_text("name: toy\nfamily: Toy\nheads: 6\nhead_dim: 4\njoint_layers: 2\nparameters: 1000\n")
+    words = ("plan", "--memory", "--model", str(path), "--machine", "local", "--ranks", "3", "--size", "128")
+    assert main([*words, "--preset", "cocodiff", "--out", str(tmp_path / "plan")]) == 0
+    told = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert told["case"]["text_tokens"] == 5 and told["case"]["branches"] == 2
+    assert told["memory_mib"]["rank"]["cache"] > 0

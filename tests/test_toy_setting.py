@@ -1,0 +1,98 @@
+"""What one field of the settings and one entry of a table reach: flags, help, files, checks and sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tifffile
+import torch
+import yaml
+from toys.setting import ToyConfig
+
+from cocodiff.cli import main
+from cocodiff.commands.inpaint import OPTIONS
+from cocodiff.commands.options import parse, preset_configs, with_settings
+from cocodiff.commands.sweep.points import Grid, read_grid
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+from cocodiff.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDS, "engine", "toys.setting:ToyConfig")
+
+
+def config(*words: str) -> Config:
+    values = parse("inpaint", "", with_settings(OPTIONS), ("--input", "a.tif", "--preset", "v_first", *words))
+    return preset_configs(values)["v_first"]
+
+
+def grid(**sections: object) -> Grid:
+    return read_grid(dict.fromkeys(("base", "grid", "points", "steps", "mask")) | sections)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_setting_has_a_flag_with_help_a_key_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inpaint", "generate"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--zeal ZEAL how hard the toy tries; with order v_first (default: the preset's)" in " ".join(
+            capsys.readouterr().out.split()
+        )
+    assert config() == ToyConfig.preset("v_first") and config("--zeal", "3") == ToyConfig.preset("v_first", zeal=3)
+    (tmp_path / "run.yaml").write_text("zeal: 4\n")
+    assert config("--config", str(tmp_path / "run.yaml")) == ToyConfig.preset("v_first", zeal=4)
+    (tmp_path / "run.yaml").write_text("zeal: much\n")
+    for words, said in (
+        (("--zeal", "0"), "zeal is 0: give a whole number of at least 1"),
+        (("--zael", "1"), "did you mean zeal?"),
+        (("--config", str(tmp_path / "run.yaml")), "zeal: 'much' is not of type int"),
+    ):
+        with pytest.raises(UserError, match=said):
+            config(*words)
+    with pytest.raises(UserError, match="zeal is 'much': give a whole number of at least 1"):
+        ToyConfig(zeal="much")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_setting_is_swept() -> None:
+    found = grid(base={"order": "v_first"}, grid={"zeal": [2, 3]}, points=[{"preset": "flat"}])
+    configs = {point.name: point.config for point in found.points}
+    assert configs == {
+        "zeal 2": ToyConfig(order="v_first", zeal=2),
+        "zeal 3": ToyConfig(order="v_first", zeal=3),
+        "flat": ToyConfig.preset("flat"),
+    }
+    with pytest.raises(UserError, match="zeal does nothing with order joint: add order: v_first"):
+        grid(grid={"zeal": [2]})
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_run_records_it(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", torch.arange(48 * 48).reshape(48, 48).to(torch.uint8).numpy())
+    words = ["--steps", "1", "--no-exact", "--quiet", "--zeal", "3", "--out", str(tmp_path / "out")]
+    assert main(["inpaint", "--input", str(tmp_path / "scan.tif"), *words]) == 0
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["zeal"] == 3
+
+
+@pytest.mark.parametrize(("name", "table"), [("exchange", EXCHANGES), ("order", ORDERS), ("selection", CODINGS)])
+def test_an_entry_of_a_table_is_a_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, table: dict[str, str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"{name}: toy\n")
+    for words in (("--config", str(tmp_path / "run.yaml")), (f"--{name}", "toy")):
+        with pytest.raises(UserError, match="toy"):
+            config(*words)
+        with monkeypatch.context() as patch:
+            patch.setitem(table, "toy", "toys.setting:ToyConfig")
+            assert config(*words) == Config.preset("v_first", **{name: "toy"})
+            assert grid(grid={name: ["toy"]}).points[0].config == Config(**{name: "toy"})
+    with pytest.raises(UserError, match=f"unknown {name} 'toy'"):
+        grid(grid={name: ["toy"]})
+
+
+@pytest.mark.parametrize("table", [EXCHANGES, ORDERS, CODINGS, RECORDS])
+def test_every_entry_of_a_table_stands_for_something(table: dict[str, str]) -> None:
+    assert all(callable(load(table, name)) for name in table)

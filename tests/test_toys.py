@@ -1,0 +1,117 @@
+"""A strategy and a coding of the tests' own go wherever ours do: every exchange, chunks, ring, plan, command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tifffile
+import torch
+from worlds import topology_of
+
+from cocodiff.assemble import build_strategy
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.cli import main
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config import Config
+from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import CODINGS, ORDERS
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
+
+SIZE, SEGMENTS, HEADS, D = 6, image_and_text(31, 5), 7, 8
+WAYS = {
+    "flat": {"exchange": "flat"},
+    "tapa": {"exchange": "tapa"},
+    "split": {"exchange": "split"},
+    "chunks": {"exchange": "split", "chunks": 3},
+    "tapa in chunks": {"exchange": "tapa", "chunks": 2},
+    "ring": {"exchange": "tapa", "ring": 2},
+    "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDERS, "toy", "toys.order:one_by_one")
+    monkeypatch.setitem(CODINGS, "half", "toys.coding:Half")
+
+
+def tensors() -> list[torch.Tensor]:
+    """q, k and v [B, S, H, D] of all tokens, rank by rank."""
+    random = torch.Generator().manual_seed(3)
+    return [torch.randn(2, 36, HEADS, D, generator=random) for _ in range(3)]
+
+
+def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
+    """Every rank's output and bytes of a second call, with rows as they are dealt to all ranks."""
+    config, topology = Config(steps=3, **settings), topology_of("local", SIZE, 3)
+    rows = Layout.build(topology, SEGMENTS, HEADS).row_slices
+    mesh = Mesh.build(topology, config.ring if config.ring != "auto" else 1)
+
+    def work(transport):
+        trace, own = Trace(transport.rank), [x[:, rows[transport.rank]] for x in tensors()]
+        strategy = build_strategy(config, mesh, transport, trace, Kernels("torch"))
+        q, k, v = (lambda x=x: x for x in own)
+        for step in range(2):
+            trace.clear()
+            strategy.coding.begin_step(Moment(0, step, 3))
+            out_BLHD = strategy.attend(LazyQKV(q, k, v, SEGMENTS, HEADS), Site("layer"))
+        return out_BLHD, trace.bytes()
+
+    return run_ranks(SIZE, work, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_strategy_gives_what_ours_give(way: str) -> None:
+    for (toy, sent), (ours, theirs) in zip(attend(order="toy", **WAYS[way]), attend(**WAYS[way]), strict=True):
+        assert torch.equal(toy, ours) and sent == theirs
+
+
+def test_a_strategy_sends_what_was_selected() -> None:
+    """Of ours as well, and with V-Major between."""
+    more = {"selection": "v_major", "warmup": 1, "schedule": "fixed", "exchange": "split"}
+    for (toy, sent), (ours, theirs) in zip(attend(order="toy", **more), attend(**more), strict=True):
+        assert torch.equal(toy, ours) and sent == theirs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ["joint", "v_first", "toy"])
+def test_a_coding_travels_everywhere_at_half_the_bytes(way: str, order: str) -> None:
+    settings = {"order": order, **WAYS[way]}
+    ring = "ring" in way  # whose messages are keys and values as they are
+    halved = [x.half().float() for x in tensors()]
+    q, k, v = (x.transpose(1, 2) for x in halved)
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    rows = Layout.build(topology_of("local", SIZE, 3), SEGMENTS, HEADS).row_slices
+    for rank, ((toy, sent), (_, theirs)) in enumerate(
+        zip(attend(selection="half", **settings), attend(**settings), strict=True)
+    ):
+        assert toy.dtype == torch.float32 and torch.equal(toy, toy.half().float())
+        torch.testing.assert_close(toy, whole[:, rows[rank]], rtol=2e-3, atol=2e-4)
+        assert sum(sent.values()) < sum(theirs.values())
+        assert ring or {link: 2 * count for link, count in sent.items()} == theirs
+
+
+def test_both_are_planned(tmp_path: Path) -> None:
+    def planned(*words: str) -> dict:
+        out = tmp_path / "-".join(words or ("plain",)).replace("--", "")
+        sizes = ["--model", "flux.1", "--size", "512", "--machine", "aurora", "--nodes", "1", "--quiet"]
+        assert main(["plan", *sizes, "--preset", "split", *words, "--out", str(out)]) == 0
+        return json.loads((out / "plan.json").read_text())
+
+    print(planned("--selection", "half"), planned("--order", "toy"), planned())
+
+
+@pytest.mark.processes
+def test_both_run_from_the_command_line(tmp_path: Path) -> None:
+    """On forked ranks, which have the table as it is here."""
+    tifffile.imwrite(tmp_path / "scan.tif", torch.arange(48 * 48).reshape(48, 48).to(torch.uint8).numpy())
+    words = ["--input", str(tmp_path / "scan.tif"), "--steps", "1", "--quiet", "--out", str(tmp_path / "out")]
+    assert main(["inpaint", *words, "--ranks", "2", "--selection", "half", "--order", "toy"]) == 0
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics
