@@ -8,12 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="whole products of worlds, and more examples")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What only repeats a behaviour in further worlds is left out without --all."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run side by side, each worker keeps to a core of its own."""
+    settings.register_profile("exhaustive")
+    if config.getoption("--all"):
+        settings.load_profile("exhaustive")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
 """One rank of an MPI job: parallel transformers over MPI and gloo. Rank 0 checks against its own one-process result,
 and that all ranks have the same bits.
 
-exactness_rank.py MACHINE [RING PLACEMENT]: with a ring two of the cases
+exactness_rank.py MACHINE MESH...      (a mesh: "RING PLACEMENT"; with a ring, and on aurora, two of the cases)
 """
 
 import hashlib
@@ -25,11 +25,21 @@ CASES = (
 )
 
 
-def main(machine: str, ring: str = "auto", placement: str = "auto") -> int:
-    cases = CASES if ring == "auto" else CASES[2:6:3]
+def main(machine: str, *meshes: str) -> int:
+    for mesh in meshes:
+        ring, placement = mesh.split()
+        cases = CASES if ring == "auto" and machine == "local" else CASES[2:6:3]
+        code = check(cases, machine, {"ring": ring, "placement": placement})
+        if code:
+            return code
+    if detect().rank == 0:
+        print("all ranks agree")
+    return 0
+
+
+def check(cases: tuple[Case, ...], machine: str, mesh: dict[str, str]) -> int:
     alone = [Expected.of(case) if detect().rank == 0 else None for case in cases]
     models = [case.model().to(case.dtype) if own is None else own.model for case, own in zip(cases, alone, strict=True)]
-    mesh = {"ring": ring, "placement": placement}
     digests: list[str] = []
 
     def work(transport: Transport) -> None:
@@ -49,8 +59,6 @@ def main(machine: str, ring: str = "auto", placement: str = "auto") -> int:
         if code:
             return code
     assert digests[0] == digests[1], "MPI and gloo gave different bits"
-    if detect().rank == 0:
-        print("all ranks agree")
     return 0
 
 

@@ -66,15 +66,16 @@ def run(command: Sequence[str], timeout_s: float = 240.0) -> subprocess.Complete
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as late:
-        _end_group(process.pid)
+        end_group(process.pid)
         output, errors = process.communicate()
         raise subprocess.TimeoutExpired(command, timeout_s, output, errors) from late
     finally:
-        _end_group(process.pid)
+        end_group(process.pid)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def _end_group(leader: int) -> None:
+def end_group(leader: int) -> None:
+    """Kills what is left of a process group."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from covering import examples, thorough
 from exactness import Case, Expected, check_ranks, parallel_outputs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_engine_v_major import STEPS, denoise
 from tiny_models import FAMILIES, HEADS
@@ -15,12 +16,13 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+LARGE = pytest.mark.exhaustive
 
 
 @st.composite
 def rings(draw: st.DrawFn) -> tuple[int, int]:
     """Ranks, and a Ring degree among 1, 2, 3 and all of them."""
-    size = draw(st.sampled_from((2, 3, 4, 5, 6, 9, 12, 24)))
+    size = draw(st.sampled_from((2, 3, 4, 5, 6, 9, *((12, 24) if thorough() else ()))))
     return size, draw(st.sampled_from(sorted({n for n in (1, 2, 3, size) if size % n == 0})))
 
 
@@ -35,7 +37,7 @@ def rings(draw: st.DrawFn) -> tuple[int, int]:
     placement=st.sampled_from(("topology", "usp", "auto")),
     aurora=st.booleans(),
 )
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(2, exhaustive=8)
 def test_equals_one_process(family, world, height, width, text, batch, dtype, placement, aurora):
     size, ring = world
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)
@@ -45,8 +47,22 @@ def test_equals_one_process(family, world, height, width, text, batch, dtype, pl
     check_ranks(run_ranks(size, lambda t: parallel_outputs(t, expected.model, case, machine, **mesh)), expected, family)
 
 
+@pytest.mark.parametrize(("size", "ring", "placement"), [(12, 3, "usp"), pytest.param(24, 2, "auto", marks=LARGE)])
+def test_on_nodes_of_aurora(size, ring, placement):
+    case = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
+    expected, mesh = Expected.of(case), {"ring": ring, "placement": placement}
+    of_ranks = run_ranks(size, lambda t: parallel_outputs(t, expected.model, case, "aurora", **mesh))
+    check_ranks(of_ranks, expected, case.family)
+
+
 @pytest.mark.parametrize(
-    ("family", "size", "heads", "meshed"), [("flux", 48, 24, (24, 2)), ("qwen", 7, 3, (1, 7)), ("sd3", 12, 6, (6, 2))]
+    ("family", "size", "heads", "meshed"),
+    [
+        ("flux", 12, 6, (6, 2)),
+        ("qwen", 7, 3, (1, 7)),
+        ("sd3", 12, 6, (6, 2)),
+        pytest.param("flux", 48, 24, (24, 2), marks=LARGE),
+    ],
 )
 def test_more_ranks_than_heads(family, size, heads, meshed):
     case = Case(heads, 7, 8, 11, 1 if size == 48 else 2, family=family)

@@ -6,14 +6,16 @@ from launching import TESTS, assert_succeeded, mpiexec
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("ranks", "machine"), [(2, "local"), (4, "local"), (5, "local"), (12, "aurora")])
-def test_mpi_and_gloo_equal_one_process(ranks, machine):
-    done = mpiexec(ranks, TESTS / "exactness_rank.py", machine, timeout_s=400.0)
-    assert_succeeded(done)
-    assert "all ranks agree" in done.stdout
-
-
-def test_a_mesh_on_mpi_and_gloo_equals_one_process():
-    done = mpiexec(4, TESTS / "exactness_rank.py", "local", "2", "usp", timeout_s=400.0)
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (4, ["local", "auto auto", "2 usp"]),
+        (12, ["aurora", "auto auto"]),
+        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.exhaustive) for n in (2, 5)),
+    ],
+    ids=["4, also in a mesh", "12", "2", "5"],
+)
+def test_mpi_and_gloo_equal_one_process(ranks, words):
+    done = mpiexec(ranks, TESTS / "exactness_rank.py", *words, timeout_s=400.0)
     assert_succeeded(done)
     assert "all ranks agree" in done.stdout

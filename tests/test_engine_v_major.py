@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import all_but
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 
 from cocodiff.comm.loopback import run_ranks
@@ -29,8 +30,12 @@ def denoise(model: Any, inputs: dict[str, Any], **changes: Any) -> torch.Tensor:
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 12])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "size"),
+    all_but(
+        [("sd3", 2), ("sd3", 12), *((family, size) for family in FAMILIES for size in (3, 6))], FAMILIES, (2, 3, 6, 12)
+    ),
+)
 def test_nothing_stable_is_nothing_changed(family, size):
     make, inputs_of = FAMILIES[family]
     model, inputs = make(13), inputs_of(2, 6, 7, 5)

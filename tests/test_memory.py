@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,7 +107,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
     branches=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(20, exhaustive=100)
 def test_caches_are_as_real_ones_on_every_rank(
     size, nodes, image, text, heads, batch, scoring, layers, branches, dtype
 ):

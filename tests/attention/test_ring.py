@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from byte_formulas import Formulas
-from hypothesis import HealthCheck, given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from test_v_major import SCHEDULES
 from test_v_major import Case as DriftingCase
@@ -95,7 +96,7 @@ def call_of(whole: Sequence[Tensor], rows: list[int], image: int, text: int, mas
     chunks=st.sampled_from((1, 1, 2, 3, 5)),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, exhaustive=200)
 def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, chunks, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
     image = topology.size + more

@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from covering import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from worlds import topologies, topology_of
@@ -133,7 +134,7 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
     order=st.sampled_from((joint, v_first)),
     chunks=st.integers(2, 7),
 )
-@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(8, exhaustive=60)
 def test_equals_one_process_anywhere(
     topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks
 ):

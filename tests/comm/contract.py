@@ -267,10 +267,12 @@ def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None
     raise AssertionError(f"no {kind.__name__} with {text!r}")
 
 
-def main(how: str, names: list[str]) -> int:
+def main() -> int:
     from cocodiff.comm.launch import Launch, detect
     from cocodiff.commands.ranks import run_ranks
     from cocodiff.config import Config
+
+    how, *names = sys.argv[1:]
 
     def with_a_bad_rank(transport: Transport) -> None:
         group = transport.group(range(SIZE))
@@ -290,4 +292,4 @@ def main(how: str, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main())

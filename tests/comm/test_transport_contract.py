@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from contract import SIZE, contract
-from launching import assert_succeeded, mpiexec, python
+from launching import assert_succeeded, mpiexec
+from warm import forked
 
 from cocodiff.comm.loopback import run_ranks
 
@@ -17,8 +18,8 @@ def test_loopback():
     assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
 
 
-def test_gloo_between_forked_ranks():
-    done = python(PROGRAM, "forked", "gloo")
+def test_gloo_between_forked_ranks(tmp_path):
+    done = forked("forked", "gloo", folder=tmp_path, module="contract")
     assert_succeeded(done)
     assert "contract holds" in done.stdout
 
@@ -29,8 +30,8 @@ def test_mpi_then_gloo_under_mpiexec():
     assert done.stdout.count("contract holds") == SIZE
 
 
-def test_a_bad_rank_is_not_overlooked():
-    done = python(PROGRAM, "forked-with-a-bad-rank", "gloo")
+def test_a_bad_rank_is_not_overlooked(tmp_path):
+    done = forked("forked-with-a-bad-rank", "gloo", folder=tmp_path, module="contract")
     assert done.returncode == 1
     assert "rank 2 failed: AssertionError: as it was told" in done.stderr
     assert "3 of 3 other ranks noticed" in done.stderr

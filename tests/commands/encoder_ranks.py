@@ -40,5 +40,5 @@ def work(transport: Any) -> None:
         print(json.dumps(told))
 
 
-if __name__ == "__main__":
-    sys.exit(run_ranks(2, detect(), Config(), {}, work))
+def main() -> int:
+    return run_ranks(2, detect(), Config(), {}, work)

@@ -26,7 +26,3 @@ def main() -> int:
     output = OutputFolder(out, overwrite=False)
     config = Config(transport="gloo", timeout_s=10.0)
     return run_holding(output, 2, detect(), config, {}, lambda transport: work(fault, output, transport), lambda: None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

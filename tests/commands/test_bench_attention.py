@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cocodiff_bench.attention import check_close, check_same_bits
 from cocodiff_bench.common import interleave, rows
-from launching import mpiexec, run, with_options
+from launching import mpiexec, with_options
+from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.config import load_machine
@@ -27,7 +27,7 @@ WORDS = ["bench", "attention", *(str(word) for name, value in TINY.items() for w
 
 def bench(out: Path, *words: str) -> str:
     given = with_options([*WORDS, "--ranks", "2"], *words)
-    done = run([sys.executable, "-m", "cocodiff", *given, "--out", str(out)])
+    done = forked(*given, "--out", out, folder=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

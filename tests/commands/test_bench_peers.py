@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cocodiff_bench import peers as bench_peers
-from launching import assert_succeeded, run
+from launching import assert_succeeded
+from warm import forked
 
 from cocodiff.commands.options import parse, with_settings
 from cocodiff.errors import UserError
@@ -17,10 +16,6 @@ from cocodiff.errors import UserError
 pytestmark = pytest.mark.processes
 
 TINY = ("--side", "6", "--text", "5", "--heads", "4", "--double", "1", "--single", "1", "--repeats", "2")
-
-
-def cocodiff(*words: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "cocodiff", *words])
 
 
 def mistake(ranks: int, *words: str) -> str:
@@ -58,7 +53,9 @@ def test_uneven_sizes_are_fine_for_ours():
 
 
 def test_our_variants_alone_on_two_ranks(tmp_path):
-    done = cocodiff("bench", "peers", "--ranks", "2", "--only", "ours", *TINY, "--out", str(tmp_path / "bench"))
+    done = forked(
+        "bench", "peers", "--ranks", "2", "--only", "ours", *TINY, "--out", tmp_path / "bench", folder=tmp_path
+    )
     assert_succeeded(done)
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
@@ -74,6 +71,6 @@ def test_a_wrong_output_is_an_error():
 
 @pytest.mark.skipif(importlib.util.find_spec("cache_dit") is not None, reason="a peer is installed here")
 def test_without_peers_the_command_ends_with_code_2(tmp_path):
-    done = cocodiff("bench", "peers", "--ranks", "2", "--out", str(tmp_path / "bench"))
+    done = forked("bench", "peers", "--ranks", "2", "--out", tmp_path / "bench", folder=tmp_path)
     assert done.returncode == 2 and "pip install" in done.stderr
     assert not (tmp_path / "bench").exists()

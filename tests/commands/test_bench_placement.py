@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cocodiff_bench.placement import BENCHMARK, check_alike, named_cases
-from launching import run, with_options
+from launching import with_options
+from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.config import load_machine
@@ -38,7 +38,7 @@ WORDS = [
 def test_every_mesh_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench"
     words = ["--ranks", "4", "--attention-s", "0", "0.01", "--chunks", "1", "2", "--out", str(out)]
-    done = run([sys.executable, "-m", "cocodiff", *WORDS, *words])
+    done = forked(*WORDS, *words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((out / "bench.json").read_text())["rows"]
     topology = Topology.build(load_machine("local"), 4)

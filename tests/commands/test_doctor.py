@@ -36,6 +36,7 @@ def test_one_rank_alone(tmp_path, capsys):
     assert "healthy: 1 rank(s) looked at" in shown and "torch was asked for" in shown
 
 
+@pytest.mark.alone
 def test_ranks_under_mpiexec_are_healthy(tmp_path):
     done = mpiexec(3, "-m", "cocodiff", "doctor", "--out", str(tmp_path / "d"), "--kernels", "torch")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,6 +48,7 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path):
     assert done.stdout.count("healthy: 3 rank(s)") == 1
 
 
+@pytest.mark.alone
 def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path):
     """Another plane map, a second MPI, a NIC that is not there, kernels that cannot be built; and CCL_OP_SYNC."""
     (tmp_path / "bin").mkdir()

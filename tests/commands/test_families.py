@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slic
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.restore import restore_slice
 from cocodiff_eval.tiling import steps_at
-from launching import assert_succeeded, python
+from launching import assert_succeeded
+from warm import forked
 
 from cocodiff.commands.pipelines import Request, check_model, load_model
 from cocodiff.commands.prompts import no_prompt
@@ -31,7 +30,6 @@ from cocodiff.models.family import GENERATE, INPAINT
 
 pytestmark = pytest.mark.processes
 
-HERE = Path(__file__).parent
 NAMES = list(tiny_pipelines.PIPELINES)
 IMAGE_YX = np.random.default_rng(0).random((48, 40), dtype=np.float32)
 HOLE_YX = np.zeros(IMAGE_YX.shape, bool)
@@ -65,9 +63,8 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "out": folder / name,
         }
         runs.append(["inpaint", *(str(word) for key, value in options.items() for word in (f"--{key}", value))])
-    command = [sys.executable, str(HERE / "family_runs.py")]
-    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=240, check=False)
-    assert_succeeded(done)
+    for words in runs:
+        assert_succeeded(forked(*words, folder=folder))
     return folder
 
 
@@ -165,8 +162,8 @@ def with_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_only_rank_0_reads_text_encoders_and_keeps_none(with_encoders: Path) -> None:
-    done = python(HERE / "encoder_ranks.py", str(with_encoders), "a tooth")
+def test_only_rank_0_reads_text_encoders_and_keeps_none(with_encoders: Path, tmp_path: Path) -> None:
+    done = forked(with_encoders, "a tooth", folder=tmp_path, module="encoder_ranks")
     assert_succeeded(done)
     first, second = json.loads(done.stdout.splitlines()[-1])
     assert first["read"] == ["CLIPTextModelWithProjection"] * 2 and second["read"] == []
@@ -180,8 +177,8 @@ def test_only_rank_0_reads_text_encoders_and_keeps_none(with_encoders: Path) -> 
         assert first["sums"][name] == second["sums"][name] == pytest.approx(float(plain[name].double().sum()), abs=1e-5)
 
 
-def test_a_failure_of_rank_0_alone_ends_all_ranks_with_its_message(with_encoders: Path) -> None:
-    done = python(HERE / "encoder_ranks.py", str(with_encoders), "a tooth", "fail")
+def test_a_failure_of_rank_0_alone_ends_all_ranks_with_its_message(with_encoders: Path, tmp_path: Path) -> None:
+    done = forked(with_encoders, "a tooth", "fail", folder=tmp_path, module="encoder_ranks")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cocodiff: ")]
     assert "cannot be loaded: the disk is on fire" in line

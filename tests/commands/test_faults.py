@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
+from warm import Started
 
 pytestmark = pytest.mark.processes
 
@@ -33,29 +32,12 @@ def slice_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A `cocodiff inpaint` that would go on for hours, with its output in a file."""
 
-    def __init__(self, slice_file: Path, folder: Path, *extra: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, slice_file: Path, folder: Path, *extra: str) -> None:
         self.out, self.log = folder / "out", folder / "log"
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "cocodiff",
-            "inpaint",
-            "--input",
-            str(slice_file),
-            "--out",
-            str(self.out),
-            "--steps",
-            str(ENDLESS),
-            "--timeout-s",
-            str(TIMEOUT_S),
-            "--quiet",
-            *extra,
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "I_MPI_FABRICS": "shm", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        options = {"input": slice_file, "out": self.out, "steps": ENDLESS, "timeout-s": TIMEOUT_S}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        self.log.touch()
+        self.process = Started(["inpaint", *words, "--quiet", *extra], self.log)
 
     def text(self) -> str:
         return self.log.read_text()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import yaml
 from launching import assert_succeeded
 from PIL import Image
+from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.commands.prompts import no_prompt
@@ -24,7 +23,6 @@ from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes
 
-HERE = Path(__file__).parent
 FAMILIES = {name: build for name, build in tiny_pipelines.PIPELINES.items() if name != "fill"}
 FAMILIES["flux2"] = lambda: tiny_pipelines.flux2_pipeline(klein=False)
 SIDES = {"height": 32, "width": 48}
@@ -60,11 +58,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     klein = tiny_pipelines.flux2_pipeline(**encoders["prompt-klein"])
     plan("prompt-klein", klein, "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet")
-    command = [sys.executable, str(HERE / "family_runs.py")]
-    done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, timeout=240, check=False)
-    assert_succeeded(done)
-    (folder / "output").write_text(done.stdout)
-    (folder / "errors").write_text(done.stderr)
+    for words in runs:
+        done = forked(*words, folder=folder)
+        assert_succeeded(done)
+        for file, text in (("output", done.stdout), ("errors", done.stderr)):
+            with (folder / file).open("a") as so_far:
+                so_far.write(text)
     return folder
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,8 +15,10 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from launching import run
 from PIL import Image
 from tiny_models import sd3_inpaint_pipeline
+from warm import forked
 
 from cocodiff.cli import main
 
@@ -55,12 +55,6 @@ def restore(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
     values = np.random.default_rng(seed).random(shape)
     return (values * (1 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max)).astype(dtype)
-
-
-def cocodiff(*words: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cocodiff", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Restore, tmp_path: Path) -> None:
@@ -170,8 +164,9 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
     restored = {}
     for ranks in (1, 12):
         out = tmp_path / f"out{ranks}"
-        words = ("--input", tmp_path / "scan.tif", "--steps", 5, "--ranks", ranks, "--quiet", "--out", out)
-        done = cocodiff("inpaint", *words)
+        words = ("inpaint", "--input", tmp_path / "scan.tif", "--steps", 5, "--ranks", ranks, "--quiet", "--out", out)
+        started = [sys.executable, "-m", "cocodiff", *map(str, words)]  # as a user starts it
+        done = run(started) if ranks == 12 else forked(*words, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         assert all(word in done.stdout for word in (f"{ranks} rank(s) ready", "biharmonic", "report.html"))
@@ -190,7 +185,7 @@ def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
     presets = ("--preset", "tapa", "cocodiff", "cocodiff+")
     words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
-    done = cocodiff("inpaint", *words, *presets)
+    done = forked("inpaint", *words, *presets, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     exact, *lossy = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert "drift" not in exact and len(lossy) == 2

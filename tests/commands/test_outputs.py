@@ -2,33 +2,16 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from output_folders import names, open_with_image, publish
 
-from cocodiff.commands.outputs import MANIFEST, MARK, Manifest, OutputFolder, beside_the_record, write_settings
+from cocodiff.commands.outputs import MANIFEST, MARK, OutputFolder
 from cocodiff.errors import OwnRankError, UserError
-
-
-def open_with_image(folder: OutputFolder, text: str) -> Path:
-    partial = folder.open()
-    (partial / "images").mkdir(exist_ok=True)
-    (partial / "images" / "a.png").write_text(text)
-    return partial
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
-
-
-def publish(out, text: str, overwrite: bool = False) -> None:
-    folder = OutputFolder(str(out), overwrite)
-    (open_with_image(folder, text) / MARK).write_text(text)
-    folder.publish()
 
 
 def test_results_appear_at_once(tmp_path):
@@ -300,166 +283,3 @@ def test_a_folder_that_cannot_be_renamed_away_is_published_into(tmp_path, monkey
     monkeypatch.setattr(Path, "rename", rename)
     publish(tmp_path / "out", "new", overwrite=True)
     assert (tmp_path / "out" / MARK).read_text() == "new"
-
-
-# One run at a time, and what killed ones leave ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
-    out = tmp_path / "out"
-    if exists:
-        publish(out, "old")
-    first, second = (OutputFolder(str(out), overwrite=True) for _ in range(2))
-    with first.held():
-        partial = open_with_image(first, "first")
-        with pytest.raises(UserError, match=rf"another run \(pid {os.getpid()} on .*\) writes there"), second.held():
-            pass
-        with pytest.raises(UserError, match="another run"):
-            OutputFolder(str(out), overwrite=True)
-        second.discard()
-        assert (partial / "images" / "a.png").read_text() == "first"
-        (partial / MARK).write_text("first")
-        first.publish()
-    assert (out / MARK).read_text() == "first"
-    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
-    with OutputFolder(str(out), overwrite=True).held():
-        pass
-    assert (out / MARK).read_text() == "first"
-
-
-def killed_while_writing(out: str, finished: bool) -> None:
-    folder = OutputFolder(out, overwrite=True)
-    with folder.held():
-        (open_with_image(folder, "killed") / MARK).write_text("killed")
-        if finished:
-            folder._put_in_place = lambda manifest: os._exit(1)
-            folder.publish()
-        os._exit(1)
-
-
-@pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("finished", [False, True])
-def test_the_next_start_clears_what_a_killed_one_left_but_no_finished_results(tmp_path, exists, finished):
-    out = tmp_path / "out"
-    if exists:
-        publish(out, "old")
-    process = multiprocessing.get_context("fork").Process(target=killed_while_writing, args=(str(out), finished))
-    process.start()
-    process.join()
-    assert [name for name in names(tmp_path) if "partial" in name]
-    folder = OutputFolder(str(out), overwrite=True)
-    with folder.held():
-        assert not folder.partial.exists()
-        found = (out / MARK).read_text() if out.exists() else None
-        assert found == ("killed" if finished else "old" if exists else None)
-    assert not [name for name in names(tmp_path) if "partial" in name or "lock" in name]
-
-
-def test_a_move_that_was_cut_short_is_completed(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    publish(out, "old")
-    folder, moved, whole = OutputFolder(str(out), overwrite=True), [], Path.replace
-
-    def replace(source, target):
-        if source.name in ("a.png", MARK):
-            moved.append(source)
-            if len(moved) == 2:
-                raise KeyboardInterrupt
-        return whole(source, target)
-
-    with pytest.raises(KeyboardInterrupt), folder.held():
-        (open_with_image(folder, "new") / MARK).write_text("new")
-        monkeypatch.setattr(Path, "replace", replace)
-        folder.publish()
-    monkeypatch.undo()
-    assert {(out / MARK).read_text(), (out / "images" / "a.png").read_text()} == {"old", "new"}
-    with OutputFolder(str(out), overwrite=True).held():
-        assert (out / MARK).read_text() == (out / "images" / "a.png").read_text() == "new"
-    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
-
-
-@pytest.mark.parametrize("left", [[], ["images"], [f"{MANIFEST}.partial"]])
-def test_a_hidden_folder_without_files_is_cleared(tmp_path, left):
-    """A kill may strike before its manifest is written, or while it is removed."""
-    (tmp_path / ".out.partial").mkdir()
-    for name in left:
-        path = tmp_path / ".out.partial" / name
-        path.write_text("{") if name.startswith(".") else path.mkdir()
-    with OutputFolder(str(tmp_path / "out"), False).held():
-        assert names(tmp_path) == [".out.lock"]
-
-
-def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "thesis.tex").write_text("precious")
-    with (
-        pytest.raises(UserError, match=r"\.out\.partial is in the way"),
-        OutputFolder(str(tmp_path / "out"), False).held(),
-    ):
-        pass
-    assert names(tmp_path) == [".out.partial/thesis.tex"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder another user's")
-def test_another_users_hidden_folder_is_not_taken_for_results(tmp_path):
-    """Where all may write, as in /tmp."""
-    planted = tmp_path / ".out.partial"
-    planted.mkdir()
-    Manifest("planted", True, []).write(planted)
-    os.chown(planted, 12345, 12345)
-    with pytest.raises(UserError, match="another user's"), OutputFolder(str(tmp_path / "out"), False).held():
-        pass
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_fails_leaves_no_folders(tmp_path):
-    folder = OutputFolder(str(tmp_path / "deep" / "down" / "out"), overwrite=False)
-    with pytest.raises(RuntimeError), folder.held():
-        open_with_image(folder, "half")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == [] and folder.left() == "nothing was written"
-
-
-def test_what_a_fault_after_publishing_says_is_true(tmp_path):
-    folder = OutputFolder(str(tmp_path / "out"), overwrite=False)
-    with pytest.raises(RuntimeError), folder.held():
-        (folder.open() / MARK).write_text("new")
-        folder.publish()
-        raise RuntimeError
-    assert folder.left() == f"the results are finished, in {tmp_path / 'out'}"
-    assert OutputFolder(str(tmp_path / "out"), overwrite=True).left() == "nothing was written"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG])
-def test_a_full_or_failing_disk_is_one_line(tmp_path, number):
-    publish(tmp_path / "out", "old")
-    folder = OutputFolder(str(tmp_path / "out"), overwrite=True)
-    said = rf"{os.strerror(number)}.*choose another --out"
-    with pytest.raises(OwnRankError, match=said), folder.held(), folder.writing():
-        folder.open()
-        raise OSError(number, os.strerror(number), "a.tif")
-    assert names(tmp_path) == [f"out/{MANIFEST}", "out/images/a.png", f"out/{MARK}"]
-    with pytest.raises(FileNotFoundError), folder.writing():  # not the disk's fault
-        (tmp_path / "absent").read_text()
-
-
-# Repeating a run ------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = OutputFolder("restored", overwrite=False)
-    write_settings(folder.open(), {"out": "restored", "steps": 3, "overwrite": True, "batch": None})
-    folder.publish()
-    assert (tmp_path / "restored" / MARK).read_text() == "out: restored\nsteps: 3\n"
-    old = {"out": "restored", "steps": 3, "overwrite": True}  # as older versions wrote it
-    assert beside_the_record(old, "restored/run.yaml") == {"out": "restored-2", "steps": 3, "overwrite": False}
-    (tmp_path / "restored-2").mkdir()
-    assert beside_the_record({"out": str(tmp_path / "restored")}, f"restored/{MARK}")["out"] == str(
-        tmp_path / "restored-3"
-    )
-    assert beside_the_record(old, "settings.yaml") == old
-    assert beside_the_record({"steps": 3}, f"restored/{MARK}") == {"steps": 3}
-    monkeypatch.chdir(tmp_path / "restored")
-    assert beside_the_record({"out": "."}, MARK)["out"] == str(tmp_path / "restored-3")

@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
-from launching import mpiexec, python
+from launching import mpiexec
 from test_faults import Run
+from warm import forked
 
 from cocodiff.cli import main
 
@@ -56,7 +57,7 @@ def test_a_fault_while_publishing_says_where_the_results_are(tmp_path: Path, fau
     out = tmp_path / "out"
     if fault == "in the way":
         out.mkdir()
-    done = python(HERE / "publishing_rank.py", fault, str(out))
+    done = forked(fault, out, folder=tmp_path, module="publishing_rank")
     assert done.returncode == 1
     found = out if fault == "afterwards" else out / ".cocodiff.partial"
     last = done.stderr.splitlines()[-1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from launching import end_group
+from warm import Started
 
 from cocodiff.cli import main
 from cocodiff.commands.sweep.lines import Key, LineWriter, read_results
@@ -52,31 +52,24 @@ def words(folder: Path, out: Path, *more: str, ranks: int = 2) -> list[str]:
     return ["sweep", *of_input, "--ranks", str(ranks), "--out", str(out), *more]
 
 
-def begin(folder: Path, out: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cocodiff", *words(folder, out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def begin(folder: Path, out: Path) -> Started:
+    return Started(words(folder, out), folder / "stdout", folder / "stderr")
 
 
-def to_its_end(process: subprocess.Popen[str]) -> str:
+def to_its_end(folder: Path, out: Path) -> str:
+    process = begin(folder, out)
     try:
-        printed, errors = process.communicate(timeout=180)
+        code = process.wait(180)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors
-    return printed
+        end_group(process.pid)
+    assert code == 0, (folder / "stderr").read_text()
+    return (folder / "stdout").read_text()
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The results of a sweep that nobody disturbed."""
-    printed = to_its_end(begin(folder, folder / "whole"))
+    printed = to_its_end(folder, folder / "whole")
     assert "16/16" in printed and "d PSNR dB (2)" in printed and "pareto.png" in printed
     return folder / "whole"
 
@@ -126,13 +119,13 @@ def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait(20)
     time.sleep(0.5)  # ranks die with their parent, a moment later
     before = read_results(out).lines
     assert 3 <= len(before) < len(KEYS)
     with lines.open("ab") as file:
         file.write(b'{"point": "flat", "steps": 3, "ma')  # as a kill in the middle of a write leaves it
-    printed = to_its_end(begin(folder, out))
+    printed = to_its_end(folder, out)
     assert f"{len(before)} of 16 runs are done already" in printed
     assert read_results(out).lines[: len(before)] == before
     assert by_key(out) == by_key(whole)

@@ -29,7 +29,7 @@ def lacking() -> str:
     return ""
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacking()), reason=lacking() or "runs")]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.skipif(bool(lacking()), reason=lacking() or "runs")]
 SHOW = "readlink /proc/self/ns/net"
 MACHINE = """
 name: small

@@ -12,6 +12,8 @@ import pytest
 from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED, over_schedule, stable_fractions
+from launching import assert_succeeded
+from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.commands.bench import module_of
@@ -187,11 +189,11 @@ def test_only_names_of_shapes_are_benched_as_shapes():
     assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "step"
 
 
-def test_one_card_has_one_phase(tmp_path, capfd):
+def test_one_card_has_one_phase(tmp_path):
     words = ["--ranks", "2", "--sizes_mb", "0.01", "--repeats", "1", "--quiet", "--variants", "tapa"]
-    assert main(["bench", "alltoall", *words, "--out", str(tmp_path / "out")]) == 0
-    said = capfd.readouterr().out
-    assert "phase 1" in said and "phase 2" not in said
+    done = forked("bench", "alltoall", *words, "--out", tmp_path / "out", folder=tmp_path)
+    assert_succeeded(done)
+    assert "phase 1" in done.stdout and "phase 2" not in done.stdout
 
 
 def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):

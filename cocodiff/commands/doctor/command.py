@@ -68,7 +68,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
     def imports() -> None:
         if (values["ranks"] or 1) > 1:
-            for name in ("engine", "commands.doctor.examine", "commands.doctor.gather", "commands.doctor.trials"):
+            for name in ("engine", *(f"commands.doctor.{part}" for part in ("examine", "gather", "trials"))):
                 import_module(f"cocodiff.{name}")
 
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
