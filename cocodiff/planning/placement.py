@@ -37,6 +37,9 @@ def never(_part: Topology) -> Chunking:
     return Chunking()
 
 
+USUAL = image_and_text(4096, 512)
+
+
 @dataclass(frozen=True)
 class Work:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
@@ -48,7 +51,7 @@ class Work:
 
     heads: int
     head_dim: int = 128
-    segments: Segments = image_and_text(4096, 512)
+    segments: Segments = USUAL
     batch: int = 1
     itemsize: int = 2
     attention_s: float | None = None

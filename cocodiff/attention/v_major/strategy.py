@@ -329,10 +329,9 @@ class CardCall(SelectiveCall):
         card, heads = self.exchange.scored_blocks()
         if card[0] != self.strategy.rank:
             return None
+        may_stay = self.layout.may_stay_slices
         rows = [
-            torch.cat(
-                [whole(freight.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
-            )
+            torch.cat([whole(freight.blocks[Block(rank, head)][0])[:, may_stay[rank]] for head in heads], 2)
             for rank in card
         ]
         return torch.cat(rows, 1)
