@@ -84,7 +84,7 @@ class RankShard:
 
     def shares(self, segment: str) -> tuple[int, ...]:
         """Every rank's tokens of a segment."""
-        return next(one for one in self.segments if one.name == segment).shares(self._topology)
+        return {one.name: one for one in self.segments}[segment].shares(self._topology)
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         shares = self.shares(segment)
