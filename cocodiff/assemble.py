@@ -41,7 +41,7 @@ def build_strategy(
 ) -> Ulysses:
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. now: where denoising stands. local, part: what is done with
-    all tokens and with some of them where all travel, instead of attention; see `Ulysses`."""
+    all tokens and with some of them where all travel, instead of attention; see `Ulysses`. V-Major has no `part`."""
     order, exchange, ring = ORDERS[config.order], None, None
     group, slot = mesh.seat(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
@@ -65,6 +65,7 @@ def build_strategy(
         scoring=config.scoring,
         reference=config.reference,
         now=now,
+        local=local,
         ring=ring,
     )
 

@@ -1,80 +1,56 @@
-"""Attention of a model that is not there: real messages by the engine's own strategies, and waits for what computes."""
+"""One layer of a model that is not there, by the engine's own attention: real messages, and waits for what computes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Call, FullCall, Sent, Ulysses
-from cocodiff.comm.transport import LanePending
-from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
+from cocodiff.attention.strategy import Site
+from cocodiff.attention.v_major.strategy import Moment, VMajor
+from cocodiff.config import Config
+from cocodiff.kernels import Kernels
+from cocodiff.planning.layers import held_at
+from cocodiff.topology.axes import Mesh
 from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
+from cocodiff_bench.engine_parts import make_strategy
+
+if TYPE_CHECKING:
+    from cocodiff_bench.model_step import Call
 
 
-class StandIn(Ulysses):
-    """Ulysses whose attention is a wait. selective: like V-Major scoring at the source, a fraction of the image tokens
-    stays behind; scores are gathered before the first message leaves. Which tokens stay plays no part: the first go."""
+class WaitingKernels(Kernels):
+    """Scoring is a wait, and all scores are zero: which tokens stay plays no part."""
 
-    def __init__(
-        self, topology: Topology, exchange: Exchange, trace: Trace, order: Any, transport: Any, selective: bool
-    ) -> None:
-        super().__init__(topology, exchange, trace, order, self._wait)
-        self.selective, self.rank = selective, transport.rank
-        self.fraction = self.attention_s = self.score_s = 0.0
-        self._out_rows = 0
-        if selective:
-            self.group, self.lane = transport.group(range(transport.size)), transport.lane("select")
+    score_s = 0.0
 
-    def set_call(self, fraction: float, attention_s: float, score_s: float) -> None:
-        """Of the calls that follow: the stable fraction, and how long attention and scoring take."""
-        self.fraction, self.attention_s, self.score_s = fraction, attention_s, score_s
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
+        time.sleep(self.score_s)
+        return torch.zeros(v_BLHD.shape[:2]), torch.ones(v_BLHD.shape[:2])
 
-    def call(self, qkv: LazyQKV, exchange: Exchange, layout: Layout, site: Site) -> Call:
-        self._out_rows = sum(layout.rows)
-        if self.fraction == 0:
-            return FullCall(qkv, exchange, layout, self._trace, site.kind)
-        return SomeRows(qkv, exchange, layout, self._trace, site.kind, self)
+
+class StandIn:
+    """An exchange in an order, of all tokens or of V-Major's. Every `run` is the next step of one image."""
+
+    def __init__(self, config: Config, mesh: Mesh, transport: Any, trace: Trace) -> None:
+        self._step, self._attention_s = 0, 0.0
+        self._kernels = WaitingKernels(config.kernels, trace.note_kernel)
+        self._strategy = make_strategy(
+            config, mesh, transport, trace, self._wait, kernels=self._kernels, now=lambda: Moment(0, self._step, 1)
+        )
+        self.selective = config.selection == "v_major"
+
+    def run(self, call: Call, fraction: float, dilation: float) -> None:
+        """One layer with this part of the image tokens staying behind, all that computes so many times longer."""
+        self._step += 1
+        self._attention_s, self._kernels.score_s = call.layer.attention * dilation, call.layer.score * dilation
+        if isinstance(self._strategy, VMajor):
+            self._strategy.schedule = held_at(self._strategy.schedule, fraction or None)
+        self._strategy.attend(call.qkv(dilation), Site("layer"))
+        time.sleep(call.layer.rest * dilation)
 
     def _wait(self, q_BSGD: Tensor, _k: Tensor, _v: Tensor, _mask: Tensor | None) -> Tensor:
-        time.sleep(self.attention_s)
-        B, _, G, D = q_BSGD.shape
-        return q_BSGD.new_empty(B, self._out_rows, G, D)
-
-
-@dataclass
-class SomeRows(FullCall):
-    """A selective step: all text rows and so many image rows travel, once the scores have been gathered."""
-
-    strategy: StandIn
-    scored: LanePending[None] | None = None
-
-    def know_v(self, v_BLHD: Tensor) -> None:
-        strategy, layout = self.strategy, self.layout
-
-        def score() -> None:
-            time.sleep(strategy.score_s)
-            parts = [torch.empty(len(v_BLHD), tokens) for tokens in layout.image]
-            strategy.group.all_gather(torch.zeros(len(v_BLHD), layout.image[strategy.rank]), parts).wait()
-
-        self.scored = strategy.lane.submit(score)
-
-    def send(self, names: str, tensors_BLHD: list[Tensor], soon: bool = False) -> Sent:
-        strategy = self.strategy
-        active = tuple(tokens - int(tokens * strategy.fraction) for tokens in self.layout.image)
-        some = Layout(active, self.layout.text, self.layout.heads)
-        scored: Callable[[], Any] | None = None if self.scored is None else self.scored.wait
-
-        def ready() -> tuple[list[Tensor], Layout]:
-            if scored is not None:
-                scored()
-            return [x_BLHD[:, : some.rows[strategy.rank]] for x_BLHD in tensors_BLHD], some
-
-        return [(names, self.travel(ready, names, tensors_BLHD[0]))]
+        time.sleep(self._attention_s)
+        return torch.empty_like(q_BSGD)

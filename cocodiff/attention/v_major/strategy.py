@@ -19,7 +19,7 @@ from torch import Tensor
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.torus import InChunks
-from cocodiff.attention.ulysses import Arriving, Call, FullCall, Order, Sent, Ulysses, joint
+from cocodiff.attention.ulysses import Arriving, Call, FullCall, Local, Order, Sent, Ulysses, joint
 from cocodiff.attention.v_major.drift import DriftNotes
 from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, quiet_tokens, rows_in_order, stable_tokens
 from cocodiff.comm.transport import LanePending, Ranks
@@ -69,12 +69,13 @@ class VMajor(Ulysses):
         scoring: str,
         reference: str,
         now: Callable[[], Moment],
+        local: Local | None = None,
         ring: Ring | None = None,
     ) -> None:
         """scoring: "source" (each rank scores its own tokens over all heads before they travel) or "card" (after v's
         first phase the card's first tile scores the card's tokens with its plane's heads; TAPA only).
         reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
-        super().__init__(topology, exchange, trace, order, ring=ring)
+        super().__init__(topology, exchange, trace, order, local, ring=ring)
         self.schedule, self.scoring, self.reference = schedule, scoring, reference
         self.rank = transport.rank
         self._now, self._run = now, -1
