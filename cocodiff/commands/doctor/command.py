@@ -63,7 +63,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
     def imports() -> None:
         if (values["ranks"] or 1) > 1:
-            for name in ("engine", "doctor.examine", "doctor.gather", "doctor.trials"):
+            for name in ("engine", "commands.doctor.examine", "commands.doctor.gather", "commands.doctor.trials"):
                 import_module(f"cocodiff.{name}")
 
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
