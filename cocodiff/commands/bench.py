@@ -60,5 +60,5 @@ def start(words: Sequence[str], launch: Launch) -> int:
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
-    work, imports = partial(benchmark.measure, values, output), partial(benchmark.import_before_fork, values)
+    work, imports = partial(benchmark.run, values, output), partial(benchmark.import_before_fork, values)
     return run_holding(output, values["ranks"], launch, config, alike, work, imports)

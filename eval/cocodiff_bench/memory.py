@@ -7,7 +7,6 @@ step runs, above what it was when the libraries were imported and the ranks conn
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -20,10 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import state_sizes
 from cocodiff.comm.launch import detect
 from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
 from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
@@ -33,12 +31,13 @@ from cocodiff.models import family_of
 from cocodiff.models.family import INPAINT
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
-from cocodiff_bench.common import Benchmark, Values, engine_config, meet, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values, engine_config, meet
 
 RANDOM = "random"
 SAMPLE_S = 0.05
 HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED, LAYERS = 64, 16, 4096, 2048, 12
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option(
         "model",
         "embedded (a whole pipeline call), or random: a transformer of SD3's kind",
@@ -146,7 +145,6 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             meet(transport)
         if transport.rank == 0:
             report(values, output, transport.size, before, sampler, predicted, time.monotonic() - started)
-        meet(transport)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -213,6 +211,7 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     import torch
     from diffusers import SD3Transformer2DModel
 
+    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
 
     dtype = torch_dtype(values["dtype"])
@@ -252,6 +251,7 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     """One call of the embedded model's pipeline."""
     import torch
 
+    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
     from cocodiff_bench.step import restore_once
 
@@ -299,10 +299,6 @@ def report(
         "predicted_over_measured": predicted.total / measured,
         "seconds": seconds,
     }
-    folder = output.open()
-    (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": [row]}, indent=1))
-    write_settings(folder, values)
-    output.publish()
     off = predicted.total - measured
     say(
         f"{row['case']}: {measured / MIB:.0f} MiB above {before.peak / MIB:.0f} MiB of imports; predicted "
@@ -310,13 +306,13 @@ def report(
     )
     say("  measured:  " + ", ".join(f"{kind.removeprefix('Pss_').lower()} {mib:.0f}" for kind, mib in parts.items()))
     say("  predicted: " + ", ".join(f"{name} {mib:.0f}" for name, mib in foreseen.items()))
-    say(f"results: {output.final / 'bench.json'}")
+    common.publish(output, values, [row])
 
 
 BENCHMARK = Benchmark(
     "Measures what one step takes of a node's memory, above the imports, beside what is predicted.",
     OPTIONS,
     check,
-    imports,
     measure,
+    imports,
 )

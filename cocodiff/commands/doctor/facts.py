@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 
 from cocodiff.topology.machine import Topology
 
@@ -20,6 +21,22 @@ class Finding:
     severity: str
     text: str
     remedy: str = ""
+
+
+class Findings(list[Finding]):
+    """What one check has found."""
+
+    def __init__(self, check: str) -> None:
+        super().__init__()
+        self._check = check
+
+    def add(self, severity: str, text: str, remedy: str = "") -> None:
+        self.append(Finding(self._check, severity, text, remedy))
+
+    fault = partialmethod(add, FAULT)
+    warning = partialmethod(add, WARNING)
+    note = partialmethod(add, NOTE)
+    good = partialmethod(add, GOOD)
 
 
 @dataclass(frozen=True)

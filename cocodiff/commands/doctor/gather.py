@@ -21,17 +21,8 @@ from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
 
 PACKAGES = (
-    "cocodiff",
-    "torch",
-    "diffusers",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "mpi4py",
-    "impi-rt",
-    "intel_extension_for_pytorch",
-    "oneccl_bind_pt",
-    "intel-sycl-rt",
+    *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
+    *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
 )
 VARIABLES = re.compile(
     r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
