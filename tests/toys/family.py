@@ -11,9 +11,12 @@ from cocodiff.models.tokens import IMAGE, TEXT
 
 class ToyAdapter(Adapter):
     def hooks(self, model, shard):
-        cuts = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
+        segments = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
         return [
-            Hook(model, arguments=lambda call: call | {name: shard.cut(of, call[name]) for name, of in cuts.items()})
+            Hook(
+                model,
+                arguments=lambda call: call | {name: shard.cut(part, call[name]) for name, part in segments.items()},
+            )
         ]
 
     def processors(self):
