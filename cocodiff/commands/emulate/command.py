@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.commands.children import die_with_parent
 from cocodiff.commands.dispatch import COMMANDS, run_command
 from cocodiff.commands.emulate.enter import TILES
 from cocodiff.commands.emulate.leftovers import TOKEN, kill_all, registered
 from cocodiff.commands.emulate.network import BRIDGE, Network, address
-from cocodiff.commands.emulate.processes import die_with_parent, fork_all
+from cocodiff.commands.emulate.processes import fork_all
 from cocodiff.commands.emulate.verify import Rate, measure_rates
 from cocodiff.commands.options import Option, parse
 from cocodiff.commands.room import check_room
