@@ -213,7 +213,7 @@ def measured(engine: Engine) -> Iterator[Cost]:
 def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **report: Any) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    report: further arguments of `cocodiff_eval.report.write_report`.
+    report: further arguments of `cocodiff_eval.report.render_report`.
     """
     transport = session.transport
     records = {mode: transport.gather_object(engine.trace.record()) for mode, engine in session.engines.items()}
@@ -226,7 +226,7 @@ def _write_results(
     session: Session, folder: Path, rows: Sequence[Any], pictures: Sequence[Any], records: Any, report: dict[str, Any]
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
-    from cocodiff_eval.report import write_report
+    from cocodiff_eval.report import render_report
     from cocodiff_eval.table import terminal_table
 
     from cocodiff.trace import save_traces
@@ -244,7 +244,7 @@ def _write_results(
         "seed": str(values["seed"]),
         "cocodiff": __version__,
     }
-    write_report(folder / "report.html", document, pictures, facts, **report)
+    (folder / "report.html").write_text(render_report(document, pictures, facts, **report), encoding="utf-8")
     write_settings(folder, values)
     session.job.output.publish()
     say()

@@ -88,16 +88,20 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     lines: list[tuple[str, ...]] = [HEADINGS]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
-        shown_mask = "-" if mask is None else mask
-        for row in rows:
-            total = sum(row["bytes"].values())
+        for row in with_baseline(rows):
             quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), versus_exact(row))
-            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
-        baseline = rows[0].get("baseline")
-        if baseline is not None:
-            quality = (number(baseline["psnr_db"], 2), number(baseline["ssim"], 3), MISSING)
-            lines.append((shown, shown_mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
+            total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
+            shown_mask = "-" if mask is None else mask
+            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), total))
     return text_table(lines, "<<<>>>>>")
+
+
+def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The presets' rows of one image and mask and, as one more row, the biharmonic baseline if it was made."""
+    if rows[0].get("baseline") is None:
+        return list(rows)
+    without = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
+    return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **without}]
 
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
