@@ -1,4 +1,4 @@
-"""What forking commands share: stopping on a signal, and children that die with their parent."""
+"""Helpers of commands that fork: stopping on a signal, and children that die with their parent."""
 
 from __future__ import annotations
 

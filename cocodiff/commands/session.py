@@ -1,4 +1,4 @@
-"""What the commands that run a model on ranks have in common: starting, loading, measuring, and writing results."""
+"""Starting, loading, measuring and writing results, for all commands that run a model on ranks."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
 
 @dataclass
 class Cost:
-    """What a stretch of work took: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and in
-    a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
+    """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
+    in a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)

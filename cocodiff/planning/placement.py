@@ -1,5 +1,6 @@
-"""Which mesh of Ulysses and Ring to take: every mesh that ranks and heads allow, what it sends over which links, how
-many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2, appendix D).
+"""Chooses the mesh of Ulysses and Ring. Every mesh that ranks and heads allow is priced: what it sends over which
+links, how many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2,
+appendix D).
 
 A prediction is coarse: every link carries its bytes at the machine file's rate and the fullest link sets the pace;
 attention runs at half of the tile's bf16 rate; a move of a ring hides behind attention to the block before. It is meant
@@ -84,7 +85,7 @@ class InStages(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """What a mesh costs in one attention call.
+    """The cost of a mesh in one attention call.
 
     bytes: of all ranks together by link class, the ring's messages included; Ulysses' blocks go straight to their
     ranks, as with exchange flat (others move bytes between the classes of a node). busiest_node: the most bytes that
@@ -106,7 +107,7 @@ class Priced:
 
     @property
     def idle(self) -> float:
-        """What uneven heads cost: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
+        """The cost of uneven heads: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
         return max(self.heads) * len(self.heads) / sum(self.heads)
 
     @cached_property

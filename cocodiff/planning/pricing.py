@@ -1,4 +1,4 @@
-"""What a rank's torch calls would take on its device: a roofline of each, charged to the rank's program.
+"""Prices a rank's torch calls as its device would take for them: a roofline of each, charged to the rank's program.
 
 Strategies run on tensors of the meta device. One call of torch is one kernel: a launch, and its arithmetic or one pass
 over its arguments and its result, whichever takes longer; views and new memory are free. Attention is one fused

@@ -23,7 +23,7 @@ _HOLE_COLOUR = (46, 110, 168)
 
 @dataclass(frozen=True)
 class Picture:
-    """What the report shows of one slice under one mask; images [Y, X] in the input's units.
+    """One slice under one mask, as the report shows it; images [Y, X] in the input's units.
 
     name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack` or `stack[index]`
     slice_index    0 for a single slice

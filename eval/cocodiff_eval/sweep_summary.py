@@ -1,4 +1,4 @@
-"""What the lines of a sweep say together: means over slices, differences to the exact run of the same slice, tables."""
+"""Summary of a sweep's lines: means over slices, differences to the exact run of the same slice, tables."""
 
 from __future__ import annotations
 

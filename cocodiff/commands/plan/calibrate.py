@@ -1,4 +1,4 @@
-"""`cocodiff plan --calibrate bench.json`: what a run of bench alltoall says of the machine's links."""
+"""`cocodiff plan --calibrate bench.json`: fits the machine's links to a run of bench alltoall."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]:
-    """What of the file the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
+    """The measurements of the file that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
     found = []
     for row in rows:
         size = str(row["case"]).removesuffix("MB")
