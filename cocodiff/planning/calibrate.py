@@ -133,7 +133,7 @@ class Fit:
 
 
 class Calibration:
-    """What measurements say of a topology's machine."""
+    """Fits a topology's machine to measurements."""
 
     def __init__(self, topology: Topology, measured: Sequence[Measured]) -> None:
         self.topology, self.measured = topology, measured

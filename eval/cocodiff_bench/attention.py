@@ -326,7 +326,8 @@ def report(
 
 
 def hidden_share(seconds: Mapping[str, list[float]], name: str, whole: str, compute_s: float | None) -> float | None:
-    """What chunks hide of the time by which a call without them is longer than its compute: median over rounds."""
+    """The part that chunks hide of the time by which a call without them is longer than its compute: median over
+    rounds."""
     if compute_s is None or whole not in seconds:
         return None
     pairs = zip(seconds[name], seconds[whole], strict=True)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: measuring variants in turns, the rows of `bench.json`, and printing them.
+"""Scaffolding of all benchmarks: measuring variants in turns, the rows of `bench.json`, and printing them.
 
 `bench.json` is {"schema": 1, "rows": [...]}, a row for each variant:
 
@@ -173,7 +173,7 @@ def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[
 
 
 def bytes_of_call(traces: Mapping[str, Trace], calls: int, transport: Any) -> dict[str, dict[str, int]]:
-    """What all ranks together sent in a mean call, by link class. All ranks call it; rank 0's answer is whole."""
+    """Bytes that all ranks together sent in a mean call, by link class. All ranks call it; rank 0's answer is whole."""
     own = {name: trace.bytes() for name, trace in traces.items()}
     of_ranks = transport.gather_object(own) or [own]
     return {name: {link: sum(one[name][link] for one in of_ranks) // calls for link in LINK_CLASSES} for name in own}

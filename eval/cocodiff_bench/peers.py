@@ -269,7 +269,7 @@ def call_in_place(call: Call, theirs: Replaceable, before: Replaceable) -> Any:
 
 
 def replaceable() -> Replaceable:
-    """What cache-dit replaces in diffusers' classes, as it is now."""
+    """The attributes of diffusers' classes that cache-dit replaces, as they are now."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
     from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
 

@@ -1,4 +1,4 @@
-"""What doctor knows of a job: plain data, gathered by `gather.py` and `trials.py`, judged by the checks."""
+"""Facts about a job, as plain data: gathered by `gather.py` and `trials.py`, judged by the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """What one check has found."""
+    """The findings of one check."""
 
     def __init__(self, check: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Nic:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank sees.
+    """One rank's own view.
 
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
