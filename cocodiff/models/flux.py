@@ -71,8 +71,8 @@ class FluxAttentionProcessor(AttentionProcessor):
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         parts.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
         streams = Streams(parts, attn.heads, self._kernels)
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._segments(), attn.heads, meanwhile=meanwhile)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
+        out_BLC = self._attend(qkv).flatten(-2)
         if text_BLC is None:
             return out_BLC
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))

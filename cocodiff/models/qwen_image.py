@@ -69,8 +69,8 @@ class QwenAttentionProcessor(AttentionProcessor):
         parts = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
         streams = Streams(parts, attn.heads, self._kernels)
         masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._segments(), attn.heads, masks)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, masks)
+        out_BLC = self._attend(qkv).flatten(-2)
         text_rows = text_BLC.shape[1]
         image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
         image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC

@@ -48,9 +48,9 @@ class SD3AttentionProcessor(AttentionProcessor):
         if text_BLC is not None:
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
             parts.append(Stream(text_BLC, *added))
-        streams, segments = Streams(parts, attn.heads, self._kernels), self._segments()
+        streams, segments = Streams(parts, attn.heads, self._kernels), self._host.segments
         qkv = LazyQKV(streams.q, streams.k, streams.v, segments[:1] if text_BLC is None else segments, attn.heads)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        out_BLC = self._attend(qkv).flatten(-2)
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, : image_BLC.shape[1]]))
         if text_BLC is None:
             return image_out_BLC
