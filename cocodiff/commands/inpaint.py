@@ -29,7 +29,6 @@ from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
-SMALL_MODEL = 256  # pixels on a side
 OPTIONS = (
     Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
     Option(
@@ -112,26 +111,12 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
 def work(tasks: list[Any], job: Job, transport: Any) -> None:
     """One rank's part: the model once, then every stack under every mask in every preset. Rank 0 judges and writes."""
     import torch
-    from cocodiff_eval.pipeline_inpainter import PipelineInpainter
-    from cocodiff_eval.tiling import TilingSettings
 
     from cocodiff.commands.restore_stack import Restorer, restore_stack
 
     values, session = job.values, open_session(job, transport)
-    # `--steps` counts the steps that run, also where a strength below 1 skips the first part of the schedule.
-    steps = round(values["steps"] / values["strength"])
-    inpainter = PipelineInpainter(session.model.pipe, session.model.arguments, steps, values["seed"])
-    # More tiles a call mean fewer messages; what limits them is the memory of large models.
-    batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
-    restorer = Restorer(
-        inpainter,
-        session.engines,
-        list(job.presets),
-        session.exact,
-        batch,
-        TilingSettings(strength=values["strength"]),
-        session.shows_bars,
-    )
+    presets, bars = list(job.presets), session.shows_bars
+    restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact, bars)
     rows, pictures = [], []
     with torch.no_grad():
         for task in tasks:

@@ -139,20 +139,13 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 
 
 def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
-    with job_folder() as folder:
-        return _fork_in(folder, ranks, config, settings, work, left)
-
-
-def _fork_in(
-    folder: Path, ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]
-) -> int:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
-    meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
     parent = os.getpid()
-    with stop_requests(always=(signal.SIGINT,)) as stop:
+    with job_folder() as folder, stop_requests(always=(signal.SIGINT,)) as stop:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+        meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
         for rank in range(ranks):
             try:
                 pid = os.fork()

@@ -21,10 +21,12 @@ from cocodiff_eval.restore import plan_slice, restore_slice
 from cocodiff_eval.slices import Stack, StackWriter, save_preview_png, unique_names
 from cocodiff_eval.tiling import TilingSettings
 
+from cocodiff.commands.pipelines import Model
 from cocodiff.commands.session import Cost, measured
 from cocodiff.commands.terminal import progress_bar
 from cocodiff.engine import Engine
 
+SMALL_MODEL = 256  # pixels on a side
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
 
@@ -89,6 +91,23 @@ class Restorer:
     batch: int
     tiling: TilingSettings
     shows_bars: bool
+
+    @classmethod
+    def of_model(
+        cls,
+        model: Model,
+        values: dict[str, Any],
+        steps: int,
+        engines: dict[str, Engine],
+        presets: list[str],
+        exact: str | None,
+        shows_bars: bool,
+    ) -> Restorer:
+        """steps: those that run, also where a strength below 1 skips the first part of the schedule."""
+        inpainter = PipelineInpainter(model.pipe, model.arguments, round(steps / values["strength"]), values["seed"])
+        # More tiles a call mean fewer messages; what limits them is the memory of large models.
+        batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
+        return cls(inpainter, engines, presets, exact, batch, TilingSettings(strength=values["strength"]), shows_bars)
 
     def run(self, task: Task, prepared_YX: np.ndarray, mask_YX: np.ndarray, mode: str) -> Run:
         """One slice in one mode, on all ranks."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.plan.plots import stacked_steps
+
 COLOURS = {
     "flat": "#9a9a9a",
     "flat_serial": "#4d4d4d",
@@ -56,17 +58,8 @@ def plot_steps(measured: Rows, path: Path) -> None:
     for axes, case in zip(figure.subplots(len(cases), squeeze=False)[:, 0], cases, strict=True):
         of_case = [row for row in measured if row["case"] == case]
         names = [row["variant"].replace(" ", "\n") for row in of_case]
-        compute = [row["compute_s"] * 1e3 for row in of_case]
-        whole = [row["median_s"] * 1e3 for row in of_case]
-        axes.bar(names, compute, color="#4e79a7", label="compute (model)")
-        exposed = [w - c for w, c in zip(whole, compute, strict=True)]
-        axes.bar(names, exposed, bottom=compute, color="#f28e2b", label="communication not hidden")
-        for x, (row, top) in enumerate(zip(of_case, whole, strict=True)):
-            note = f"{row['communication_share']:.0%}"
-            if row["ratio_vs_flat_serial"]:
-                note = f"{1 / row['ratio_vs_flat_serial']:.2f}x\n{note}"
-            axes.text(x, top, note, ha="center", va="bottom", fontsize=8)
-        axes.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25))
+        faster = [f"{1 / ratio:.2f}x\n" if (ratio := row["ratio_vs_flat_serial"]) else "" for row in of_case]
+        notes = [f"{ratio}{row['communication_share']:.0%}" for ratio, row in zip(faster, of_case, strict=True)]
+        stacked_steps(axes, names, of_case, "communication not hidden", "median_s", notes)
         axes.set_title(f"{case}\nspeed-up over flat_serial, share of communication", fontsize=9)
-        axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -9,16 +9,7 @@ import numpy as np
 
 from cocodiff_eval.filling import fill_from_outside
 from cocodiff_eval.pyramid import downsample, upsample
-from cocodiff_eval.tiling import (
-    Level,
-    RestorationPlan,
-    Tile,
-    TilePass,
-    TilingSettings,
-    level_padding,
-    plan_restoration,
-    tile_window,
-)
+from cocodiff_eval.tiling import Level, RestorationPlan, Tile, TilePass, TilingSettings, plan_restoration, tile_window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +108,7 @@ def _run_pass(
     counter: _Counter,
 ) -> np.ndarray:
     """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it."""
-    padding = level_padding(level)
+    padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
     image_padded = np.pad(image, padding, mode="symmetric")
     hidden_padded = np.pad(tile_pass.hidden_YX, padding, mode="symmetric")

@@ -65,22 +65,78 @@ class TilePass:
 
 
 @dataclass(frozen=True)
-class Level:
-    """One resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
+class _Holes:
+    """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
+
+    boxes_K4 top, left, bottom, right; depth_K the distance of a hole's innermost voxel from a known one.
+    """
+
+    labels_K: np.ndarray
+    boxes_K4: np.ndarray
+    depth_K: np.ndarray
+
+    @cached_property
+    def sides_K(self) -> np.ndarray:
+        """The longer side of each box."""
+        return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
+
+    def only(self, chosen_K: np.ndarray) -> _Holes:
+        """Some of the holes, by index or by a boolean for each."""
+        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K], self.depth_K[chosen_K])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The mask at one resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
 
     shape       [Y, X] of the level
-    padded      [Y, X] after padding to at least one tile
-    offset      where the level begins in the padded one
+    native      side of a tile
     mask_YX     voxels that are mostly unknown
     labels_YX   the number of the hole each belongs to, 0 outside the mask
     """
 
     exponent: int
     shape: tuple[int, int]
-    padded: tuple[int, int]
-    offset: tuple[int, int]
+    native: int
     mask_YX: np.ndarray
     labels_YX: np.ndarray
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """[Y, X] after padding to at least one tile."""
+        return (max(self.shape[0], self.native), max(self.shape[1], self.native))
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        """Where the level begins in the padded one."""
+        return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """How far the level is padded before and after each axis, as `numpy.pad` takes it."""
+        (top, left), (rows, columns) = self.offset, self.shape
+        return ((top, self.padded[0] - rows - top), (left, self.padded[1] - columns - left))
+
+    @cached_property
+    def holes(self) -> _Holes:
+        from scipy import ndimage
+
+        if self.mask_YX.all():
+            depth_YX = np.full(self.shape, float(max(self.shape)))
+        else:
+            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
+        boxes: list[Any] = ndimage.find_objects(self.labels_YX)
+        labels_K = np.array([label for label, box in enumerate(boxes, start=1) if box is not None], dtype=np.int64)
+        corners = [(box[0].start, box[1].start, box[0].stop, box[1].stop) for box in boxes if box is not None]
+        boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+        depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
+        return _Holes(labels_K, boxes_K4, depth_K)
+
+
+@dataclass(frozen=True)
+class Level(_Grid):
+    """One resolution with the tiles that are restored on it."""
+
     passes: tuple[TilePass, ...]
 
 
@@ -105,61 +161,6 @@ class RestorationPlan:
 def steps_at(steps: int, strength: float) -> int:
     """Denoising steps that really run at `strength` when strength 1 runs `steps`: at least one."""
     return steps if strength >= 1 else min(steps, max(1, round(steps * strength)))
-
-
-@dataclass(frozen=True)
-class _Holes:
-    """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
-
-    boxes_K4 top, left, bottom, right; depth_K the distance of a hole's innermost voxel from a known one.
-    """
-
-    labels_K: np.ndarray
-    boxes_K4: np.ndarray
-    depth_K: np.ndarray
-
-    @cached_property
-    def sides_K(self) -> np.ndarray:
-        """The longer side of each box."""
-        return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
-
-    def only(self, chosen_K: np.ndarray) -> _Holes:
-        """Some of the holes, by index or by a boolean for each."""
-        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K], self.depth_K[chosen_K])
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The mask on one level, before any tile is placed."""
-
-    exponent: int
-    shape: tuple[int, int]
-    native: int
-    mask_YX: np.ndarray
-    labels_YX: np.ndarray
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        return (max(self.shape[0], self.native), max(self.shape[1], self.native))
-
-    @property
-    def offset(self) -> tuple[int, int]:
-        return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
-
-    @cached_property
-    def holes(self) -> _Holes:
-        from scipy import ndimage
-
-        if self.mask_YX.all():
-            depth_YX = np.full(self.shape, float(max(self.shape)))
-        else:
-            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
-        boxes: list[Any] = ndimage.find_objects(self.labels_YX)
-        labels_K = np.array([label for label, box in enumerate(boxes, start=1) if box is not None], dtype=np.int64)
-        corners = [(box[0].start, box[1].start, box[0].stop, box[1].stop) for box in boxes if box is not None]
-        boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
-        depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
-        return _Holes(labels_K, boxes_K4, depth_K)
 
 
 def plan_restoration(
@@ -233,7 +234,7 @@ def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: 
         tiles = tuple(_grid_tiles(grid, older_K, overlap))
         strength = min(settings.refine_strength, settings.strength)
         passes.append(TilePass(strength, hidden_YX, tiles, batch))
-    return Level(grid.exponent, grid.shape, grid.padded, grid.offset, grid.mask_YX, grid.labels_YX, tuple(passes))
+    return Level(grid.exponent, grid.shape, grid.native, grid.mask_YX, grid.labels_YX, tuple(passes))
 
 
 def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
@@ -318,21 +319,10 @@ def tile_window(tile: Tile, padded: tuple[int, int], native: int, overlap: int) 
 def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
     """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
     wanted_YX = np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0)
-    wanted_YX = np.pad(wanted_YX, _padding(grid.shape, grid.padded, grid.offset))
+    wanted_YX = np.pad(wanted_YX, grid.padding)
     for row in axis_starts(grid.padded[0], grid.native, overlap):
         for column in axis_starts(grid.padded[1], grid.native, overlap):
             here = wanted_YX[row : row + grid.native, column : column + grid.native]
             window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.native, overlap)
             if (here[window > FAINT] > 0).any():
                 yield Tile(row, column, tuple(np.unique(here[here > 0]).tolist()), blend=True)
-
-
-def _padding(
-    shape: tuple[int, int], padded: tuple[int, int], offset: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    return ((offset[0], padded[0] - shape[0] - offset[0]), (offset[1], padded[1] - shape[1] - offset[1]))
-
-
-def level_padding(level: Level) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How far a level is padded before and after each axis, as `numpy.pad` takes it."""
-    return _padding(level.shape, level.padded, level.offset)

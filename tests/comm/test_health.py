@@ -14,7 +14,7 @@ from watches import awaited_error, close_all, lost_while_waiting, open_all, proc
 from cocodiff.comm.health import Alone, Watch
 from cocodiff.errors import PeerLost, UserError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 
 def test_a_killed_rank_is_named_by_every_survivor():

@@ -10,7 +10,6 @@ from cocodiff_eval.tiling import (
     TilingSettings,
     axis_starts,
     axis_window,
-    level_padding,
     plan_restoration,
     steps_at,
     tile_window,
@@ -52,7 +51,7 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
         assert min(level.padded) >= plan.native
         assert level.shape == tuple(-(-side // 2**level.exponent) for side in mask_YX.shape)
         np.testing.assert_array_equal(level.labels_YX > 0, level.mask_YX)
-        labels_padded = np.pad(level.labels_YX, level_padding(level))
+        labels_padded = np.pad(level.labels_YX, level.padding)
         assert labels_padded.shape == level.padded
         for tile_pass in level.passes:
             assert all(1 <= len(tiles) <= batch for tiles in tile_pass.batches)
@@ -69,8 +68,8 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
             labels = sorted({label for tile in tile_pass.tiles for label in tile.holes})
             target = np.isin(labels_padded, labels)
             assert (best[target] >= 0.24).all()
-            (top, _), (left, _) = level_padding(level)
-            hidden = np.pad(tile_pass.hidden_YX, level_padding(level))
+            (top, _), (left, _) = level.padding
+            hidden = np.pad(tile_pass.hidden_YX, level.padding)
             assert hidden[target].all() and top >= 0 and left >= 0
             if tile_pass.strength == 1:
                 assert not written_first & set(labels)

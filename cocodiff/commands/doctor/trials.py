@@ -32,15 +32,11 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 
 def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
     """Every dtype and size through the transport, sizes uneven and some empty; then the library's own."""
-    found = []
-    for dtype in DTYPES:
-        for size in of_device(SIZES, transport.device):
-            found.append(_all_to_all(transport, group, dtype, size))
+    cases = [(dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)]
+    found = [_all_to_all(transport, group, dtype, size) for dtype, size in cases]
     own = getattr(group, "library_all_to_all", None)
     if own is not None:
-        for dtype in DTYPES:
-            for size in of_device(SIZES, transport.device):
-                found.append(_library_all_to_all(transport, own, dtype, size))
+        found += [_library_all_to_all(transport, own, dtype, size) for dtype, size in cases]
     return found
 
 
@@ -53,13 +49,8 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
 
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
-    synchronise(device)
-    started = time.perf_counter()
-    group.all_to_all(sends, recvs).wait()
-    synchronise(device)
-    seconds = time.perf_counter() - started
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    return _judged(transport, TRANSPORT, dtype, size, seconds, recvs, expected)
+    return _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
 
 
 def _library_all_to_all(
@@ -69,31 +60,25 @@ def _library_all_to_all(
     length = size // dtype.itemsize
     send = torch.cat([content(me, peer, length, dtype, device) for peer in peers])
     recv = torch.full_like(send, 99)
-    synchronise(device)
-    started = time.perf_counter()
-    exchange(recv, send).wait()
-    synchronise(device)
-    seconds = time.perf_counter() - started
     expected = [content(peer, me, length, dtype, device) for peer in peers]
     name = f"{getattr(transport, 'library', 'library')}'s own all_to_all_single"
-    return _judged(transport, name, dtype, size, seconds, list(recv.split(length)), expected)
+    return _trial(transport, name, size, lambda: exchange(recv, send), list(recv.split(length)), expected)
 
 
-def _judged(
-    transport: Transport,
-    how: str,
-    dtype: torch.dtype,
-    size: int,
-    seconds: float,
-    got: list[Tensor],
-    expected: list[Tensor],
+def _trial(
+    transport: Transport, how: str, size: int, start: Callable[[], Any], got: list[Tensor], expected: list[Tensor]
 ) -> AllToAll:
-    """Compares all ranks' received tensors on rank 0; elsewhere this rank's own."""
+    """Times an exchange, and compares what arrives in `got`: on rank 0 of all ranks, elsewhere of this one."""
+    synchronise(transport.device)
+    started = time.perf_counter()
+    start().wait()
+    synchronise(transport.device)
+    seconds = time.perf_counter() - started
     bad = [peer for peer, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
     word = f"rank {transport.rank} got other numbers than were sent from {bad}" if bad else ""
     of_ranks = transport.gather_object((seconds, word)) or [(seconds, word)]
     slowest, words = max(one for one, _ in of_ranks), tuple(text for _, text in of_ranks if text)
-    return AllToAll(how, str(dtype).removeprefix("torch."), size, slowest, words)
+    return AllToAll(how, str(expected[0].dtype).removeprefix("torch."), size, slowest, words)
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:

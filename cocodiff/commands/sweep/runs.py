@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import LINKS
-from cocodiff_eval.pipeline_inpainter import PipelineInpainter
-from cocodiff_eval.tiling import TilingSettings
 
-from cocodiff.commands.inpaint import SMALL_MODEL
 from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.restore_stack import Restorer, Run, Task, psnr_vs_exact_db, quality, slice_name
 from cocodiff.commands.session import EXACT, load_requested
@@ -103,13 +100,8 @@ class Runner:
     def restorer(self, steps: int) -> Restorer:
         if steps not in self.restorers:
             values = self.sweep.values
-            # `steps` are those that run, also where a strength below 1 skips the first part of the schedule.
-            total = round(steps / values["strength"])
-            inpainter = PipelineInpainter(self.model.pipe, self.model.arguments, total, values["seed"])
-            batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
             shows_bars = self.writer is not None and not values["quiet"]
-            tiling = TilingSettings(strength=values["strength"])
-            self.restorers[steps] = Restorer(inpainter, {}, [], EXACT_RUN, batch, tiling, shows_bars)
+            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {}, [], EXACT_RUN, shows_bars)
         return self.restorers[steps]
 
     def restore(self, one: Slice, config: Config, name: str) -> Run:
