@@ -1,6 +1,6 @@
 """The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
 
-It wires the rooms together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
+It wires the modules together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
 guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding through forward hooks,
 and leaving the context puts everything back as it was.
 """

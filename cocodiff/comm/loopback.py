@@ -45,7 +45,7 @@ class LoopbackWorld:
             raise self.failure
 
     def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
-        """The next letter; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
+        """The next message; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -57,8 +57,8 @@ class LoopbackWorld:
 
 
 class _Inbox:
-    """Receives of one rank from one peer, in the order in which they were posted: letters are theirs in that order,
-    whichever is waited for first. Lanes may wait side by side: one of them takes letters for all."""
+    """Receives of one rank from one peer, in the order in which they were posted: messages are theirs in that order,
+    whichever is waited for first. Lanes may wait side by side: one of them takes messages for all."""
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
         self._world, self._peer, self._mailbox = world, peer, mailbox
@@ -81,16 +81,16 @@ class _Inbox:
                     self._deliver()
 
     def _deliver(self) -> None:
-        """Puts the next letter where it belongs; others may look at what is there meanwhile."""
+        """Puts the next message where it belongs; others may look at what is there meanwhile."""
         self._taken_by_another = True
         self._changed.release()
         try:
-            letter, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
-            if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
+            message, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            if message.shape != tensor.shape or message.dtype != tensor.dtype:
                 raise ValueError(
-                    f"rank {self._peer} sent {letter.dtype} {tuple(letter.shape)}, {tuple(tensor.shape)} awaited"
+                    f"rank {self._peer} sent {message.dtype} {tuple(message.shape)}, {tuple(tensor.shape)} awaited"
                 )
-            tensor.copy_(letter)
+            tensor.copy_(message)
         finally:
             self._changed.acquire()
             self._taken_by_another = False

@@ -86,9 +86,9 @@ class Kernels:
         epsilon: float | None,
         rotary: Sequence[Tensor],
         layout: str,
-        twice: bool = True,
+        round_before_weight: bool = True,
     ) -> Tensor:
-        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout, twice)
+        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout, round_before_weight)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)

@@ -65,7 +65,7 @@ class TorchOps:
         epsilon: float | None,
         rotary: Sequence[Tensor],
         layout: str,
-        twice: bool = True,
+        round_before_weight: bool = True,
     ) -> Tensor:
         """q or k after RMSNorm over D (epsilon None: none) and its weight, rotated: [B, L, H, D], contiguous.
 
@@ -74,14 +74,14 @@ class TorchOps:
             halves   cos, sin   channels i and i + D / 2 turn together
             complex  one table  as pairs, cos + i sin (Qwen-Image)
             none     no table   no rotation (SD3)
-        Rounds after the weight and after the rotation, and with `twice` before the weight too: diffusers' RMSNorm does,
+        Rounds after the weight and after the rotation, and with `round_before_weight` before the weight too: diffusers' RMSNorm does,
         torch's does not. The mean square is summed in float64 and rounded to float32.
         """
         if epsilon is not None:
             mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()
             dtype, normed_BLHD = x_BLHD.dtype, x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)
             if weight_D is not None:
-                normed_BLHD = (normed_BLHD.to(dtype) if twice else normed_BLHD) * weight_D
+                normed_BLHD = (normed_BLHD.to(dtype) if round_before_weight else normed_BLHD) * weight_D
             x_BLHD = normed_BLHD.to(dtype)
         if layout == "none":
             return x_BLHD.clone(memory_format=torch.contiguous_format) if epsilon is None else x_BLHD.contiguous()

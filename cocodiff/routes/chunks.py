@@ -66,7 +66,7 @@ def cut(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]
     ]
 
 
-def by_haste(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> Parts:
+def split_by_dependency(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> Parts:
     """The plan in three: what leaves at once, what is passed on, and what comes over a slow link before it is passed
     on. late: of a block and the rank that passes it on."""
 
@@ -89,7 +89,7 @@ def by_haste(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> Parts
 
 
 class Stages:
-    """All stages of one rank's exchanges, each in the three parts of `by_haste`."""
+    """All stages of one rank's exchanges, each in the three parts of `split_by_dependency`."""
 
     def __init__(self, topology: Topology, rank: int, chunks: int) -> None:
         self._topology, self._rank = topology, rank
@@ -105,7 +105,7 @@ class Stages:
     def of(self, plan: Plan, way: str) -> list[Parts]:
         """plan: forward, whole. way: "forward" or "back"."""
         stages = cut(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))
-        return [by_haste(stage, partial(self._is_late, way), self._rank) for stage in stages]
+        return [split_by_dependency(stage, partial(self._is_late, way), self._rank) for stage in stages]
 
     def _of_block(self, block: Block) -> int:
         return self._stage[block.heads][block.rows]

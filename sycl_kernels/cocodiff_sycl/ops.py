@@ -151,7 +151,7 @@ class SyclOps:
         epsilon: float | None,
         rotary: Sequence[Tensor],
         layout: str,
-        twice: bool = True,
+        round_before_weight: bool = True,
     ) -> Tensor:
         if layout not in LAYOUTS:
             raise ValueError(f"qk_norm_rope: unknown layout {layout!r}: choose from {', '.join(LAYOUTS)}")
@@ -159,7 +159,9 @@ class SyclOps:
             raise ValueError(f"qk_norm_rope: {len(rotary)} rotary tables for layout {layout}: give {TABLES[layout]}")
         tables = (torch.view_as_real(rotary[0]),) if layout == "complex" else rotary
         cosine, sine, *_ = (*tables, None, None)
-        plan, addresses = self._plans.of("qk_norm_rope", (x_BLHD, weight_D, cosine, sine), epsilon, layout, twice)
+        plan, addresses = self._plans.of(
+            "qk_norm_rope", (x_BLHD, weight_D, cosine, sine), epsilon, layout, round_before_weight
+        )
         out_BLHD = plan.new()
         if plan.groups:
             self._launch(plan, addresses, out_BLHD)

@@ -92,7 +92,7 @@ class Plans:
         sine_LD: Tensor | None,
         epsilon: float | None,
         layout: str,
-        twice: bool,
+        round_before_weight: bool,
     ) -> Plan:
         """cosine: with layout "complex" both, side by side, of [L, D / 2, 2]."""
         op = "qk_norm_rope"
@@ -112,7 +112,7 @@ class Plans:
         rows = B * L * H if D else 0
         each = self._rows_each(rows, D * x_BLHD.element_size())
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
-        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(twice)
+        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
         result = self._like(x_BLHD.dtype, *shape)
         return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values, result)
 

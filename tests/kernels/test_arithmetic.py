@@ -73,15 +73,15 @@ def test_select_takes_the_later_of_equal_scores(sycl: SyclOps):
     weighted=st.booleans(),
     epsilon=st.sampled_from((1e-6, 1e-5, None)),
     layout=st.sampled_from(("pairs", "halves", "complex", "none")),
-    twice=st.booleans(),
+    round_before_weight=st.booleans(),
 )
 @quick
-def test_qk_norm_rope(sycl: SyclOps, shape, D, dtype, seed, form, weighted, epsilon, layout, twice):
+def test_qk_norm_rope(sycl: SyclOps, shape, D, dtype, seed, form, weighted, epsilon, layout, round_before_weight):
     x_BLHD = random_BLHD(seed, (*shape, D), dtype, form)
     weight_D = random_BLHD(seed + 1, (1, 1, 1, D), dtype)[0, 0, 0] if weighted else None
     rotary = tables(shape[1], D, seed, layout)
-    found = sycl.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary, layout, twice)
-    expected = TORCH.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary, layout, twice)
+    found = sycl.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary, layout, round_before_weight)
+    expected = TORCH.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary, layout, round_before_weight)
     assert found.dtype == dtype and found.is_contiguous()
     assert ulps(found, expected) <= allowed_ulps(dtype)
 
@@ -98,15 +98,15 @@ def tables(L: int, D: int, seed: int, layout: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["pairs", "halves", "complex"])
-@pytest.mark.parametrize("twice", [True, False], ids=["diffusers_norm", "torch_norm"])
-def test_qk_norm_rope_is_what_models_do(sycl: SyclOps, layout, dtype, twice):
+@pytest.mark.parametrize("round_before_weight", [True, False], ids=["diffusers_norm", "torch_norm"])
+def test_qk_norm_rope_is_what_models_do(sycl: SyclOps, layout, dtype, round_before_weight):
     """Their own modules, whose mean square is summed in float32: within a few roundings of the dtype."""
     from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.normalization import RMSNorm
     from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 
     x_BLHD, rotary = random_BLHD(0, (2, 9, 3, 64), dtype), tables(9, 64, 1, layout)
-    norm = (RMSNorm if twice else torch.nn.RMSNorm)(64, 1e-6).to(dtype)
+    norm = (RMSNorm if round_before_weight else torch.nn.RMSNorm)(64, 1e-6).to(dtype)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         normed = norm(x_BLHD)
@@ -115,7 +115,7 @@ def test_qk_norm_rope_is_what_models_do(sycl: SyclOps, layout, dtype, twice):
         else:
             pair_dim = -1 if layout == "pairs" else -2
             expected = apply_rotary_emb(normed, rotary, use_real_unbind_dim=pair_dim, sequence_dim=1)
-    found = sycl.qk_norm_rope(x_BLHD, norm.weight.detach(), 1e-6, rotary, layout, twice)
+    found = sycl.qk_norm_rope(x_BLHD, norm.weight.detach(), 1e-6, rotary, layout, round_before_weight)
     torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
 
