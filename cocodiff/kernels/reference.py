@@ -74,8 +74,8 @@ class TorchOps:
             halves   cos, sin   channels i and i + D / 2 turn together
             complex  one table  as pairs, cos + i sin (Qwen-Image)
             none     no table   no rotation (SD3)
-        Rounds after the weight and after the rotation, and with `round_before_weight` before the weight too: diffusers' RMSNorm does,
-        torch's does not. The mean square is summed in float64 and rounded to float32.
+        Rounds after the weight and after the rotation, and with `round_before_weight` before the weight too: diffusers'
+        RMSNorm does, torch's does not. The mean square is summed in float64 and rounded to float32.
         """
         if epsilon is not None:
             mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()

@@ -60,7 +60,8 @@ inline void store_some(typename Type::Bits *to, i64 pair, i64 numbers, i64 count
 
 template <typename Type, bool HALVED>
 inline void norm_rope_row(const typename Type::Bits *x, typename Type::Bits *out, const typename Type::Bits *weight,
-                          const float *cosine, const float *sine, i64 numbers, float epsilon, i64 layout, bool twice,
+                          const float *cosine, const float *sine, i64 numbers, float epsilon, i64 layout,
+                          bool round_before_weight,
                           const Place &place) {
   const i64 pairs = numbers / 2, first = place.lane * 8, step = LANES * 8;
   float scale = 1;
@@ -82,7 +83,7 @@ inline void norm_rope_row(const typename Type::Bits *x, typename Type::Bits *out
       own = {own.a * scale, own.b * scale};
       if (weight) {
         Pairs by = load_some<Type, HALVED>(weight, at, numbers, count);
-        if (twice) own = {rounded<Type>(own.a), rounded<Type>(own.b)};
+        if (round_before_weight) own = {rounded<Type>(own.a), rounded<Type>(own.b)};
         own = {own.a * by.a, own.b * by.b};
       }
       own = {rounded<Type>(own.a), rounded<Type>(own.b)};
@@ -110,7 +111,7 @@ struct Heads {
   i64 batch_stride, token_stride, head_stride; // of x, in numbers
   i64 epsilon_bits;                            // of a float; negative: no normalisation
   i64 layout;
-  i64 twice; // rounded before the weight as well
+  i64 round_before_weight; // rounded before the weight as well
 };
 
 template <typename Type> inline void norm_rope(const Heads &of) {
@@ -129,9 +130,11 @@ template <typename Type> inline void norm_rope(const Heads &of) {
     Bits *to = reinterpret_cast<Bits *>(of.out) + row * of.numbers;
     const float *cosine = of.cosine + token * of.numbers, *sine = of.sine + token * of.numbers;
     if (of.layout == HALVES)
-      norm_rope_row<Type, true>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
+      norm_rope_row<Type, true>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout,
+                                of.round_before_weight, place);
     else
-      norm_rope_row<Type, false>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout, of.twice, place);
+      norm_rope_row<Type, false>(from, to, weight, cosine, sine, of.numbers, epsilon, of.layout,
+                                 of.round_before_weight, place);
     if (++head < of.heads) continue;
     head = 0;
     if (++token < of.tokens) continue;
