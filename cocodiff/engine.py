@@ -84,7 +84,7 @@ class RankShard:
 
     def shares(self, segment: str) -> tuple[int, ...]:
         """Every rank's tokens of a segment."""
-        return next(one for one in self.segments if one.name == segment).shares(self._topology)
+        return {one.name: one for one in self.segments}[segment].shares(self._topology)
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         shares = self.shares(segment)
@@ -159,9 +159,7 @@ class Engine:
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._restore.append(
-            replace_attention(self.adapter, model, self._attend, lambda: self._shard.segments, kernels)
-        )
+        self._restore.append(replace_attention(self.adapter, model, self, kernels))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
             hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
@@ -254,7 +252,14 @@ class Engine:
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
         return None if steps is None else int(steps)
 
-    def _attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+    @property
+    def segments(self) -> Segments:
+        """The segments of the model's current call, as its adapter says them."""
+        return self._shard.segments
+
+    def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
+        the name of the module that attends."""
         self.transport.health.arrive(f"attention {layer}")
         return self.strategy.attend(qkv, Site(layer, self.counter.branch))
 

@@ -300,7 +300,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
 def activations_of_the_run() -> int:
     model = FAMILIES["sd3"][0](4)
     shape = shape_of_config(family_of(model), model.config, 1)
-    needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, "source"))
+    needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, state("source")))
     return max(need.activations for need in needs)
 
 

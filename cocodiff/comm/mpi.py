@@ -94,10 +94,10 @@ class MpiTransport(LaneOwner):
         self.world = MpiGroup(self._mpi, self._communicator, tuple(range(self.size)), health)
 
     def group(self, ranks: Sequence[int]) -> MpiGroup:
-        members = self._communicator.Get_group().Incl(list(ranks))
-        communicator = self.blocking(lambda: self._communicator.Create_group(members))  # only the members meet
+        members, group = tuple(ranks), self._communicator.Get_group().Incl(list(ranks))
+        communicator = self.blocking(lambda: self._communicator.Create_group(group), among=members)  # only they meet
         self._communicators.append(communicator)
-        return MpiGroup(self._mpi, communicator, tuple(ranks), self.health)
+        return MpiGroup(self._mpi, communicator, members, self.health)
 
     def gather_object(self, value: Any) -> list[Any] | None:
         return self.blocking(lambda: self._communicator.gather(value), "gather_object")

@@ -118,20 +118,22 @@ class TorchDistTransport(LaneOwner):
     def group(self, ranks: Sequence[int]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
         members, on_gloo = tuple(ranks), self.library == "gloo"
-        process_group = self.blocking(lambda: gloo_group(members, self.rank) if on_gloo else new_group(members))
+        process_group = self.blocking(
+            lambda: gloo_group(members, self.rank) if on_gloo else new_group(members), among=members
+        )
         self._groups.append(process_group)
         return self._group_over(process_group, members)
 
     def _group_over(self, process_group: Any, members: tuple[int, ...]) -> TorchDistGroup:
         if self.device.type != "cpu":
-            self._meet(process_group)
+            self._meet(process_group, members)
         return TorchDistGroup(process_group, members, self.rank, self.device)
 
-    def _meet(self, process_group: Any) -> None:
+    def _meet(self, process_group: Any, members: tuple[int, ...]) -> None:
         """A first collective of all members. Device backends build a group's communicator in its first call; were that
         a batch of messages that not all members take part in, it would hang (PyTorch's page on batch_isend_irecv)."""
         one = torch.ones(1, device=self.device)
-        self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait())
+        self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait(), among=members)
 
     def gather_object(self, value: Any) -> list[Any] | None:
         def gather() -> list[Any] | None:

@@ -340,9 +340,9 @@ class LaneOwner(ABC):
     def run_size(self) -> int:
         return self.size
 
-    def blocking(self, job: Callable[[], T], at: str = "set-up") -> T:
-        """What `job` returns, which all ranks call; at: its name."""
-        self.health.arrive(at)
+    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
+        """What `job` returns, which all ranks call, or all of `among`; at: its name."""
+        self.health.arrive(at, among if len(among) < self.size else ())
         return self.control.submit(job).wait()
 
     def close(self) -> None:

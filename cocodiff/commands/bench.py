@@ -7,10 +7,10 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 
-from cocodiff_bench.common import Benchmark, machine_settings, of_benchmarks
+from cocodiff_bench.common import Benchmark, engine_config, of_benchmarks
 
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.options import engine_record, parse, with_settings
+from cocodiff.commands.options import parse, with_settings
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
@@ -56,9 +56,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse(f"bench {words[0]}", benchmark.about, with_settings(benchmark.options, of_benchmarks), words[1:])
     settle(values, launch)
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
-    config = engine_record()(**machine_settings(values))
+    config = engine_config(values)
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
-    work, imports = partial(benchmark.measure, values, output), partial(benchmark.import_before_fork, values)
+    work, imports = partial(benchmark.run, values, output), partial(benchmark.import_before_fork, values)
     return run_holding(output, values["ranks"], launch, config, alike, work, imports)

@@ -82,7 +82,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
-    """What to restore: a `restore_stack.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+    """The work: a `restore_stack.Task` for each input and mask. Raises UserError; reads, writes nothing."""
     from cocodiff_eval.intensity import intensity_range
     from cocodiff_eval.masks import make_mask
     from cocodiff_eval.slices import open_stacks, open_truth

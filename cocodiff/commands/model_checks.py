@@ -1,4 +1,4 @@
-"""Whether a model's files fit together: before they are loaded, and of what was loaded. Mistakes are one line.
+"""Checks that a model's files fit together, before and after they are loaded. Mistakes are one line.
 
 diffusers fills gaps of a folder with random or absent values, and builds some sizes for ever; both are found here.
 """

@@ -26,7 +26,8 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class Manifest(NamedTuple):
-    """What cocodiff wrote into a folder. run: of which run; ready: whether that run has written all it will."""
+    """The files that cocodiff wrote into a folder. run: of which run; ready: whether that run has written all it
+    will."""
 
     run: str
     ready: bool
@@ -216,7 +217,7 @@ class OutputFolder:
                 raise  # some shared file systems have no locks; then nobody is kept out
 
     def _clear_leftover(self) -> None:
-        """What a killed run left: finished results are put in place, others are removed."""
+        """Puts finished results of a killed run in place, and removes unfinished ones."""
         if not os.path.lexists(self.partial):
             return
         manifest = Manifest.read(self.partial)
@@ -295,7 +296,7 @@ class OutputFolder:
                 _remove_hidden(self.partial)
 
     def left(self) -> str:
-        """What a run that ended badly has left, in words."""
+        """Says what a run that ended badly has left."""
         for folder in (self.final, self.partial):
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.run == self.run and manifest.ready:

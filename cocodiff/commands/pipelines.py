@@ -55,7 +55,7 @@ class Model:
 
 
 def check_model(request: Request, ranks: int) -> None:
-    """What can be said of a model before it is loaded. Raises UserError for a folder without loadable weights, an
+    """Checks a model before it is loaded. Raises UserError for a folder without loadable weights, an
     unknown family, a task or options that the model has not, and more ranks than it has heads or tokens."""
     name = request.model
     if name == EMBEDDED:

@@ -6,7 +6,6 @@ device nor MPI nor a thread pool may exist before the fork.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
@@ -22,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
+from cocodiff.commands.children import StopRequest, become_child, signal_all, stop_requests
 from cocodiff.commands.job_folder import job_folder
 from cocodiff.config import Config
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 Work = Callable[[Any], None]  # called with the rank's transport
 
@@ -153,16 +152,12 @@ def _fork_in(
     sys.stderr.flush()
     children: dict[int, int] = {}
     parent = os.getpid()
-    stop = _StopRequest()
-    # What is ignored stays so: nohup ignores SIGHUP.
-    asked = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT]
-    before = {number: signal.signal(number, stop) for number in asked}
-    try:
+    with stop_requests(always=(signal.SIGINT,)) as stop:
         for rank in range(ranks):
             try:
                 pid = os.fork()
             except OSError as error:
-                _signal_all(children, signal.SIGKILL)
+                signal_all(children, signal.SIGKILL)
                 raise UserError(
                     f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
                 ) from error
@@ -175,19 +170,13 @@ def _fork_in(
             children[pid] = rank
         listener.close()
         return _attend_children(children, ranks, folder, stop, left, config.timeout_s + GRACE_S)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
     """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
     code = 1
     try:
-        _die_with_parent(parent)
-        for number in STOPS:  # Ctrl-C and its like reach the whole terminal group; the parent decides
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _interrupt)
+        become_child(parent, _interrupt)
         if launch.rank:
             log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
@@ -207,23 +196,6 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def _die_with_parent(parent: int) -> None:
-    """Linux: the kernel kills this process when its parent goes, so no rank is ever orphaned."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it went before we asked
-
-
-class _StopRequest:
-    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a rank."""
-
-    asked = False
-
-    def __call__(self, *_: Any) -> None:
-        self.asked = True
 
 
 class _Stopped:
@@ -252,7 +224,7 @@ class _Stopped:
 
 
 def _attend_children(
-    children: dict[int, int], ranks: int, folder: Path, stop: _StopRequest, left: Callable[[], str], stopped_s: float
+    children: dict[int, int], ranks: int, folder: Path, stop: StopRequest, left: Callable[[], str], stopped_s: float
 ) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
 
@@ -265,7 +237,7 @@ def _attend_children(
     while children:
         if stop.asked and not interrupted:
             interrupted = True
-            _signal_all(children, signal.SIGTERM)
+            signal_all(children, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_S
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid == 0:
@@ -275,7 +247,7 @@ def _attend_children(
                     os.kill(late, signal.SIGKILL)
             if deadline is not None and time.monotonic() > deadline and not ended_by_us:
                 ended_by_us = True
-                _signal_all(children, signal.SIGKILL)
+                signal_all(children, signal.SIGKILL)
             time.sleep(0.02)
             continue
         if pid not in children or stopped.note(pid, status):
@@ -293,11 +265,6 @@ def _attend_children(
         print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
     return _report(ends, ranks, left())
-
-
-def _signal_all(children: dict[int, int], number: signal.Signals) -> None:
-    for pid in children:
-        os.kill(pid, number)
 
 
 def _ended_by_us(rank: int, folder: Path) -> End:

@@ -30,7 +30,7 @@ LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the
 
 @dataclass(frozen=True)
 class FileNames:
-    """What a stack and a mask are called in the names of result files; no two tasks of a run are called the same."""
+    """The names of a stack and a mask in those of result files; no two tasks of a run are called the same."""
 
     stack: str
     mask: str
@@ -79,8 +79,8 @@ class Restored:
 
 @dataclass(frozen=True)
 class Restorer:
-    """What restores: the model's tiles, and an engine for each mode. `presets` are the modes whose results are kept;
-    a further one in `engines` is the exact run that they are compared with."""
+    """Restores slices: with the model's tiles, and an engine for each mode. `presets` are the modes whose results are
+    kept; a further one in `engines` is the exact run that they are compared with."""
 
     inpainter: PipelineInpainter
     engines: dict[str, Engine]

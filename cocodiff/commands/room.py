@@ -1,4 +1,4 @@
-"""How many ranks this host has room for: asked before any is forked, because too many would take the host down."""
+"""Checks, before ranks are forked, that the host can take so many: too many would bring it down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that run a model on ranks have in common: starting, loading, measuring, and writing results."""
+"""Starting, loading, measuring and writing results, for all commands that run a model on ranks."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
 
 @dataclass
 class Cost:
-    """What a stretch of work took: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and in
-    a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
+    """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
+    in a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
@@ -214,7 +214,7 @@ def measured(engine: Engine) -> Iterator[Cost]:
 def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **report: Any) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    report: further arguments of `cocodiff_eval.report.write_report`.
+    report: further arguments of `cocodiff_eval.report.render_report`.
     """
     transport = session.transport
     records = {mode: transport.gather_object(engine.trace.record()) for mode, engine in session.engines.items()}
@@ -227,7 +227,7 @@ def _write_results(
     session: Session, folder: Path, rows: Sequence[Any], pictures: Sequence[Any], records: Any, report: dict[str, Any]
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
-    from cocodiff_eval.report import write_report
+    from cocodiff_eval.report import render_report
     from cocodiff_eval.table import terminal_table
 
     from cocodiff.trace import save_traces
@@ -245,7 +245,7 @@ def _write_results(
         "seed": str(values["seed"]),
         "cocodiff": __version__,
     }
-    write_report(folder / "report.html", document, pictures, facts, **report)
+    (folder / "report.html").write_text(render_report(document, pictures, facts, **report), encoding="utf-8")
     write_settings(folder, values)
     session.job.output.publish()
     say()

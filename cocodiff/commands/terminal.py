@@ -1,4 +1,4 @@
-"""What the terminal shows is ours: progress of rank 0 and results. Libraries speak only when asked to."""
+"""Output on the terminal: rank 0's progress and results. Messages of libraries are shown only with --log_level."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
-    """What wraps the numbers of slices that are read, with what it is: a bar on stderr once it takes two seconds."""
+    """A function that wraps the numbers of slices while they are read, and shows a bar on stderr after two seconds."""
     from tqdm import tqdm
 
     def wrapped(numbers: range, what: str) -> Iterable[int]:
@@ -84,7 +84,7 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """What is going on, for who waits: on stderr as progress bars are, so that results stay alone on stdout."""
+    """Says on stderr what is being done, as progress bars do: stdout holds results alone."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

@@ -8,13 +8,13 @@ from cocodiff.comm.launch import Launch
 from cocodiff.commands.terminal import say
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
+from cocodiff.text_table import aligned
 from cocodiff.trace import MAX_SPANS, load_traces
 from cocodiff.trace_summary import AttentionTimes, summarise
 
 KINDS = ("summary",)
 USAGE = "usage: cocodiff trace summary TRACE.json"
 HEADINGS = ("mode", "layer", "calls", "T(V)", "T(Q,K)", "T(Vp1)", "hidden", "%", "comm.", "exposed", "hidden", "%")
-TEXT_COLUMNS = 2
 LEGEND = """\
 Milliseconds of a mean attention call on a mean rank; calls are those of all ranks. T(V), T(Q,K): projecting.
 T(Vp1): V's first phase (flat has one); none where Q, K and V travel together. comm.: all communication of the call.
@@ -50,16 +50,7 @@ def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
 
 def summary_table(times: Sequence[AttentionTimes]) -> str:
     """The summary as aligned plain text, in milliseconds, with what the columns mean below."""
-    lines = [HEADINGS, *(_cells(one) for one in times)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(
-            text.ljust(width) if column < TEXT_COLUMNS else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join([*aligned, "", LEGEND])
+    return "\n".join([*aligned([HEADINGS, *(_cells(one) for one in times)], "<<" + ">" * 10), "", LEGEND])
 
 
 def _cells(one: AttentionTimes) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ FAMILIES = {"organ": organ, "mineral": mineral}
 
 
 def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
-    """What the scanner adds: cupping, rings around the rotation axis, grainy and white noise."""
+    """Adds the marks of a scanner: cupping, rings around the rotation axis, grainy and white noise."""
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.

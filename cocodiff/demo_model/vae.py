@@ -31,26 +31,13 @@ smallest one that turns a step between two blocks into half a sine wave from the
 other: wrong means of neighbouring blocks, most of a model's error in a deep hole, then blend without an edge. The kept
 coefficients hold slices to 36.8 dB; the transform that holds them best, to 38.7 dB, shows its blocks."""
 # Standard deviation to the power -0.6 of each coefficient (row frequency, then column) over training slices, made
-# symmetric. fmt: off
+# symmetric.
 CHANNEL_SCALE = (
-    0.468,
-    1.108,
-    2.422,
-    3.161,
-    1.108,
-    1.707,
-    3.185,
-    4.575,
-    2.422,
-    3.185,
-    4.692,
-    6.116,
-    3.161,
-    4.575,
-    6.116,
-    7.082,
+    *(0.468, 1.108, 2.422, 3.161),
+    *(1.108, 1.707, 3.185, 4.575),
+    *(2.422, 3.185, 4.692, 6.116),
+    *(3.161, 4.575, 6.116, 7.082),
 )
-# fmt: on
 
 
 @lru_cache(maxsize=16)

@@ -27,7 +27,6 @@ class Shard(Protocol):
         ...
 
 
-Attend = Callable[[LazyQKV, str], Tensor]  # (q, k and v of this rank, layer name) -> out_BLHD
 Arguments = dict[str, Any]
 Forward = Callable[..., Any]  # of a module, which is its first argument
 CONTROLNET = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
@@ -42,12 +41,27 @@ class Hook:
     output: Callable[[Any], Any] | None = None
 
 
-class AttentionProcessor:
-    """What a family's processors are made from. segments: of the model's current call, as the adapter says them;
-    layer: the name of the module that attends."""
+class Host(Protocol):
+    """What runs a model on several ranks, as its attention processors see it: the engine."""
 
-    def __init__(self, attend: Attend, segments: Callable[[], Segments], layer: str, kernels: Kernels) -> None:
-        self._attend, self._segments, self._layer, self._kernels = attend, segments, layer, kernels
+    @property
+    def segments(self) -> Segments:
+        """Of the model's current call, as the adapter says them."""
+        ...
+
+    def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        """Attention of this rank's rows to all rows: [B, L, H, D]. layer: the name of the module that attends."""
+        ...
+
+
+class AttentionProcessor:
+    """What a family's processors are made from. layer: the name of the module that attends."""
+
+    def __init__(self, host: Host, layer: str, kernels: Kernels) -> None:
+        self._host, self._layer, self._kernels = host, layer, kernels
+
+    def _attend(self, qkv: LazyQKV) -> Tensor:
+        return self._host.attend(qkv, self._layer)
 
 
 class Adapter(ABC):
@@ -94,9 +108,7 @@ class Adapter(ABC):
         return model.proj_out, IMAGE
 
 
-def replace_attention(
-    adapter: Adapter, model: nn.Module, attend: Attend, segments: Callable[[], Segments], kernels: Kernels
-) -> Callable[[], None]:
+def replace_attention(adapter: Adapter, model: nn.Module, host: Host, kernels: Kernels) -> Callable[[], None]:
     """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
     function puts the old ones back.
 
@@ -110,7 +122,7 @@ def replace_attention(
     for name, module, before in attending:
         _check_plain(name, module, before, ours)
     for name, module, before in attending:
-        module.set_processor(ours[type(before)](attend, segments, name, kernels))
+        module.set_processor(ours[type(before)](host, name, kernels))
 
     forwards = adapter.blocks()
     blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]

@@ -63,16 +63,16 @@ class FluxAttentionProcessor(AttentionProcessor):
         meanwhile: Callable[[], object] = nothing,
     ) -> Tensor | tuple[Tensor, Tensor]:
         text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
-        streams = []
+        parts = []
         if text_BLC is not None:
             text_rows = text_BLC.shape[1]
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-            streams.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
+            parts.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        streams.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
-        of = Streams(streams, attn.heads, self._kernels)
-        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, meanwhile=meanwhile)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        parts.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
+        streams = Streams(parts, attn.heads, self._kernels)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
+        out_BLC = self._attend(qkv).flatten(-2)
         if text_BLC is None:
             return out_BLC
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))

@@ -58,11 +58,11 @@ class Flux2SingleProcessor(AttentionProcessor):
             q=lambda: rotated(attn.norm_q, qk_BLC()[..., :width]),
             k=lambda: rotated(attn.norm_k, qk_BLC()[..., width:]),
             v=lambda: heads_of(fused.channels(2 * width, 3 * width), attn.heads),
-            segments=self._segments(),
+            segments=self._host.segments,
             heads=attn.heads,
             meanwhile=mlp_BLC,
         )
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        out_BLC = self._attend(qkv).flatten(-2)
         return attn.to_out(torch.cat([out_BLC, mlp_BLC()], dim=-1))
 
 

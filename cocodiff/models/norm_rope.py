@@ -32,11 +32,11 @@ class Rotary(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What a normalisation is to the fused kernel. twice: it rounds before the weight as well."""
+    """What a normalisation is to the fused kernel. round_before_weight: and after it, as diffusers' RMSNorm does."""
 
     weight_D: Tensor | None = None
     epsilon: float | None = None
-    twice: bool = False
+    round_before_weight: bool = False
 
 
 def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: Kernels) -> Tensor:
@@ -45,7 +45,8 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
         return x_BLHD
     known = as_data(norm, x_BLHD)
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
-        return kernels.qk_norm_rope(x_BLHD, known.weight_D, known.epsilon, rotary.tables, rotary.layout, known.twice)
+        weight_D, epsilon, round_before_weight = known
+        return kernels.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary.tables, rotary.layout, round_before_weight)
     x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
     return x_BLHD if rotary.layout == "none" else rotary.turn(x_BLHD)
 
@@ -58,9 +59,9 @@ def as_data(norm: nn.Module | None, x_BLHD: Tensor) -> Norm | None:
         return Norm()
     if type(norm) not in (RMSNorm, nn.RMSNorm) or _is_changed(norm):
         return None
-    of: Any = norm
-    weight_D, epsilon = of.weight, of.eps
-    if epsilon is None or getattr(of, "bias", None) is not None:
+    rms: Any = norm
+    weight_D, epsilon = rms.weight, rms.eps
+    if epsilon is None or getattr(rms, "bias", None) is not None:
         return None
     if weight_D is not None and (weight_D.shape, weight_D.dtype) != (x_BLHD.shape[-1:], x_BLHD.dtype):
         return None

@@ -66,11 +66,11 @@ class QwenAttentionProcessor(AttentionProcessor):
         image_BLC, text_BLC = hidden_states, encoder_hidden_states
         added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
         own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        streams = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
-        of = Streams(streams, attn.heads, self._kernels)
+        parts = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
+        streams = Streams(parts, attn.heads, self._kernels)
         masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
-        qkv = LazyQKV(of.q, of.k, of.v, self._segments(), attn.heads, masks)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, masks)
+        out_BLC = self._attend(qkv).flatten(-2)
         text_rows = text_BLC.shape[1]
         image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
         image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC

@@ -44,13 +44,13 @@ class SD3AttentionProcessor(AttentionProcessor):
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         image_BLC, text_BLC = hidden_states, encoder_hidden_states
-        streams = [Stream(image_BLC, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)]
+        parts = [Stream(image_BLC, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)]
         if text_BLC is not None:
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-            streams.append(Stream(text_BLC, *added))
-        of, segments = Streams(streams, attn.heads, self._kernels), self._segments()
-        qkv = LazyQKV(of.q, of.k, of.v, segments[:1] if text_BLC is None else segments, attn.heads)
-        out_BLC = self._attend(qkv, self._layer).flatten(-2)
+            parts.append(Stream(text_BLC, *added))
+        streams, segments = Streams(parts, attn.heads, self._kernels), self._host.segments
+        qkv = LazyQKV(streams.q, streams.k, streams.v, segments[:1] if text_BLC is None else segments, attn.heads)
+        out_BLC = self._attend(qkv).flatten(-2)
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, : image_BLC.shape[1]]))
         if text_BLC is None:
             return image_out_BLC

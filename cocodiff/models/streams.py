@@ -29,18 +29,18 @@ class Stream(NamedTuple):
 class Streams(NamedTuple):
     """Streams in the order in which the model concatenates them; `q`, `k` and `v` compute [B, L, H, D] when called."""
 
-    of: Sequence[Stream]
+    streams: Sequence[Stream]
     heads: int
     kernels: Kernels
 
     def q(self) -> Tensor:
-        return self._join([self._rotated(s, s.to_q, s.norm_q) for s in self.of])
+        return self._join([self._rotated(s, s.to_q, s.norm_q) for s in self.streams])
 
     def k(self) -> Tensor:
-        return self._join([self._rotated(s, s.to_k, s.norm_k) for s in self.of])
+        return self._join([self._rotated(s, s.to_k, s.norm_k) for s in self.streams])
 
     def v(self) -> Tensor:
-        return self._join([heads_of(s.to_v(s.x_BLC), self.heads) for s in self.of])
+        return self._join([heads_of(s.to_v(s.x_BLC), self.heads) for s in self.streams])
 
     def _rotated(self, stream: Stream, to: nn.Module, norm: nn.Module | None) -> Tensor:
         return norm_rope(heads_of(to(stream.x_BLC), self.heads), norm, stream.rotary, self.kernels)

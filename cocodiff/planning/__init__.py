@@ -1,1 +1,1 @@
-"""What runs would take of time and bytes, by the strategies themselves on a machine that is only described."""
+"""Predicts the time and bytes of runs: the strategies themselves are recorded on a machine that is only described."""

@@ -1,7 +1,7 @@
-"""Latencies and link efficiencies from measured all-to-alls: with what the virtual machine takes as long as they did.
+"""Latencies and link efficiencies from measured all-to-alls: those with which the virtual machine takes as long.
 
-The exchanges are recorded once; a least-squares fit of the logarithms (Levenberg-Marquardt) varies the constants that
-they are simulated with. A constant that no measurement depends on stays as the machine file has it, and is said to.
+The exchanges are recorded once; a least-squares fit of the logarithms varies the constants that they are simulated
+with. A constant that no measurement depends on stays as the machine file has it, and is said to.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import least_squares
 
 from cocodiff.errors import UserError
 from cocodiff.planning.one_peer import SerialTransport
@@ -29,7 +30,7 @@ from cocodiff.wire.exchange import Exchange
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
 BEGIN = 0.05  # of the shortest measurement: where the search for a latency begins
-ROUNDS = 12
+EVALUATIONS = 30  # of the measurements, in the search for the constants
 BLURRED_FIRST = ("message_us", "latency_us", "sibling", "nic", "plane")
 APART = 0.01  # the smallest singular value of derivatives of length one that still tells constants apart
 MOVES_NOTHING = 0.02  # a constant counts as determined where doubling it moves some measurement by more than this part
@@ -132,7 +133,7 @@ class Fit:
 
 
 class Calibration:
-    """What measurements say of a topology's machine."""
+    """Fits a topology's machine to measurements."""
 
     def __init__(self, topology: Topology, measured: Sequence[Measured]) -> None:
         self.topology, self.measured = topology, measured
@@ -171,7 +172,10 @@ class Calibration:
                 return np.log(self.predict(put(x))) - target
 
             x = np.log([known[name] for name in chosen])
-            x = levenberg_marquardt(errors, x) if chosen else x
+            if chosen:
+                x = least_squares(
+                    errors, x, lambda x: jacobian(errors, x, errors(x)), xtol=1e-6, max_nfev=EVALUATIONS
+                ).x
             slope = jacobian(errors, x, errors(x), math.log(2.0))
             moves = np.abs(slope).max(axis=0) * math.log(2.0)
             seen = [name for name, move in zip(chosen, moves, strict=True) if move > MOVES_NOTHING]
@@ -201,24 +205,3 @@ def jacobian(
         moved[index] += step
         columns.append((errors(moved) - at_x) / step)
     return np.column_stack(columns)
-
-
-def levenberg_marquardt(errors: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """The x that makes the sum of the squared errors least, near where it starts."""
-    at_x, damping = errors(x), 1e-2
-    for _ in range(ROUNDS):
-        slope = jacobian(errors, x, at_x)
-        square = slope.T @ slope
-        step = np.linalg.solve(square + damping * (np.diag(np.diag(square)) + 1e-9 * np.eye(len(x))), -slope.T @ at_x)
-        step = np.clip(step, -2.0, 2.0)
-        tried = errors(x + step)
-        if tried @ tried < at_x @ at_x:
-            gained = at_x @ at_x - tried @ tried
-            x, at_x, damping = x + step, tried, damping / 5
-            if gained < 1e-9 or np.abs(step).max() < 1e-4:
-                break
-        else:
-            damping *= 5
-            if damping > 1e8:
-                break
-    return x

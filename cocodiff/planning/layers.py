@@ -41,8 +41,8 @@ Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned. stable: where a threshold decides, the part of the tokens that stay. one_peer: groups serve one
-    peer at a time. make: builds a rank's strategy."""
+    """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. one_peer: groups
+    serve one peer at a time. make: builds a rank's strategy."""
 
     shape: ModelShape
     topology: Topology

@@ -1,4 +1,4 @@
-"""The CoCoDiff paper's figures, and what the plan says of the same cases (docs/paper.md).
+"""The CoCoDiff paper's figures, and the plan's for the same cases (docs/paper.md).
 
 Three constants are fitted on Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
 card and all slower links reach. Everything else is predicted with them. Nothing is fitted to the predicted figures.
@@ -35,8 +35,9 @@ CACHES = state_sizes(Config(selection="v_major", scoring="card"))
 
 
 def figure_11(per_size: float, baseline: str) -> list[Measured]:
-    """What the text says of Figure 11, with the baseline read as an exchange of ours. Phase 1 "stays at 0.3-0.5 ms"
-    from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over TAPA is 3.0 at 24 MB and 1 at 6 MB."""
+    """The statements of the paper's text on Figure 11, with the baseline read as an exchange of ours. Phase 1 "stays at
+    0.3-0.5 ms" from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over TAPA is 3.0 at 24 MB and 1
+    at 6 MB."""
 
     def tapa(size: float, value: float, part: str = "whole") -> Measured:
         return Measured("tapa", size * per_size, value, part)

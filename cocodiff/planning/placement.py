@@ -1,5 +1,6 @@
-"""Which mesh of Ulysses and Ring to take: every mesh that ranks and heads allow, what it sends over which links, how
-many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2, appendix D).
+"""Chooses the mesh of Ulysses and Ring. Every mesh that ranks and heads allow is priced: what it sends over which
+links, how many heads idle, and how long one attention call takes by that. Pure arithmetic (StreamFusion, section 4.2,
+appendix D).
 
 A prediction is coarse: every link carries its bytes at the machine file's rate and the fullest link sets the pace;
 attention runs at half of the tile's bf16 rate; a move of a ring hides behind attention to the block before. It is meant
@@ -21,6 +22,7 @@ from cocodiff.planning.traffic import Traffic, Wires, busiest_node
 from cocodiff.routes.choice import Chunking, megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
 from cocodiff.routes.rounds import LEVELS, rounds_of
+from cocodiff.text_table import aligned
 from cocodiff.topology.axes import AXES, PLACEMENTS, Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
@@ -86,7 +88,7 @@ class InStages(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """What a mesh costs in one attention call.
+    """The cost of a mesh in one attention call.
 
     bytes: of all ranks together by link class, the ring's messages included; Ulysses' blocks go straight to their
     ranks, as with exchange flat (others move bytes between the classes of a node). busiest_node: the most bytes that
@@ -108,7 +110,7 @@ class Priced:
 
     @property
     def idle(self) -> float:
-        """What uneven heads cost: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
+        """The cost of uneven heads: heads of the fullest slot over the mean, ceil(H / P_u) P_u / H."""
         return max(self.heads) * len(self.heads) / sum(self.heads)
 
     @cached_property
@@ -247,19 +249,14 @@ def choose(
 
 def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
     """Lines that show meshes as `by_degree` lists them; the chosen one is marked."""
-    lines = [
-        f"{'ulysses':>9}{'ring':>6} {'placement':<18}{'heads a slot':>13}{'idle':>7}"
-        + "".join(f"{name:>13}" for name in ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB"))
-        + f"{'ms':>10}"
-    ]
+    sent = ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB")
+    lines = [["ulysses", "ring", "placement", "heads a slot", "idle", *sent, "ms", ""]]
     for one in (p for of_degree in priced for p in of_degree):
-        mesh, megabytes = one.mesh, {name: count / 1e6 for name, count in one.bytes.items()}
+        mesh = one.mesh
         name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
         heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
-        lines.append(
-            f"{mesh.ulysses:>9}{mesh.ring:>6} {name:<18}{heads:>13}{one.idle:>7.3f}"
-            + "".join(f"{megabytes[kind]:>13.2f}" for kind in LINK_CLASSES)
-            + f"{one.busiest_node / 1e6:>13.2f}{one.seconds * 1e3:>10.3f}"
-            + ("  <- taken" if mesh == chosen else "")
-        )
-    return lines
+        megabytes = [f"{count / 1e6:.2f}" for count in (*(one.bytes[link] for link in LINK_CLASSES), one.busiest_node)]
+        taken = "<- taken" if mesh == chosen else ""
+        cells = [str(mesh.ulysses), str(mesh.ring), name, heads, f"{one.idle:.3f}", *megabytes]
+        lines.append([*cells, f"{one.seconds * 1e3:.3f}", taken])
+    return aligned(lines, ">><" + ">" * 8 + "<")

@@ -1,4 +1,4 @@
-"""What a rank's torch calls would take on its device: a roofline of each, charged to the rank's program.
+"""Prices a rank's torch calls as its device would take for them: a roofline of each, charged to the rank's program.
 
 Strategies run on tensors of the meta device. One call of torch is one kernel: a launch, and its arithmetic or one pass
 over its arguments and its result, whichever takes longer; views and new memory are free. Attention is one fused
@@ -21,54 +21,16 @@ from cocodiff.planning.program import Recorder
 from cocodiff.planning.roofline import seconds
 from cocodiff.topology.machine import Device
 
-FREE = frozenset(
-    (
-        "__get__",
-        "__set__",
-        "__len__",
-        "__bool__",
-        "__repr__",
-        "__hash__",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "storage_offset",
-        "is_contiguous",
-        "data_ptr",
-        "element_size",
-        "untyped_storage",
-        "view",
-        "view_as",
-        "as_strided",
-        "transpose",
-        "movedim",
-        "permute",
-        "flatten",
-        "unflatten",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "narrow",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "detach",
-        "record_stream",
-        "new_empty",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "is_floating_point",
-        "get_device",
-        "t",
-        "is_complex",
-        "tolist",
-        "item",
-    )
+QUESTIONS = (  # about a tensor
+    *("__get__", "__set__", "__len__", "__bool__", "__repr__", "__hash__", "size", "dim", "numel", "stride"),
+    *("storage_offset", "is_contiguous", "data_ptr", "element_size", "untyped_storage", "is_floating_point"),
+    *("get_device", "is_complex", "tolist", "item", "record_stream"),
 )
+VIEWS = (
+    *("view", "view_as", "as_strided", "transpose", "t", "movedim", "permute", "flatten", "unflatten", "unsqueeze"),
+    *("squeeze", "expand", "expand_as", "narrow", "chunk", "split", "split_with_sizes", "unbind", "detach"),
+)
+FREE = frozenset((*QUESTIONS, *VIEWS, "new_empty", "empty", "empty_like", "empty_strided"))
 MAKERS = frozenset(["empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full"])
 UNPRICED = FREE - MAKERS
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "addmm", "baddbmm"])

@@ -1,4 +1,4 @@
-"""What one rank does, written down: the operations of its main thread and of the jobs on its lanes. Plain data.
+"""A rank's program: the operations of its main thread and of the jobs on its lanes. Plain data.
 
 A *strand* is a list of operations that follow one another. Strand 0 is the rank's main thread, every other one a job
 of a lane. Operations are tuples whose first entry says what they are:
@@ -22,7 +22,7 @@ Operation = tuple[Any, ...]
 
 
 class Label(NamedTuple):
-    """What a span is: as in `trace.Span`."""
+    """A span's name, lane and layer, as in `trace.Span`."""
 
     name: str
     lane: str
@@ -100,7 +100,7 @@ class Recorder:
             self.write(END, number)
 
     def cut(self) -> Program:
-        """What was written since the last cut, or since the start. Nothing may be under way."""
+        """The program since the last cut, or since the start. Nothing may be under way."""
         assert self._strand == 0, "a job is being recorded"
         program, self._program = self._program, Program(self.rank)
         return program

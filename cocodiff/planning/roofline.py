@@ -1,4 +1,4 @@
-"""How long a device computes: as long as its arithmetic or its memory traffic takes, whichever is longer."""
+"""Roofline: a device computes as long as its arithmetic or its memory traffic takes, whichever is longer."""
 
 from __future__ import annotations
 

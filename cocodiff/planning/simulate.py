@@ -32,7 +32,7 @@ class Latencies(NamedTuple):
 
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
-        """What the machine file says."""
+        """As the machine file has them."""
         links = machine.links
         return cls(links.latency_us / 1e6, links.message_us / 1e6, machine.device.launch_us / 1e6)
 

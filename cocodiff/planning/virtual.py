@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 
 class VirtualWorld:
-    """What the ranks share: the turn, messages that one or both ends have named, and what those on the CPU hold."""
+    """Shared by the ranks: the turn, messages that one or both ends have named, and what those on the CPU hold."""
 
     def __init__(self, size: int, receives_ahead: bool) -> None:
         self.size, self.receives_ahead = size, receives_ahead
@@ -77,7 +77,7 @@ class VirtualWorld:
             self._able.append(to)
 
     def take(self, rank: int, key: Key, source: int) -> Any:
-        """What was delivered under this key; lets other ranks run until it is there."""
+        """Returns the value delivered under this key; lets other ranks run until it is there."""
         if key not in self._delivered and self._failure is None:
             self._awaited[rank] = key
             self.run_next()

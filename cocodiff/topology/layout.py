@@ -43,10 +43,6 @@ class Layout:
         parts = tuple(Part(segment, segment.shares(topology)) for segment in segments)
         return cls(parts, deal(heads, topology.deal_order))
 
-    def part(self, name: str) -> Part:
-        """Of the segment of this name."""
-        return next(part for part in self.parts if part.segment.name == name)
-
     def of_rows(self, rows: Sequence[int]) -> Layout:
         """The layout in which every rank has so many rows of no segment in particular, where only some are sent."""
         return Layout((Part(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)

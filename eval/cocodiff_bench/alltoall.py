@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,17 @@ from cocodiff.comm.launch import detect
 from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.terminal import progress_bar, say
-from cocodiff.config import Config, load_machine
+from cocodiff.commands.terminal import say
+from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology
-from cocodiff.trace import Trace
-from cocodiff_bench import oneccl
-from cocodiff_bench.common import Benchmark, Values, interleave, machine_settings, rows, save, with_common_options
+from cocodiff.topology.segments import Part, Segment
+from cocodiff.trace import Span, Trace
+from cocodiff_bench import common, oneccl
+from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -38,7 +39,7 @@ TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
 SIZES = [0.06, 0.25, 1.0, 3.0, 6.0, 12.0, 24.0, 48.0]
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("sizes_mb", "MB (1e6 bytes) of every rank, its own block included", SIZES, type=float, many=True),
     Option("variants", f"of {' '.join(VARIANTS)}; default: those that this launch allows", None, many=True),
     Option("tune", "write exchange.yaml: which of flat, tapa and split auto shall take", False, type=bool),
@@ -52,7 +53,7 @@ OPTIONS = with_common_options(
 class Blocks:
     """One exchange: this rank's tensor with a head for every rank, and the same numbers packed, a block a peer."""
 
-    layout: Any
+    layout: Layout
     x_BLHD: Tensor
     packed: Tensor
     received: Tensor
@@ -93,69 +94,63 @@ def check(values: Values, ranks: int | None) -> None:
         return
     if ranks < 2:
         raise UserError(f"bench alltoall on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
-    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    topology = common.topology_of(values, ranks)
     if "auto" in names and values["variants"]:
-        table_for(values, topology)
+        check_table(values, topology)
 
 
-def table_for(values: Values, topology: Topology) -> Any:
+def config_of(name: str, values: Values) -> Config:
+    return common.engine_config(values, exchange=name, exchange_table=values["exchange_table"])
+
+
+def check_table(values: Values, topology: Topology) -> None:
+    """Raises UserError where `auto` has no table for the machine."""
     from cocodiff.assemble import exchange_table
 
-    config = Config(exchange="auto", exchange_table=values["exchange_table"], **machine_settings(values))
-    return exchange_table(config, topology)
-
-
-def import_before_fork(_values: Values) -> None:
-    import_module("cocodiff.engine")
+    exchange_table(config_of("auto", values), topology)
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    import torch
-
-    topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
+    topology = common.topology_of(values, transport.size)
     names = wanted(values)
     if "auto" in names and not values["variants"]:
         try:
-            table_for(values, topology)
+            check_table(values, topology)
         except UserError as error:
             names.remove("auto")
             if transport.rank == 0:
                 say(f"without auto: {error}")
     traces = {name: Trace(transport.rank) for name in names if name in OURS}
     make = makers(values, topology, transport, traces)
-    shown = not values["quiet"] and not transport.rank
-    rounds = len(values["sizes_mb"]) * (values["repeats"] + 1) * len(names)
-    measured: list[dict[str, Any]] = []
+    measured: list[Row] = []
+    built = {name: make[name]() for name in names}
     together = transport.group(range(transport.size)).barrier  # messages of no size: all leave it within a millisecond
-    with torch.no_grad(), progress_bar("bench alltoall", rounds, shown) as bar:
-        built = {name: make[name]() for name in names}
-        for size in values["sizes_mb"]:
-            blocks = random_blocks(size, transport)
-            variants: dict[str, Callable[[], Any]] = {name: partial(built[name], blocks) for name in names}
-            check_results(blocks, variants, transport.rank)
-            turns = partial(interleave, variants, units=1, meet=together, tick=bar.update)
-            turns(1)
-            for trace in traces.values():
-                trace.clear()
-            of_ranks = transport.gather_object(turns(values["repeats"]))
-            records = {name: transport.gather_object(trace.record()) for name, trace in traces.items()}
-            if transport.rank == 0:
-                measured += rows_of(size, blocks, topology, of_ranks, records)
-                say_case(measured, size)
+    for size in values["sizes_mb"]:
+        blocks = random_blocks(size, transport)
+        variants: dict[str, Callable[[], Tensor]] = {name: partial(built[name], blocks) for name in names}
+        check_results(blocks, variants, transport.rank)
+        seconds = common.measure_in_turns(
+            f"bench alltoall {size:g} MB", variants, values, transport, barrier=together, traces=traces.values()
+        )
+        slowest = common.of_slowest_rank(seconds, transport)
+        sent = common.bytes_of_call(traces, values["repeats"], transport)
+        spans = transport.gather_object(traces["tapa"].spans if "tapa" in traces else [])
+        if transport.rank == 0:
+            of_size = rows_of(size, slowest, sent, [span for of_rank in spans for span in of_rank])
+            of_size += bound_rows(of_size, bound_s(topology, blocks.block_bytes))
+            common.say_rows(of_size, more=more_words, title=f"{size:g} MB per rank")
+            measured += of_size
     if transport.rank == 0:
         report(values, output, topology, measured)
-    transport.broadcast_object(None)
 
 
 def random_blocks(size_mb: float, transport: Any) -> Blocks:
     """Blocks as near to size_mb / ranks as whole rows of 512 bytes allow, at least one row."""
     import torch
 
-    from cocodiff.topology.layout import Layout
-
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
-    layout = Layout((L,) * ranks, (0,) * ranks, (1,) * ranks)
+    layout = Layout((Part(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
     generator = torch.Generator().manual_seed(transport.rank)
     packed = torch.randn(ranks, L, HEAD_DIM, generator=generator)
     x_BLHD = packed.transpose(0, 1).contiguous()[None]
@@ -176,13 +171,12 @@ def makers(
 
 
 def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    from cocodiff.wire.exchange import Exchange
+    from cocodiff_bench.engine_parts import make_exchange, send
 
-    table = table_for(values, topology) if name == "auto" else None
-    exchange = Exchange(name, topology, transport, trace, table)
+    exchange = make_exchange(config_of(name, values), topology, transport, trace)
 
     def run(blocks: Blocks) -> Tensor:
-        (x_BSGD,) = exchange.transfer(blocks.layout).send(x=blocks.x_BLHD).wait()
+        (x_BSGD,) = send(exchange, blocks.layout, x=blocks.x_BLHD)
         return x_BSGD.view(blocks.packed.shape)
 
     return run
@@ -260,82 +254,48 @@ def bound_s(topology: Topology, block_bytes: int) -> float | None:
 
 
 def rows_of(
-    size: float,
-    blocks: Blocks,
-    topology: Topology,
-    of_ranks: Sequence[Mapping[str, list[float]]],
-    records: Mapping[str, list[dict[str, Any]]],
-) -> list[dict[str, Any]]:
-    """The variants' rows and the bound's; a measurement is that of its slowest rank."""
-    slowest = {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in of_ranks[0]}
-    calls = len(next(iter(slowest.values())))
-    sent = {
-        name: {
-            link: sum(one["bytes"].get(("attention", link), 0) for one in ranks) // calls
-            for link in ("sibling", "plane", "cross_plane", "node")
-        }
-        for name, ranks in records.items()
-    }
-    best = bound_s(topology, blocks.block_bytes)
-    found = rows(f"{size:g}MB", slowest, sent, {name: {"flat": "flat", "tapa": "tapa"} for name in slowest})
+    size: float, slowest: Mapping[str, list[float]], sent: Mapping[str, Mapping[str, int]], of_tapa: Sequence[Span]
+) -> list[Row]:
+    """The variants' rows. of_tapa: TAPA's spans of all ranks."""
+    found = common.rows(f"{size:g}MB", slowest, sent, common.compared_with(slowest, "flat", "tapa"))
     for row in found:
-        row["efficiency"] = None if best is None else best / row["median_s"]
         if row["variant"] == "tapa":
             for key, lane in (("phase1_s", "sibling"), ("phase2_s", "plane")):
-                spans = [s for one in records["tapa"] for s in one["spans"] if s[1] == lane]
-                row[key] = statistics.median((s[3] - s[2]) / 1e9 for s in spans) if spans else None
-    if best is not None:
-        found.append(
-            {
-                "case": f"{size:g}MB",
-                "variant": "bound",
-                "median_s": best,
-                "p10_s": best,
-                "p90_s": best,
-                "n": 0,
-                "bytes": None,
-                "efficiency": 1.0,
-            }
-        )
+                lengths = [(span.end_ns - span.start_ns) / 1e9 for span in of_tapa if span.lane == lane]
+                row[key] = statistics.median(lengths) if lengths else None  # one card alone has no second phase
     return found
 
 
-def say_case(measured: Sequence[Mapping[str, Any]], size: float) -> None:
-    case = f"{size:g}MB"
-    say(f"{size:g} MB per rank")
-    for row in (row for row in measured if row["case"] == case):
-        line = f"  {row['variant']:<12} {row['median_s'] * 1e3:10.2f} ms"
-        if row["n"]:
-            line += f" (p10 {row['p10_s'] * 1e3:.2f}, p90 {row['p90_s'] * 1e3:.2f}, n {row['n']})"
-        if row["efficiency"] is not None and row["n"]:
-            line += f"  {row['efficiency']:.3f} of the bound"
-        line += "".join(
-            f"  {key.removeprefix('ratio_')} {row[key]:.3f}"
-            for key in ("ratio_vs_flat", "ratio_vs_tapa")
-            if row.get(key) is not None
-        )
-        phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]  # one card alone has no second
-        line += "".join(f"  phase {number} {time_s * 1e3:.2f} ms" for number, time_s in phases if time_s is not None)
-        say(line)
+def bound_rows(found: list[Row], best_s: float | None) -> list[Row]:
+    """Sets the rows' efficiency; returns the bound's own row, or none without a bound."""
+    for row in found:
+        row["efficiency"] = None if best_s is None else best_s / row["median_s"]
+    if best_s is None:
+        return []
+    times = dict.fromkeys(("median_s", "p10_s", "p90_s"), best_s)
+    return [{"case": found[0]["case"], "variant": "bound", **times, "n": 0, "bytes": None, "efficiency": 1.0}]
 
 
-def report(values: Values, output: OutputFolder, topology: Topology, measured: list[dict[str, Any]]) -> None:
+def more_words(row: Row) -> list[str]:
+    words = [f"{row['efficiency']:.3f} of the bound"] if row["n"] and row["efficiency"] is not None else []
+    phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]
+    return words + [f"phase {number} {seconds * 1e3:.2f} ms" for number, seconds in phases if seconds is not None]
+
+
+def report(values: Values, output: OutputFolder, topology: Topology, measured: list[Row]) -> None:
     from cocodiff_bench.plots import plot_alltoall
 
-    folder = output.open()
-    save(folder, measured, values)
     scale = emulated().get("scale")
     where = f"{topology.machine.name}, {topology.size} ranks on {topology.nodes} node(s)"
-    plot_alltoall(measured, where + (f", links {scale:g} times slower" if scale else ""), folder / "alltoall.png")
+    where += f", links {scale:g} times slower" if scale else ""
+    files: dict[str, Callable[[Path], None]] = {"alltoall.png": partial(plot_alltoall, measured, where)}
     if values["tune"]:
-        write_table(folder / "exchange.yaml", topology, measured)
-    output.publish()
-    if values["tune"]:
-        say(f"auto's table: {output.final / 'exchange.yaml'}; use it with exchange_table")
-    say(f"results: {output.final / 'bench.json'}, {output.final / 'alltoall.png'}")
+        files["exchange.yaml"] = partial(write_table, topology, measured)
+        say("exchange.yaml is auto's table: use it with exchange_table")
+    common.publish(output, values, measured, files)
 
 
-def tuned_rows(measured: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, str]]:
+def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:
     """The fastest exchange of every size; limits lie in the geometric middle between sizes, the last row has none."""
     fastest: dict[float, str] = {}
     for case in dict.fromkeys(row["case"] for row in measured):
@@ -349,7 +309,7 @@ def tuned_rows(measured: Sequence[Mapping[str, Any]]) -> list[tuple[float | None
     return table
 
 
-def write_table(path: Path, topology: Topology, measured: Sequence[Mapping[str, Any]]) -> None:
+def write_table(topology: Topology, measured: Sequence[Row], path: Path) -> None:
     import yaml
 
     rows_ = [list(row) for row in tuned_rows(measured)]
@@ -360,6 +320,5 @@ BENCHMARK = Benchmark(
     "Times all-to-alls of equal blocks: our exchanges, one peer at a time, the libraries' own, and the links' bound.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
 )

@@ -1,59 +1,51 @@
 """`cocodiff bench attention`: attention calls of a stand-in model, every exchange in every order in turn.
 
-Communication is real, and so are the tokens: random, of the given shape. What computes is a stand-in: making q, k and v
-is a timed wait, because cores that all ranks share have none to spare for hiding anything behind real projections. The
-wait is a multiple of T(Vp1), V's first phase, which is measured first (CoCoDiff section III-C, equation 2).
+Communication is real, and so are the tokens: random, of the given shape. Making q, k and v is a timed wait, because
+cores that all ranks share have none to spare for hiding anything behind real projections. The wait is a multiple of
+T(Vp1), V's first phase, which is measured first (CoCoDiff section III-C, equation 2).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.comm.launch import detect
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.session import DTYPES
-from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.commands.terminal import say
 from cocodiff.commands.trace import say_summary
-from cocodiff.config import Config, load_machine
+from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
-from cocodiff.registry import EXCHANGES, ORDERS, load
+from cocodiff.registry import EXCHANGES, ORDERS
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, Trace, save_traces
-from cocodiff.trace_summary import AttentionTimes, first_phase, summarise
-from cocodiff_bench.common import (
-    Benchmark,
-    Values,
-    interleave,
-    machine_settings,
-    meet,
-    rows,
-    save,
-    say_rows,
-    with_common_options,
-)
-from cocodiff_bench.waiting import LOCAL_WAIT_S, V_SHARE, StandInLayer, WaitingAttention
+from cocodiff.trace import Trace, save_traces
+from cocodiff.trace_summary import first_phase, summarise
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values, meet
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
+    from cocodiff.attention.strategy import LazyQKV, Site, Strategy
+    from cocodiff_bench.waiting import WaitingAttention
 
 CALIBRATION_CALLS = 9
-JOINT, IMAGE = (
-    "joint",
-    "image",
-)  # kinds of layer: image and text tokens; image tokens alone, as SD3.5's second attention
+V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
+LOCAL_WAIT_S = 0.002
+# Kinds of layer: image and text tokens; image tokens alone, as SD3.5's second attention.
+JOINT, IMAGE = "joint", "image"
 LOCAL = ("wait", "real")
-OPTIONS = with_common_options(
-    Option("exchange", "exchanges to measure", list(EXCHANGES), many=True),
+OPTIONS = common.with_common_options(
+    Option("exchange", "exchanges to measure", [name for name in EXCHANGES if name != "auto"], many=True),
     Option("order", "orders to measure", list(ORDERS), many=True),
     Option("chunks", "chunks to measure each of them in: 1 for none, or auto", ["1"], many=True),
     Option("image_tokens", "image tokens of all ranks", 4096, type=int),
@@ -73,46 +65,45 @@ OPTIONS = with_common_options(
 )
 
 
+@dataclass(frozen=True)
+class StandInLayer:
+    """One attention layer of a model that is not there: random q, k and v of this rank's rows. pairs: of a query and a
+    key for this rank's heads."""
+
+    site: Site
+    layout: Layout
+    pairs: int
+    qkv_BLHD: tuple[Tensor, Tensor, Tensor]
+
+    def qkv(self, project_qk_s: float) -> LazyQKV:
+        """q, k and v after waits for as long as their projections shall take."""
+        from cocodiff.attention.strategy import LazyQKV
+        from cocodiff_bench.waiting import after
+
+        waits = (project_qk_s / 2, project_qk_s / 2, project_qk_s * V_SHARE)
+        q, k, v = (after(seconds, x_BLHD) for seconds, x_BLHD in zip(waits, self.qkv_BLHD, strict=True))
+        return LazyQKV(q, k, v, tuple(part.segment for part in self.layout.parts), sum(self.layout.heads))
+
+
+@dataclass(eq=False)
 class Variant:
-    """An exchange in an order and in chunks, with a trace of its own; `outputs` are those of its last call, by kind of
-    layer."""
+    """An exchange in an order and in chunks, with a trace of its own. outputs: of its last call, by kind of layer."""
 
-    def __init__(self, config: Config, topology: Topology, transport: Any, waiting: WaitingAttention | None) -> None:
-        from cocodiff.assemble import chunking, exchange_table
-        from cocodiff.attention.ulysses import Ulysses
-        from cocodiff.kernels import Kernels
-        from cocodiff.wire.exchange import Exchange
-
-        self.trace = Trace(transport.rank)
-        self.exchange = Exchange(
-            config.exchange,
-            topology,
-            transport,
-            self.trace,
-            exchange_table(config, topology),
-            config.nic_balance,
-            Kernels(config.kernels, self.trace.note_kernel),
-            chunking(config, topology),
-        )
-        local: Any = waiting
-        self.strategy = Ulysses(topology, self.exchange, self.trace, load(ORDERS, config.order), local=local)
-        self.outputs: dict[str, Tensor] = {}
-        self._waiting = waiting
+    config: Config
+    trace: Trace
+    strategy: Strategy
+    attention: WaitingAttention
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
     def call(self, layers: Sequence[StandInLayer], project_qk_s: float = 0.0) -> None:
         for layer in layers:
-            if self._waiting is not None:
-                self._waiting.tokens = sum(segment.tokens for segment in layer.segments)
+            self.attention.pairs = layer.pairs
             self.outputs[layer.site.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.site)
 
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "image_tokens", "heads", "head_dim", "batch", "repeats", "ranks")
-    if values["text_tokens"] < 0:
-        raise UserError(f"--text_tokens {values['text_tokens']}: give 0 or more")
-    for name in ("ratio", "balance"):
-        if not 0 <= values[name] < float("inf"):
-            raise UserError(f"--{name} {values[name]}: give 0 or more")
+    common.check_not_negative(values, "text_tokens", "ratio", "balance")
     configs(values)
     if ranks is not None:
         topology_of(values, ranks)
@@ -120,26 +111,20 @@ def check(values: Values, ranks: int | None) -> None:
 
 def configs(values: Values) -> dict[str, Config]:
     """The variants' settings: every exchange in every order, in every number of chunks."""
-    shared, wanted = machine_settings(values), {}
+    wanted = {}
     for exchange, order, chunks in product(values["exchange"], values["order"], values["chunks"]):
-        config = Config(exchange=exchange, order=order, chunks=chunks, **shared)
+        config = common.engine_config(values, exchange=exchange, order=order, chunks=chunks)
         wanted[f"{exchange} {order}" + (f" {chunks} chunks" if config.chunks != 1 else "")] = config
     return wanted
 
 
 def topology_of(values: Values, ranks: int) -> Topology:
     """Raises UserError where so many ranks do not fit the machine or have no tokens or heads to share."""
-    from cocodiff.topology.layout import Layout
-
     if ranks < 2:
         raise UserError(f"bench attention on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
-    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    topology = common.topology_of(values, ranks)
     Layout.build(topology, image_and_text(values["image_tokens"], values["text_tokens"]), values["heads"])
     return topology
-
-
-def import_before_fork(_values: Values) -> None:
-    import_module("cocodiff.engine")
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
@@ -148,35 +133,54 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         raise UserError(
             f"bench attention times waits of the host, which says nothing on {transport.device.type}: use --device cpu"
         )
-    topology = topology_of(values, transport.size)
+    topology, wanted = topology_of(values, transport.size), configs(values)
     layers = stand_in_layers(values, topology, transport.rank)
-    waiting = WaitingAttention() if values["local"] == "wait" else None
-
-    def variant(config: Config) -> Variant:
-        return Variant(config, topology, transport, waiting)
-
-    wanted = configs(values)
-    variants = {name: variant(config) for name, config in wanted.items()}
-    plain = [variants[name] for name, config in wanted.items() if config.order == "joint" and config.chunks == 1]
-    reference = plain[0] if plain else variant(next(iter(wanted.values())).with_(order="joint", chunks=1))
-    for one in [*variants.values(), *([] if plain else [reference])]:
+    variants = {name: make_variant(config, topology, transport, values) for name, config in wanted.items()}
+    plain = (one for one in variants.values() if one.config.order == "joint" and one.config.chunks == 1)
+    reference = next(plain, None) or make_variant(
+        next(iter(wanted.values())).with_(order="joint", chunks=1), topology, transport, values
+    )
+    for one in dict.fromkeys([*variants.values(), reference]):
         one.call(layers)
-    check_outputs(reference, variants, wanted, transport.rank)
-    v_phase1_s = v_phase1_seconds(variants, layers[0], transport)
-    if waiting is not None and values["balance"]:
-        waiting.seconds = values["balance"] * exchange_seconds(reference, layers[0], transport)
-    seconds = timed(variants, layers, values["ratio"] * v_phase1_s, values, transport)
-    check_outputs(reference, variants, wanted, transport.rank)
-    records = {name: transport.gather_object(one.trace.record()) for name, one in variants.items()}
+    check_outputs(reference, variants, transport.rank)
+    # T(Q,K) belongs to a model, so it is the same in all variants: by T(Vp1) of TAPA, as in the paper, where that is
+    # measured.
+    tapa = next((config for config in wanted.values() if config.exchange == "tapa"), next(iter(wanted.values())))
+    v_phase1_s = v_phase1_seconds(tapa, topology, layers[0], transport)
+    wait_s = None if values["local"] == "real" else LOCAL_WAIT_S
+    if wait_s is not None and values["balance"]:
+        wait_s = values["balance"] * exchange_seconds(reference.config, topology, layers[0], transport)
+    for one in variants.values():
+        one.attention.seconds = wait_s
+    project_qk_s, traces = values["ratio"] * v_phase1_s, {name: one.trace for name, one in variants.items()}
+    seconds = common.measure_in_turns(
+        "bench attention",
+        {name: partial(one.call, layers, project_qk_s) for name, one in variants.items()},
+        values,
+        transport,
+        units=len(layers),
+        traces=traces.values(),
+    )
+    check_outputs(reference, variants, transport.rank)
+    sent = common.bytes_of_call(traces, len(layers) * values["repeats"], transport)
+    records = {name: transport.gather_object(trace.record()) for name, trace in traces.items()}
     if transport.rank == 0:
         waits = f"T(Vp1) {v_phase1_s * 1e3:.2f} ms, T(Q,K) {values['ratio']:g} times that, attention: {values['local']}"
-        compute_s = values["ratio"] * v_phase1_s * (1 + V_SHARE)
-        if waiting is not None:
-            waits += f" of {waiting.seconds * 1e3:.2f} ms"
-            compute_s += waiting.seconds
+        waits += f" of {wait_s * 1e3:.2f} ms" if wait_s is not None else ""
+        compute_s = None if wait_s is None else project_qk_s * (1 + V_SHARE) + wait_s
         case = f"{shape_of(values)}, {transport.size} ranks; {waits}"
-        report(case, wanted, seconds, None if waiting is None else compute_s, records, output, values)
-    transport.broadcast_object(None)
+        report(case, wanted, seconds, sent, compute_s, records, output, values)
+
+
+def make_variant(config: Config, topology: Topology, transport: Any, values: Values) -> Variant:
+    from cocodiff.topology.axes import Mesh
+    from cocodiff_bench.engine_parts import make_strategy
+    from cocodiff_bench.waiting import WaitingAttention
+
+    trace, attention = Trace(transport.rank), WaitingAttention()
+    attention.seconds = None if values["local"] == "real" else 0.0
+    strategy = make_strategy(config, Mesh.build(topology), transport, trace, attention)
+    return Variant(config, trace, strategy, attention)
 
 
 def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[StandInLayer]:
@@ -185,29 +189,23 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
     import torch
 
     from cocodiff.attention.strategy import Site
-    from cocodiff.topology.layout import Layout
 
     random = torch.Generator().manual_seed(rank)
+    dtype = torch_dtype(values["dtype"] if values["dtype"] != "auto" else "fp32")
     layers = []
     for kind, text_tokens in {(JOINT if values["text_tokens"] else IMAGE): values["text_tokens"], IMAGE: 0}.items():
-        call = (image_and_text(values["image_tokens"], text_tokens), values["heads"])
-        L = Layout.build(topology, *call).rows[rank]
-        shape = (values["batch"], L, values["heads"], values["head_dim"])
-        q, k, v = (
-            torch.randn(shape, generator=random).to(
-                torch_dtype(values["dtype"] if values["dtype"] != "auto" else "fp32")
-            )
-            for _ in range(3)
-        )
-        layers.append(StandInLayer(Site(kind), q, k, v, *call))
+        layout = Layout.build(topology, image_and_text(values["image_tokens"], text_tokens), values["heads"])
+        shape = (values["batch"], layout.rows[rank], values["heads"], values["head_dim"])
+        q, k, v = (torch.randn(shape, generator=random).to(dtype) for _ in range(3))
+        layers.append(StandInLayer(Site(kind), layout, sum(layout.rows) ** 2 * layout.heads[rank], (q, k, v)))
     return layers
 
 
-def check_outputs(reference: Variant, variants: Mapping[str, Variant], wanted: Mapping[str, Config], rank: int) -> None:
+def check_outputs(reference: Variant, variants: Mapping[str, Variant], rank: int) -> None:
     """Raises RuntimeError where a variant's outputs are not those of joint order without chunks: the same bits, or with
     chunks, which sum in another order, the same numbers."""
     outputs = {name: one.outputs for name, one in variants.items()}
-    whole = {name: of for name, of in outputs.items() if wanted[name].chunks == 1}
+    whole = {name: of for name, of in outputs.items() if variants[name].config.chunks == 1}
     check_same_bits(reference.outputs, whole, rank)
     check_close(reference.outputs, {name: of for name, of in outputs.items() if name not in whole}, rank)
 
@@ -240,51 +238,50 @@ def check_same_bits(reference: Mapping[str, Tensor], outputs: Mapping[str, Mappi
                 )
 
 
-def v_phase1_seconds(variants: Mapping[str, Variant], layer: StandInLayer, transport: Any) -> float:
-    """T(Vp1) of v travelling alone: the slowest rank's median. Of TAPA where it is measured, as in the paper, so that
-    T(Q,K), which belongs to a model, is the same in all variants."""
-    variant = next((one for name, one in variants.items() if name.startswith("tapa")), next(iter(variants.values())))
-    layout = variant.strategy.layout(layer.qkv(0.0))
-    for number in range(CALIBRATION_CALLS + 1):
+def v_phase1_seconds(config: Config, topology: Topology, layer: StandInLayer, transport: Any) -> float:
+    """T(Vp1) of v travelling alone: the slowest rank's median."""
+    from cocodiff_bench.engine_parts import make_exchange, send
+
+    trace = Trace(transport.rank)
+    exchange = make_exchange(config, topology, transport, trace)
+    call = partial(send, exchange, layer.layout, layer.site.kind, v=layer.qkv_BLHD[2])
+    calls_in_step(call, CALIBRATION_CALLS, transport, after_warm_up=trace.clear)
+    name = first_phase(trace.spans)
+    return slowest_median([(s.end_ns - s.start_ns) / 1e9 for s in trace.spans if s.name == name] or [0.0], transport)
+
+
+def exchange_seconds(config: Config, topology: Topology, layer: StandInLayer, transport: Any) -> float:
+    """How long q, k and v travel together, and o back: the slowest rank's median."""
+    from cocodiff_bench.engine_parts import make_exchange, send, send_back
+
+    exchange, kind = make_exchange(config, topology, transport, Trace(transport.rank)), layer.site.kind
+
+    def there_and_back() -> None:
+        q, k, v = layer.qkv_BLHD
+        out_BSGD = send(exchange, layer.layout, kind, wait_next=True, q=q, k=k, v=v)[0]
+        send_back(exchange, out_BSGD, layer.layout, kind)
+
+    return slowest_median(calls_in_step(there_and_back, CALIBRATION_CALLS // 3, transport), transport)
+
+
+def calls_in_step(
+    call: Callable[[], Any], calls: int, transport: Any, after_warm_up: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """Seconds of each call, which all ranks begin together; the first one warms up and does not count."""
+    seconds = []
+    for number in range(calls + 1):
         meet(transport)
         if number == 1:
-            variant.trace.clear()  # the first warms up
-        variant.exchange.transfer(layout, layer=layer.site.kind).send(v=layer.v_BLHD).wait()
-    name = first_phase(variant.trace.spans)
-    lengths = [span.end_ns - span.start_ns for span in variant.trace.spans if span.name == name]
-    medians = transport.gather_object(statistics.median(lengths) if lengths else 0)
-    return float(transport.broadcast_object(medians and max(medians))) / 1e9
-
-
-def exchange_seconds(variant: Variant, layer: StandInLayer, transport: Any) -> float:
-    """How long q, k and v travel together, and o back: the slowest rank's median."""
-    layout = variant.strategy.layout(layer.qkv(0.0))
-    lengths = []
-    for _ in range(CALIBRATION_CALLS // 3 + 1):
-        meet(transport)
+            after_warm_up()
         started = time.perf_counter()
-        transfer = variant.exchange.transfer(layout, layer=layer.site.kind)
-        sent = transfer.send(q=layer.q_BLHD, k=layer.k_BLHD, v=layer.v_BLHD, wait_next=True)
-        transfer.back(sent.wait()[0])
-        lengths.append(time.perf_counter() - started)
-    medians = transport.gather_object(statistics.median(lengths[1:]))
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def slowest_median(seconds: Sequence[float], transport: Any) -> float:
+    medians = transport.gather_object(statistics.median(seconds))
     return float(transport.broadcast_object(medians and max(medians)))
-
-
-def timed(
-    variants: Mapping[str, Variant], layers: Sequence[StandInLayer], project_qk_s: float, values: Values, transport: Any
-) -> dict[str, list[float]]:
-    """Seconds per attention call of every variant; their traces and bytes are of the measured calls alone."""
-    import torch
-
-    calls = {name: partial(variant.call, layers, project_qk_s) for name, variant in variants.items()}
-    shown = not values["quiet"] and not transport.rank
-    with torch.no_grad(), progress_bar("bench attention", (values["repeats"] + 1) * len(calls), shown) as bar:
-        turns = partial(interleave, calls, units=len(layers), meet=partial(meet, transport), tick=bar.update)
-        turns(1)
-        for variant in variants.values():
-            variant.trace.clear()
-        return turns(values["repeats"])
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -294,6 +291,7 @@ def report(
     case: str,
     wanted: Mapping[str, Config],
     seconds: Mapping[str, list[float]],
+    sent: Mapping[str, Mapping[str, int]],
     compute_s: float | None,
     records: Mapping[str, list[dict[str, Any]]],
     output: OutputFolder,
@@ -309,27 +307,27 @@ def report(
         }
         for name, config in wanted.items()
     }
-    calls = (2 if values["text_tokens"] else 1) * values["repeats"]
-    measured = rows(case, seconds, {name: bytes_of(ranks, calls) for name, ranks in records.items()}, references)
+    measured = common.rows(case, seconds, sent, references)
     times = summarise({name: {one["rank"]: one["spans"] for one in ranks} for name, ranks in records.items()})
     for row in measured:
         row["hidden_of_whole"] = hidden_share(seconds, row["variant"], references[row["variant"]]["whole"], compute_s)
-        row["layers"] = {one.layer: seconds_of(one) for one in times if one.mode == row["variant"]}
-    folder = output.open()
-    save(folder, measured, values)
-    save_traces(folder / "trace.json", dict(records))
-    output.publish()
-    say_rows(measured, "a call")
+        of_layers = {one.layer: one._asdict() for one in times if one.mode == row["variant"]}
+        row["layers"] = {
+            layer: {name: value for name, value in one.items() if name not in ("mode", "layer")}
+            for layer, one in of_layers.items()
+        }
+    common.say_rows(measured, "a call")
     for row in measured:
         if row["hidden_of_whole"] is not None and row["variant"] != references[row["variant"]]["whole"]:
             say(f"  {row['variant']}: hides {row['hidden_of_whole']:.1%} of what is exposed without chunks")
     say()
     say_summary(times, sum(one["dropped"] for ranks in records.values() for one in ranks))
-    say(f"results: {output.final / 'bench.json'}")
+    common.publish(output, values, measured, {"trace.json": lambda path: save_traces(path, dict(records))})
 
 
 def hidden_share(seconds: Mapping[str, list[float]], name: str, whole: str, compute_s: float | None) -> float | None:
-    """What chunks hide of the time by which a call without them is longer than its compute: median over rounds."""
+    """The part that chunks hide of the time by which a call without them is longer than its compute: median over
+    rounds."""
     if compute_s is None or whole not in seconds:
         return None
     pairs = zip(seconds[name], seconds[whole], strict=True)
@@ -341,19 +339,9 @@ def shape_of(values: Values) -> str:
     return f"stand-in attention, {tokens}, {values['heads']} heads of {values['head_dim']}, batch {values['batch']}"
 
 
-def bytes_of(records: Sequence[Mapping[str, Any]], calls: int) -> dict[str, int]:
-    """What all ranks together sent in a mean call, by link class."""
-    return {link: sum(one["bytes"].get(("attention", link), 0) for one in records) // calls for link in LINK_CLASSES}
-
-
-def seconds_of(times: AttentionTimes) -> dict[str, float | None]:
-    return {name: value for name, value in times._asdict().items() if name not in ("mode", "layer")}
-
-
 BENCHMARK = Benchmark(
     "Times attention calls of a stand-in model: real communication, projections that are timed waits.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
 )

@@ -1,4 +1,4 @@
-"""What all benchmarks share: fair turns for the variants, rows of `bench.json`, and their lines on the terminal.
+"""Scaffolding of all benchmarks: measuring variants in turns, the rows of `bench.json`, and printing them.
 
 `bench.json` is {"schema": 1, "rows": [...]}, a row for each variant:
 
@@ -16,17 +16,26 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cocodiff.comm.launch import detect
 from cocodiff.commands.options import RUN_OPTIONS, Option, engine_record
 from cocodiff.commands.outputs import OutputFolder, write_settings
-from cocodiff.commands.terminal import say
+from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.config import Config, load_machine
+from cocodiff.errors import UserError
 from cocodiff.setting import settings_of
+from cocodiff.text_table import aligned
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import LINK_CLASSES, Trace
 
 Values = dict[str, Any]
+Row = dict[str, Any]
 OUTPUT_OPTIONS = (
     Option("repeats", "measurements of each variant", 9, type=int),
     Option("out", "folder of bench.json", "bench"),
@@ -35,19 +44,32 @@ OUTPUT_OPTIONS = (
 OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
+def import_engine(_values: Values) -> None:
+    import_module("cocodiff.engine")
+
+
 @dataclass(frozen=True)
 class Benchmark:
-    """A kind of benchmark: `BENCHMARK` of the module `bench_KIND`.
+    """A kind of benchmark: `BENCHMARK` of its module.
 
     check: raises UserError for values that cannot be measured on so many ranks (None: only the launcher knows).
     measure: one rank's part, called with the values, the results' folder and the rank's transport.
+    import_before_fork: imports what all ranks need, in the process that they are forked from.
     """
 
     about: str
     options: tuple[Option, ...]
     check: Callable[[Values, int | None], None]
-    import_before_fork: Callable[[Values], None]
     measure: Callable[[Values, OutputFolder, Any], None]
+    import_before_fork: Callable[[Values], None] = import_engine
+
+    def run(self, values: Values, output: OutputFolder, transport: Any) -> None:
+        """`measure`, then waits until rank 0 has written the results."""
+        self.measure(values, output, transport)
+        transport.broadcast_object(None)
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
 
 
 def with_common_options(*own: Option) -> tuple[Option, ...]:
@@ -61,10 +83,28 @@ def of_benchmarks(setting: Option) -> bool:
     return setting.given == "machine" or setting.name in OF_PRESETS
 
 
-def machine_settings(values: Values) -> Values:
-    """The engine settings that all variants of a benchmark share. What differs is the variants' business."""
-    records = settings_of(engine_record())
-    return {name: value for name, value in values.items() if name in records and records[name].given == "machine"}
+def engine_config(values: Values, preset: str | None = None, **own: Any) -> Config:
+    """A variant's settings: its own, over a preset's where it has one, and those of the machine, which all share.
+    Raises UserError for values that do not fit."""
+    record = engine_record()
+    own |= {
+        name: values[name] for name, one in settings_of(record).items() if one.given == "machine" and name in values
+    }
+    return record.preset(preset, **own) if preset else record(**own)
+
+
+def topology_of(values: Values, ranks: int) -> Topology:
+    """Raises UserError where so many ranks do not fit the machine."""
+    return Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+
+
+def check_not_negative(values: Values, *names: str) -> None:
+    for name in names:
+        if not 0 <= values[name] < float("inf"):
+            raise UserError(f"--{name} {values[name]}: give 0 or more")
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
 
 
 def meet(transport: Any) -> None:
@@ -74,7 +114,7 @@ def meet(transport: Any) -> None:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], None]],
+    variants: Mapping[str, Callable[[], Any]],
     rounds: int,
     units: int,
     meet: Callable[[], Any],
@@ -85,8 +125,7 @@ def interleave(
     in another order (the same on all ranks), so that drift of the machine and what a variant leaves behind fall on all
     alike. Warm up with a round of its own.
 
-    warm: each measured call follows one of its own, so that it finds in the cache what it left, not what its neighbour
-    in the round did.
+    warm: each measured call follows an unmeasured one of the same variant, so that it finds its own data in the cache.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
@@ -101,12 +140,54 @@ def interleave(
     return seconds
 
 
+def measure_in_turns(
+    title: str,
+    variants: Mapping[str, Callable[[], Any]],
+    values: Values,
+    transport: Any,
+    *,
+    units: int = 1,
+    barrier: Callable[[], Any] | None = None,
+    traces: Iterable[Trace] = (),
+) -> dict[str, list[float]]:
+    """Seconds per unit of each variant, by this rank's clock: one round to warm up, then `--repeats` rounds.
+
+    title: of rank 0's progress bar. barrier: brings the ranks together before each call, instead of `meet`. traces: are
+    cleared after the warm-up, so that they hold the measured rounds.
+    """
+    import torch
+
+    shown = not values["quiet"] and not transport.rank
+    together = barrier or partial(meet, transport)
+    with torch.no_grad(), progress_bar(title, (values["repeats"] + 1) * len(variants), shown) as bar:
+        interleave(variants, 1, units, together, bar.update)
+        for trace in traces:
+            trace.clear()
+        return interleave(variants, values["repeats"], units, together, bar.update)
+
+
+def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
+    """Each measurement as that of the rank for which it took longest. All ranks call it; rank 0's answer is whole."""
+    of_ranks = transport.gather_object(seconds) or [seconds]
+    return {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in seconds}
+
+
+def bytes_of_call(traces: Mapping[str, Trace], calls: int, transport: Any) -> dict[str, dict[str, int]]:
+    """Bytes that all ranks together sent in a mean call, by link class. All ranks call it; rank 0's answer is whole."""
+    own = {name: trace.bytes() for name, trace in traces.items()}
+    of_ranks = transport.gather_object(own) or [own]
+    return {name: {link: sum(one[name][link] for one in of_ranks) // calls for link in LINK_CLASSES} for name in own}
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
 def rows(
     case: str,
     seconds: Mapping[str, list[float]],
     sent: Mapping[str, Mapping[str, int]],
     references: Mapping[str, Mapping[str, str]],
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of bench.json. references: for each variant, what it is compared with: X of ratio_vs_X -> a variant."""
 
     def ratio(name: str, to: str) -> float | None:
@@ -117,34 +198,50 @@ def rows(
     result = []
     for name, values in seconds.items():
         cuts = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 9
-        result.append(
-            {
-                "case": case,
-                "variant": name,
-                "median_s": statistics.median(values),
-                "p10_s": cuts[0],
-                "p90_s": cuts[-1],
-                "n": len(values),
-                "bytes": sent.get(name),
-                **{f"ratio_vs_{what}": ratio(name, to) for what, to in references[name].items()},
-            }
-        )
+        row = {"case": case, "variant": name, "median_s": statistics.median(values), "p10_s": cuts[0]}
+        row |= {"p90_s": cuts[-1], "n": len(values), "bytes": sent.get(name)}
+        result.append(row | {f"ratio_vs_{of}": ratio(name, to) for of, to in references.get(name, {}).items()})
     return result
 
 
-def save(folder: Path, measured: Sequence[Mapping[str, Any]], values: Values) -> None:
-    """Writes bench.json and the settings that repeat the run."""
-    (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": measured}, indent=1))
-    write_settings(folder, values)
+def compared_with(names: Sequence[str] | Mapping[str, Any], *others: str) -> dict[str, dict[str, str]]:
+    """`references` of `rows` where all variants are compared with the same ones."""
+    return {name: {other.replace(" ", "_"): other for other in others} for name in names}
 
 
-def say_rows(measured: Sequence[Mapping[str, Any]], unit: str) -> None:
-    say(measured[0]["case"])
-    width = max(10, *(len(row["variant"]) for row in measured))
+def say_rows(
+    measured: Sequence[Row], unit: str = "", more: Callable[[Row], Sequence[str]] = lambda row: (), title: str = ""
+) -> None:
+    """Prints one case: a line for each row. more: further words about a row, after its ratios."""
+    say(title or measured[0]["case"])
+    table = []
     for row in measured:
-        ratios = [key for key in row if key.startswith("ratio_vs_")]
-        shown = "  ".join(f"{key.removeprefix('ratio_')} {row[key]:.3f}" for key in ratios if row[key] is not None)
-        say(
-            f"  {row['variant']:<{width}} {row['median_s'] * 1e3:8.2f} ms {unit} (p10 {row['p10_s'] * 1e3:.2f}, "
-            f"p90 {row['p90_s'] * 1e3:.2f}, n {row['n']})  {shown}"
+        ratios = [key for key in row if key.startswith("ratio_vs_") and row[key] is not None]
+        about = [f"{key.removeprefix('ratio_')} {row[key]:.3f}" for key in ratios]
+        spread = f"(p10 {_ms(row['p10_s'])}, p90 {_ms(row['p90_s'])}, n {row['n']})" if row["n"] else ""
+        table.append(
+            [row["variant"], _ms(row["median_s"]), f"ms {unit}".strip(), spread, "  ".join([*about, *more(row)])]
         )
+    say("\n".join(aligned(table, "<><<<", "  ")))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{2 if seconds >= 0.01 else 3}f}"
+
+
+def publish(
+    output: OutputFolder,
+    values: Values,
+    measured: Sequence[Row],
+    files: Mapping[str, Callable[[Path], Any]] | None = None,
+    told: bool = True,
+) -> None:
+    """Writes bench.json, the settings that repeat the run, and further `files` (name -> what writes it); says where."""
+    folder = output.open()
+    (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": measured}, indent=1))
+    for name, write in (files or {}).items():
+        write(folder / name)
+    write_settings(folder, values)
+    output.publish()
+    if told:
+        say("results: " + ", ".join(str(output.final / name) for name in ("bench.json", *(files or {}))))

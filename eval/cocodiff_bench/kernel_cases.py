@@ -1,4 +1,5 @@
-"""What `cocodiff bench kernels` runs: each operation at a size, as an engine would call it, and the bytes it moves."""
+"""The cases of `cocodiff bench kernels`: each operation at a size, as an engine would call it, and the bytes it
+moves."""
 
 from __future__ import annotations
 

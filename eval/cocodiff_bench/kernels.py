@@ -25,7 +25,8 @@ from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
-from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:
     from cocodiff_bench.kernel_cases import Case
@@ -37,7 +38,7 @@ LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
 # Of the faster path at least, in one measurement: less is lost in the machine's other work. A turn that warms up takes
 # as long, and so outlasts the 10 ms in which threads of torch's, of the turn before, still look for work of their own.
 MEASURED_S = 0.02
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
     Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 1, 8, 64], type=int, many=True),
     Option("threads", "numbers of threads", [1, 2], type=int, many=True),
@@ -61,10 +62,6 @@ def check(values: Values, ranks: int | None) -> None:
         raise UserError(f"bench kernels on {ranks} ranks: it measures one rank's work, leave --ranks away")
 
 
-def import_before_fork(_values: Values) -> None:
-    return
-
-
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Measures here where this process has the one number of threads asked for, else in processes that have."""
     if transport.device.type != "cpu":
@@ -74,31 +71,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         measured = list(measure_here(values))
     else:
         measured = [row for threads in values["threads"] for row in measure_apart(values, threads)]
-    folder = output.open()
-    save(folder, measured, values)
-    output.publish()
-    if not here:
-        say(f"results: {output.final / 'bench.json'}")
+    common.publish(output, values, measured, told=not here)
 
 
-def measure_apart(values: Values, threads: int) -> list[dict[str, Any]]:
+def measure_apart(values: Values, threads: int) -> list[Row]:
     """The rows of a process with so many threads on so many cores."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            "--threads",
-            threads,
-            "--out",
-            f"{folder}/out",
-            "--repeats",
-            values["repeats"],
-            "--dtype",
-            values["dtype"],
-            "--op",
-            *values["op"],
-            "--sizes_mb",
-            *values["sizes_mb"],
-            "--quiet",
-        ]
+        words = ["--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"], "--quiet"]
+        words += ["--dtype", values["dtype"], "--op", *values["op"], "--sizes_mb", *values["sizes_mb"]]
         count = str(threads)
         own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
         command = [sys.executable, "-m", "cocodiff", "bench", "kernels", *map(str, words)]
@@ -107,11 +87,11 @@ def measure_apart(values: Values, threads: int) -> list[dict[str, Any]]:
             raise UserError(f"nothing was measured with {threads} thread(s): the line above says why")
         if done.returncode:
             raise RuntimeError(f"bench kernels with {threads} threads left with code {done.returncode}")
-        measured: list[dict[str, Any]] = json.loads((Path(folder) / "out" / "bench.json").read_text())["rows"]
+        measured: list[Row] = json.loads((Path(folder) / "out" / "bench.json").read_text())["rows"]
         return measured
 
 
-def measure_here(values: Values) -> Iterator[dict[str, Any]]:
+def measure_here(values: Values) -> Iterator[Row]:
     threads = values["threads"][0]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
@@ -128,7 +108,7 @@ def measure_here(values: Values) -> Iterator[dict[str, Any]]:
                 bar.update()
 
 
-def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
+def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:
     """The rows of one case. Variants: sycl, torch, auto, memcpy, and diffusers where that has modules for it."""
     import torch
 
@@ -157,11 +137,11 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[dict[str, Any]]:
 
         return run
 
-    turns = partial(interleave, {name: repeated(call) for name, call in calls.items()}, units=units, meet=nothing)
-    turns(2, tick=nothing)
-    seconds = turns(values["repeats"], tick=nothing, warm=True)
-    references = {name: {"torch": "torch", "sycl": "sycl", "memcpy": "memcpy"} for name in seconds}
-    measured = rows(f"{op}/{size_mb}MB/{values['threads'][0]}", seconds, {}, references)
+    variants = {name: repeated(call) for name, call in calls.items()}
+    common.interleave(variants, 2, units, nothing, nothing)
+    seconds = common.interleave(variants, values["repeats"], units, nothing, nothing, warm=True)
+    references = common.compared_with(seconds, "torch", "sycl", "memcpy")
+    measured = common.rows(f"{op}/{size_mb}MB/{values['threads'][0]}", seconds, {}, references)
     return [row | {"moved_bytes": case.moved} for row in measured]
 
 
@@ -194,7 +174,7 @@ def check_same(op: str, case: Case, ours: Any, reference: Any) -> None:
                 )
 
 
-def say_case(measured: list[dict[str, Any]]) -> None:
+def say_case(measured: list[Row]) -> None:
     times = ", ".join(f"{row['variant']} {row['median_s'] * 1e6:.1f}" for row in measured)
     of = {row["variant"]: row for row in measured}
     better = min(("sycl", "torch"), key=lambda name: of[name]["median_s"])
@@ -208,6 +188,6 @@ BENCHMARK = Benchmark(
     "Times the engine's operations by SYCL and by torch, beside a copy of the same bytes.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
+    lambda values: None,
 )

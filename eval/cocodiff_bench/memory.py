@@ -7,7 +7,6 @@ step runs, above what it was when the libraries were imported and the ranks conn
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -20,25 +19,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import state_sizes
 from cocodiff.comm.launch import detect
 from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
 from cocodiff.commands.session import import_before_fork, load_requested
 from cocodiff.commands.terminal import say
-from cocodiff.config import Config, preset_names
+from cocodiff.config import preset_names
 from cocodiff.errors import UserError
 from cocodiff.models import family_of
 from cocodiff.models.family import INPAINT
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
-from cocodiff_bench.common import Benchmark, Values, machine_settings, meet, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values, engine_config, meet
 
 RANDOM = "random"
 SAMPLE_S = 0.05
 HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED, LAYERS = 64, 16, 4096, 2048, 12
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option(
         "model",
         "embedded (a whole pipeline call), or random: a transformer of SD3's kind",
@@ -103,7 +102,7 @@ def proportional(process: int) -> dict[str, int]:
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "size", "batch", "steps", "ranks")
-    Config.preset(values["preset"], **machine_settings(values))
+    engine_config(values, values["preset"])
     if values["preset"] not in preset_names() or not values["billions"] > 0:
         raise UserError(f"--billions {values['billions']:g}: give a number above 0")
     if not Path("/proc/self/smaps_rollup").exists():
@@ -146,7 +145,6 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             meet(transport)
         if transport.rank == 0:
             report(values, output, transport.size, before, sampler, predicted, time.monotonic() - started)
-        meet(transport)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -213,11 +211,12 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     import torch
     from diffusers import SD3Transformer2DModel
 
+    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
 
     dtype = torch_dtype(values["dtype"])
     model: Any = SD3Transformer2DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).eval()
-    engine = Engine(model, Config.preset(values["preset"], steps=50, **machine_settings(values)), transport)
+    engine = Engine(model, engine_config(values, values["preset"], steps=50), transport)
     shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(
         image_and_text(shape.image_tokens(values["size"]), values["text_tokens"]),
@@ -252,12 +251,13 @@ def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[]
     """One call of the embedded model's pipeline."""
     import torch
 
+    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
     from cocodiff_bench.step import restore_once
 
     model = load_requested(Request(EMBEDDED, INPAINT), "fp32", transport)
     model.pipe.set_progress_bar_config(disable=True)
-    engine = Engine(model.pipe, Config.preset(values["preset"], **machine_settings(values)), transport)
+    engine = Engine(model.pipe, engine_config(values, values["preset"]), transport)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     transformer: Any = engine.model
     shape = shape_of_config(family_of(transformer), transformer.config, count(transformer))
@@ -299,10 +299,6 @@ def report(
         "predicted_over_measured": predicted.total / measured,
         "seconds": seconds,
     }
-    folder = output.open()
-    (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": [row]}, indent=1))
-    write_settings(folder, values)
-    output.publish()
     off = predicted.total - measured
     say(
         f"{row['case']}: {measured / MIB:.0f} MiB above {before.peak / MIB:.0f} MiB of imports; predicted "
@@ -310,13 +306,13 @@ def report(
     )
     say("  measured:  " + ", ".join(f"{kind.removeprefix('Pss_').lower()} {mib:.0f}" for kind, mib in parts.items()))
     say("  predicted: " + ", ".join(f"{name} {mib:.0f}" for name, mib in foreseen.items()))
-    say(f"results: {output.final / 'bench.json'}")
+    common.publish(output, values, [row])
 
 
 BENCHMARK = Benchmark(
     "Measures what one step takes of a node's memory, above the imports, beside what is predicted.",
     OPTIONS,
     check,
-    imports,
     measure,
+    imports,
 )

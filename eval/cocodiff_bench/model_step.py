@@ -12,34 +12,32 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.comm.launch import detect
 from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
-from cocodiff.registry import ORDERS, load
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV
-    from cocodiff.topology.layout import Segments
 
 FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
@@ -56,7 +54,7 @@ VARIANTS = {  # name -> exchange, order, selection
     "split v_first": ("split", "v_first", "full"),
     "split v_major": ("split", "v_first", "v_major"),
 }
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
     Option("batch", "images in one call", 1, type=int),
@@ -95,40 +93,40 @@ def check(values: Values, ranks: int | None) -> None:
         raise UserError("bench step of a model's shape needs links at a known scale: run it inside cocodiff emulate")
 
 
-def import_before_fork(_values: Values) -> None:
-    import_module("cocodiff.engine")
-
-
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    import torch
+    from cocodiff_bench.stand_in import StandIn
 
-    topology = Topology.build(load_machine(values["machine"]), transport.size, detect().local_size)
+    topology = common.topology_of(values, transport.size)
     shape, scale = load_shape(values["model"]), emulated()["scale"]
-    built = {name: Variant(name, topology, transport) for name in values["variants"]}
+    mesh = Mesh.build(topology)
+    built: dict[str, StandIn] = {}
+    for name in values["variants"]:
+        exchange, order, selection = VARIANTS[name]
+        over: Any = SerialTransport(transport) if name == "flat_serial" else transport
+        config = common.engine_config(values, exchange=exchange, order=order, selection=selection)
+        built[name] = StandIn(config, mesh, over, Trace(transport.rank))
     together = transport.group(range(transport.size)).barrier
-    measured: list[dict[str, Any]] = []
-    shown = not values["quiet"] and not transport.rank
-    turns = sum(len(FRACTIONS) if v.selective else 1 for v in built.values()) * (values["repeats"] + 1)
-    with (
-        torch.no_grad(),
-        progress_bar("bench step", turns * len(values["size"]) * len(values["link_efficiency"]), shown) as bar,
-    ):
-        for size in values["size"]:
-            call = Call.build(shape, topology, size, values["batch"], transport.rank)
-            for efficiency in values["link_efficiency"]:
-                dilation = scale * efficiency
-                variants: dict[str, Callable[[], Any]] = {
-                    f"{name}@{fraction}": partial(variant.run, call, fraction, dilation)
-                    for name, variant in built.items()
-                    for fraction in (FRACTIONS if variant.selective else FRACTIONS[:1])
-                }
-                interleave(variants, 1, 1, together, bar.update)
-                of_ranks = transport.gather_object(interleave(variants, values["repeats"], 1, together, bar.update))
-                if transport.rank == 0:
-                    measured += rows_of(values, shape, topology, call, efficiency, dilation, of_ranks)
+    measured: list[Row] = []
+    for size in values["size"]:
+        call = Call.build(shape, topology, size, values["batch"], transport.rank)
+        for efficiency in values["link_efficiency"]:
+            dilation = scale * efficiency
+            variants: dict[str, Callable[[], Any]] = {
+                f"{name}@{fraction}": partial(stand_in.run, call, fraction, dilation)
+                for name, stand_in in built.items()
+                for fraction in (FRACTIONS if stand_in.selective else FRACTIONS[:1])
+            }
+            title = f"bench step {size}x{size}, links at {efficiency:g}"
+            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together)
+            slowest = common.of_slowest_rank(seconds, transport)
+            if transport.rank == 0:
+                of_case = rows_of(values, shape, topology, call, efficiency, dilation, slowest)
+                common.say_rows(of_case, "a step", more_words)
+                measured += of_case
     if transport.rank == 0:
-        report(values, output, measured)
-    transport.broadcast_object(None)
+        from cocodiff_bench.plots import plot_steps
+
+        common.publish(output, values, measured, {"step.png": partial(plot_steps, measured)})
 
 
 # One layer ------------------------------------------------------------------------------------------------------------
@@ -139,61 +137,26 @@ class Call:
     """One rank's part of an attention layer: tensors of full size and how long its device would compute."""
 
     layer: Layer
+    layout: Layout
     x_BLHD: Tensor
-    segments: Segments
-    heads: int
 
     @classmethod
     def build(cls, shape: ModelShape, topology: Topology, size: int, batch: int, rank: int) -> Call:
         import torch
 
-        from cocodiff.topology.layout import Layout
-
-        segments = shape.segments(size)
-        layout = Layout.build(topology, segments, shape.heads)
+        layout = Layout.build(topology, shape.segments(size), shape.heads)
         B = batch * shape.rows_per_image
         layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
         x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        return cls(layer, x_BLHD, segments, shape.heads)
+        return cls(layer, layout, x_BLHD)
 
     def qkv(self, dilation: float) -> LazyQKV:
         from cocodiff.attention.strategy import LazyQKV
+        from cocodiff_bench.waiting import after
 
-        def waited(seconds: float) -> Callable[[], Tensor]:
-            def project() -> Tensor:
-                time.sleep(seconds * dilation)
-                return self.x_BLHD
-
-            return project
-
-        qk = waited(self.layer.project_qk / 2)
-        return LazyQKV(qk, qk, waited(self.layer.project_v), self.segments, self.heads)
-
-
-class Variant:
-    """An exchange in an order, of all tokens or of some: the strategies of the engine over stand-in layers."""
-
-    def __init__(self, name: str, topology: Topology, transport: Any) -> None:
-        from cocodiff.attention.ulysses import Ulysses
-        from cocodiff.wire.exchange import Exchange
-        from cocodiff_bench.stand_in import SomeTokens, WaitingAttention
-
-        exchange, order, selection = VARIANTS[name]
-        self.selective = selection == "v_major"
-        trace = Trace(transport.rank)
-        over: Any = SerialTransport(transport) if name == "flat_serial" else transport
-        self._local = WaitingAttention()
-        self._coding = SomeTokens(transport, self._local)
-        ours = Exchange(exchange, topology, over, trace)
-        self._strategy = Ulysses(topology, ours, trace, load(ORDERS, order), self._coding, self._local)
-
-    def run(self, call: Call, fraction: float, dilation: float) -> None:
-        from cocodiff.attention.strategy import Site
-
-        self._coding.fraction = fraction if self.selective else 0.0
-        self._coding.score_s, self._local.seconds = call.layer.score * dilation, call.layer.attention * dilation
-        self._strategy.attend(call.qkv(dilation), Site("layer"))
-        time.sleep(call.layer.rest * dilation)
+        qk = after(self.layer.project_qk / 2 * dilation, self.x_BLHD)
+        v = after(self.layer.project_v * dilation, self.x_BLHD)
+        return LazyQKV(qk, qk, v, tuple(part.segment for part in self.layout.parts), sum(self.layout.heads))
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -203,20 +166,16 @@ def stable_fractions(steps: int) -> list[float]:
     """Of every step of the paper's schedule: linear, a tenth of the steps warm, every tenth step full."""
     from cocodiff.attention.v_major.selection import Schedule
 
-    schedule = Schedule("linear", 0.0, (), 0.0, None, 10)
+    schedule = Schedule("linear", sync_interval=10)
     return [0.0 if schedule.is_full(t, steps) else schedule.stable_fraction(t, steps) or 0.0 for t in range(steps)]
 
 
 def over_schedule(of_fraction: Mapping[float, float], steps: int) -> float:
     """The mean over all steps; between measured fractions, straight lines."""
+    from cocodiff.planning.layers import at_fraction
 
-    def at(fraction: float) -> float:
-        upper = next(f for f in FRACTIONS if f >= fraction)
-        lower = max(f for f in FRACTIONS if f <= fraction)
-        part = (fraction - lower) / (upper - lower) if upper > lower else 0.0
-        return of_fraction[lower] + part * (of_fraction[upper] - of_fraction[lower])
-
-    return statistics.mean(at(fraction) for fraction in stable_fractions(steps))
+    measured = sorted(of_fraction.items())
+    return statistics.mean(at_fraction(measured, fraction) for fraction in stable_fractions(steps))
 
 
 def rows_of(
@@ -226,58 +185,42 @@ def rows_of(
     call: Call,
     efficiency: float,
     dilation: float,
-    of_ranks: Sequence[Mapping[str, list[float]]],
-) -> list[dict[str, Any]]:
-    """Seconds of a step on the real machine; a measurement is that of its slowest rank."""
+    slowest: Mapping[str, list[float]],
+) -> list[Row]:
+    """Seconds of a step on the real machine. slowest: of one layer, by variant and fraction."""
     layers = (shape.joint_layers + shape.parallel_layers) * shape.branches
     seconds: dict[str, list[float]] = {}
-    slowest = {key: [max(turn) for turn in zip(*(one[key] for one in of_ranks), strict=True)] for key in of_ranks[0]}
     for name in values["variants"]:
         turns = zip(*(slowest[key] for key in slowest if key.startswith(f"{name}@")), strict=True)
-        seconds[name] = [
-            over_schedule(dict(zip(FRACTIONS, turn, strict=False)), values["steps"]) * layers / dilation
-            if len(turn) > 1
-            else turn[0] * layers / dilation
+        steps = (
+            over_schedule(dict(zip(FRACTIONS, turn, strict=False)), values["steps"]) if len(turn) > 1 else turn[0]
             for turn in turns
-        ]
-    size = round(call.segments[0].tokens ** 0.5) * shape.pixels_per_token
+        )
+        seconds[name] = [of_layer * layers / dilation for of_layer in steps]
+    size = (
+        round(next(part.segment.tokens for part in call.layout.parts if part.segment.name == IMAGE) ** 0.5)
+        * shape.pixels_per_token
+    )
     case = (
         f"{shape.name} {size}x{size} batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s), "
         f"link efficiency {efficiency:g}"
     )
-    found = rows(case, seconds, {}, {name: {"flat_serial": "flat_serial", "flat": "flat"} for name in seconds})
+    found = common.rows(case, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
     for row in found:
         row["compute_s"] = call.layer.total * layers
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
-    say(case)
-    for row in found:
-        ups = "  ".join(
-            f"{1 / row[k]:.2f}x over {k.removeprefix('ratio_vs_')}"
-            for k in ("ratio_vs_flat_serial", "ratio_vs_flat")
-            if row[k]
-        )
-        spread = f"p10 {row['p10_s'] * 1e3:.1f}, p90 {row['p90_s'] * 1e3:.1f}, n {row['n']}"
-        say(
-            f"  {row['variant']:<14} {row['median_s'] * 1e3:9.1f} ms a step ({spread})  "
-            f"communication {row['communication_share']:6.1%}  {ups}"
-        )
     return found
 
 
-def report(values: Values, output: OutputFolder, measured: list[dict[str, Any]]) -> None:
-    from cocodiff_bench.plots import plot_steps
-
-    folder = output.open()
-    save(folder, measured, values)
-    plot_steps(measured, folder / "step.png")
-    output.publish()
-    say(f"results: {output.final / 'bench.json'}, {output.final / 'step.png'}")
+def more_words(row: Row) -> list[str]:
+    ratios = {name: row[f"ratio_vs_{name}"] for name in ("flat_serial", "flat")}
+    faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
+    return [f"communication {row['communication_share']:.1%}", *faster]
 
 
 BENCHMARK = Benchmark(
     "Times a denoising step of a model's shape: real messages on an emulated machine, compute as waits of a roofline.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
 )

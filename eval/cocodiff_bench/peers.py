@@ -19,21 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.commands.terminal import say
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.registry import EXCHANGES, ORDERS
-from cocodiff_bench.common import (
-    Benchmark,
-    Values,
-    interleave,
-    machine_settings,
-    meet,
-    rows,
-    save,
-    say_rows,
-    with_common_options,
-)
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -46,7 +37,7 @@ PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our 
 INSTALL = "pip install cache-dit einops"
 HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED = 32, 16, 64, 32
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("side", "image tokens along one edge", 32, type=int),
     Option("text", "text tokens", 64, type=int),
@@ -110,17 +101,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         for engine in engines.values():
             opened.enter_context(engine)
         errors = {name: worst_error(name, variant(), expected, transport) for name, variant in variants.items()}
-        shown = not values["quiet"] and not transport.rank
-        with progress_bar("bench peers", (values["repeats"] + 1) * len(variants), shown) as bar:
-            turns = partial(interleave, variants, units=1, meet=partial(meet, transport), tick=bar.update)
-            turns(1)
-            seconds = turns(values["repeats"])
+        seconds = common.measure_in_turns("bench peers", variants, values, transport)
         calls = values["repeats"] + 2  # with the checked one and the warm-up
         traffic = {name: engine.bytes() for name, engine in engines.items()}
     if transport.rank == 0:
         sent = {name: {link: count // calls for link, count in total.items()} for name, total in traffic.items()}
         report(values, output, seconds, sent, errors, transport.size)
-    transport.broadcast_object(None)
 
 
 def make_variants(
@@ -147,8 +133,8 @@ def make_variants(
 def our_configs(values: Values) -> dict[str, Config]:
     """Every exchange in every order; the joint order's name is that of the exchange alone."""
     return {
-        exchange if order == "joint" else f"{exchange} {order}": Config(
-            exchange=exchange, order=order, **machine_settings(values)
+        exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
+            values, exchange=exchange, order=order
         )
         for exchange in EXCHANGES
         for order in ORDERS
@@ -166,16 +152,14 @@ def report(
     """Rows with the error beside the time. What they are compared with is the fastest variant that is not ours."""
     peers = [name for name in seconds if name not in our_configs(values)]
     baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
-    references = {name: {"flat": "flat", baseline.replace(" ", "_"): baseline} for name in seconds}
     tokens = f"{values['side']}x{values['side']} image and {values['text']} text tokens"
     blocks = f"{values['double']} double and {values['single']} single blocks, {values['heads']} heads of {HEAD_DIM}"
     case = f"FLUX, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
-    measured = [row | {"max_abs_error": errors[row["variant"]]} for row in rows(case, seconds, sent, references)]
-    save(output.open(), measured, values)
-    output.publish()
-    say_rows(measured, "a step")
+    found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
+    measured = [row | {"max_abs_error": errors[row["variant"]]} for row in found]
+    common.say_rows(measured, "a step")
     say("largest error to one process: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    say(f"results: {output.final / 'bench.json'}")
+    common.publish(output, values, measured)
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -285,7 +269,7 @@ def call_in_place(call: Call, theirs: Replaceable, before: Replaceable) -> Any:
 
 
 def replaceable() -> Replaceable:
-    """What cache-dit replaces in diffusers' classes, as it is now."""
+    """The attributes of diffusers' classes that cache-dit replaces, as they are now."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
     from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
 
@@ -312,6 +296,6 @@ BENCHMARK = Benchmark(
     "Times one transformer call of a random FLUX model on several CPU ranks: cocodiff, and other libraries' Ulysses.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
+    import_before_fork,
 )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 from cocodiff.commands.options import Option, check_counts
@@ -21,10 +19,11 @@ from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_segment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Topology
-from cocodiff_bench.common import Benchmark, Values, interleave, rows, save, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Row, Values
 
 RANK = 0
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("machine", "machine whose links the saving is of", "aurora"),
     Option("nodes", "nodes of it", 1, type=int),
     Option("scale", "how many times slower its links are", 3000.0, type=float),
@@ -49,11 +48,7 @@ def check(values: Values, ranks: int | None) -> None:
         raise UserError(f"machine {values['machine']} has no fixed size: use --machine aurora or local-6x2")
 
 
-def import_before_fork(_values: Values) -> None:
-    import_module("cocodiff.engine")
-
-
-def measure(values: Values, output: OutputFolder, _transport: Any) -> None:
+def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     import torch
 
     from cocodiff.topology.layout import Layout
@@ -63,9 +58,9 @@ def measure(values: Values, output: OutputFolder, _transport: Any) -> None:
     layout = Layout.build(topology, (image_segment(values["image_tokens"]),), values["heads"])
     with torch.no_grad():
         parts = stages(values, topology, layout)
-        turns = partial(interleave, parts, units=1, meet=lambda: None, tick=lambda: None)
-        turns(1)
-        seconds = turns(values["repeats"])
+    seconds = common.measure_in_turns(
+        "bench selection", {name: one.run for name, one in parts.items()}, values, transport
+    )
     u = values["head_dim"] * torch_dtype(values["dtype"]).itemsize
     block = 3 * values["fraction"] * sum(layout.rows) * sum(layout.heads) * u / topology.size**2
     bound = alltoall_bound(topology, block)
@@ -75,21 +70,19 @@ def measure(values: Values, output: OutputFolder, _transport: Any) -> None:
         f"{values['image_tokens']} tokens, {values['heads']} heads of {values['head_dim']}, {values['dtype']}, "
         f"{values['fraction']:g} stay, {machine.name}, links {values['scale']:g} times slower"
     )
-    found = rows(case, seconds, {}, {name: {} for name in seconds})
-    say(case)
+    found = common.rows(case, seconds, {}, {})
     for row in found:
         row["share_of_saving"] = row["median_s"] / saved
         row["moved_bytes"] = parts[row["variant"]].moved_bytes
-        say(
-            f"  {row['variant']:<8} {row['median_s'] * 1e3:8.3f} ms (p10 {row['p10_s'] * 1e3:.3f}, p90 "
-            f"{row['p90_s'] * 1e3:.3f}, n {row['n']})  {row['moved_bytes'] / 1e6:.2f} MB  "
-            f"{row['share_of_saving']:.1%} of the saving"
-        )
-    say(f"  saving   {saved * 1e3:8.3f} ms: what the links would take for the bytes that stay, at best")
+    common.say_rows(found, more=more_words)
+    say(f"  saving: {saved * 1e3:.3f} ms is what the links would take for the bytes that stay, at best")
     both = sum(row["median_s"] for row in found if row["variant"] in ("select", "gather"))
     say(f"  select and gather together: {both / saved:.1%} of the saving")
-    save(output.open(), found, values)
-    output.publish()
+    common.publish(output, values, found)
+
+
+def more_words(row: Row) -> list[str]:
+    return [f"{row['moved_bytes'] / 1e6:.2f} MB", f"{row['share_of_saving']:.1%} of the saving"]
 
 
 @dataclass(frozen=True)
@@ -98,9 +91,6 @@ class Stage:
 
     run: Callable[[], Any]
     moved_bytes: int
-
-    def __call__(self) -> None:
-        self.run()
 
 
 def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
@@ -145,6 +135,5 @@ BENCHMARK = Benchmark(
     "Times V-Major's selection and gathering on one rank, beside what the saved bytes take on the machine's links.",
     OPTIONS,
     check,
-    import_before_fork,
     measure,
 )

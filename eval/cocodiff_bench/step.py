@@ -11,12 +11,12 @@ from cocodiff.commands.options import Option, check_counts, preset_configs
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.commands.session import DTYPES, Job, import_before_fork, load_on_rank
-from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.models.family import INPAINT
-from cocodiff_bench.common import Benchmark, Values, interleave, meet, rows, save, say_rows, with_common_options
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values
 
 PLAIN = "diffusers"
-OPTIONS = with_common_options(
+OPTIONS = common.with_common_options(
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
     Option("preset", "what to measure beside the baseline", ["flat", "tapa"], many=True),
     Option("batch", "images in one call", 1, type=int),
@@ -37,8 +37,6 @@ def check(values: Values, ranks: int | None) -> None:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
-    import torch
-
     from cocodiff.engine import Engine
 
     job = Job(values, request_of(values), preset_configs(values), output, time.monotonic())
@@ -55,24 +53,16 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     variants: dict[str, Callable[[], None]] = {name: partial(parallel, engine) for name, engine in engines.items()}
     if transport.size == 1:
         variants = {PLAIN: call} | variants  # on several ranks the plain pipeline would do everything on each
-    calls = values["repeats"] + 1
-    shown = not values["quiet"] and not transport.rank
-    with torch.no_grad(), progress_bar("bench step", calls * len(variants), shown) as bar:
-        turns = partial(interleave, variants, units=values["steps"], meet=partial(meet, transport), tick=bar.update)
-        turns(1)
-        seconds = turns(values["repeats"])
+    seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
     traffic = {name: engine.bytes() for name, engine in engines.items()}
     if transport.rank == 0:
-        steps = calls * values["steps"]
+        steps = (values["repeats"] + 1) * values["steps"]
         sent = {name: {link: count // steps for link, count in total.items()} for name, total in traffic.items()}
         case = f"{model.name} {side}x{side} batch {values['batch']}, {transport.size} rank(s)"
-        baseline = next(iter(variants))
-        measured = rows(case, seconds, sent, {name: {"flat": "flat", baseline: baseline} for name in variants})
-        save(output.open(), measured, values)
-        output.publish()
-        say_rows(measured, "a step")
-        say(f"results: {output.final / 'bench.json'}")
-    transport.broadcast_object(None)
+        baselines = common.compared_with(variants, "flat", next(iter(variants)))
+        measured = common.rows(case, seconds, sent, baselines)
+        common.say_rows(measured, "a step")
+        common.publish(output, values, measured)
 
 
 def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
@@ -98,6 +88,6 @@ BENCHMARK = Benchmark(
     "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several.",
     OPTIONS,
     check,
-    lambda values: import_before_fork(request_of(values)),
     measure,
+    lambda values: import_before_fork(request_of(values)),
 )

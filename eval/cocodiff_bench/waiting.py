@@ -1,4 +1,5 @@
-"""What computes in `bench attention`: timed waits in the place of projections and of attention."""
+"""Timed waits in the place of projections and of attention, so that the cores that all ranks share do not decide what
+messages can hide behind."""
 
 from __future__ import annotations
 
@@ -6,69 +7,47 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from cocodiff.attention.local import Partial
-    from cocodiff.attention.strategy import LazyQKV, Site
-    from cocodiff.topology.layout import Segments
-
-V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
-LOCAL_WAIT_S = 0.002
+from cocodiff.attention.local import LocalAttention, Partial
 
 
-@dataclass(frozen=True)
-class StandInLayer:
-    """One attention layer of a model that is not there: this rank's rows of random q, k and v."""
+def after(seconds: float, x_BLHD: Tensor) -> Callable[[], Tensor]:
+    """A projection that takes so long and gives this tensor."""
 
-    site: Site
-    q_BLHD: Tensor
-    k_BLHD: Tensor
-    v_BLHD: Tensor
-    segments: Segments
-    heads: int
+    def project() -> Tensor:
+        time.sleep(seconds)
+        return x_BLHD
 
-    def qkv(self, project_qk_s: float) -> LazyQKV:
-        """q, k and v after waits for as long as their projections shall take."""
-        from cocodiff.attention.strategy import LazyQKV
-
-        def projected(x_BLHD: Tensor, seconds: float) -> Callable[[], Tensor]:
-            def project() -> Tensor:
-                time.sleep(seconds)
-                return x_BLHD
-
-            return project
-
-        q, k = (projected(x_BLHD, project_qk_s / 2) for x_BLHD in (self.q_BLHD, self.k_BLHD))
-        v = projected(self.v_BLHD, project_qk_s * V_SHARE)
-        return LazyQKV(q, k, v, self.segments, self.heads)
+    return project
 
 
-class WaitingAttention:
-    """In attention's place: a wait, and a result that every element of q, k and v has a part in, the same up to
-    rounding for keys as a whole and in parts."""
+@dataclass
+class WaitingAttention(LocalAttention):
+    """Attention itself while `seconds` is None, else a wait: `seconds` for so many `pairs` of a query and a key of one
+    head. The wait's result depends on every element of q, k and v, and is the same up to rounding for all keys at once
+    and for parts of them."""
 
-    def __init__(self) -> None:
-        self.seconds, self.tokens = LOCAL_WAIT_S, 0
+    pairs: float = 1.0
+    seconds: float | None = None
 
-    def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, _mask: Tensor | None) -> Tensor:
-        return self._attend(q_BSGD, k_BSGD, v_BSGD)
+    def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+        if self.seconds is None:
+            return super().whole(q_BSGD, k_BSGD, v_BSGD, mask_B11S)
+        return self._wait(self.seconds, q_BSGD, k_BSGD, v_BSGD)
 
-    def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, _mask: Tensor | None) -> Partial:
-        import torch
-
-        from cocodiff.attention.local import Partial
-
-        out_BTGD = self._attend(q_BTGD, k_BUGD, v_BUGD)
+    def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask_B11U: Tensor | None = None) -> Partial:
+        if self.seconds is None:
+            return super().part(q_BTGD, k_BUGD, v_BUGD, mask_B11U)
+        out_BTGD = self._wait(self.seconds, q_BTGD, k_BUGD, v_BUGD)
         log_keys = math.log(k_BUGD.shape[1])
         return Partial(out_BTGD, out_BTGD.new_full(out_BTGD.shape[:3], log_keys, dtype=torch.float32))
 
-    def _attend(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor) -> Tensor:
-        """Waits as long as these pairs are of all pairs of a query and a key."""
+    def _wait(self, seconds: float, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor) -> Tensor:
         started = time.perf_counter()
         out_BTGD = q_BTGD + (k_BUGD + v_BUGD).mean(1, keepdim=True)
-        share = q_BTGD.shape[1] * k_BUGD.shape[1] / self.tokens**2
-        time.sleep(max(0.0, self.seconds * share - (time.perf_counter() - started)))
+        share = q_BTGD.shape[1] * k_BUGD.shape[1] * q_BTGD.shape[2] / self.pairs
+        time.sleep(max(0.0, seconds * share - (time.perf_counter() - started)))
         return out_BTGD

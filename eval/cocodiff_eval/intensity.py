@@ -66,7 +66,7 @@ def intensity_range(stack: Stack, mask: Mask, progress: Progress = unwatched) ->
 
 
 def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """What the models see: float32 [Y, X] in [0, 1], with the voxels under the mask filled from outside it.
+    """The slice as models see it: float32 [Y, X] in [0, 1], with the voxels under the mask filled from outside it.
 
     The voxels under the mask are replaced before anything reads them; whatever they hold, the result has the same bits.
     """

@@ -115,7 +115,8 @@ def own_size(pipe: Any) -> int:
 
 
 def side_multiple(pipe: Any) -> int:
-    """What image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where packed)."""
+    """The number that image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where
+    packed)."""
     patch = getattr(pipe, "patch_size", None) or 2
     return int(pipe.vae_scale_factor) * int(patch)
 

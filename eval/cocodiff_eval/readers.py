@@ -36,7 +36,8 @@ _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.
 
 @dataclass(frozen=True)
 class RawVolume:
-    """What a file holds: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to read a slice."""
+    """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to
+    read a slice."""
 
     path: str
     stem: str

@@ -6,7 +6,6 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.slices import to_grey8
-from cocodiff_eval.table import base_name, grouped, number, size, versus_exact
+from cocodiff_eval.table import MISSING, base_name, grouped, number, size, versus_exact, with_baseline
 
 SHOWN_SLICES = 4
 LARGEST_PICTURE = 512
@@ -24,7 +23,7 @@ _HOLE_COLOUR = (46, 110, 168)
 
 @dataclass(frozen=True)
 class Picture:
-    """What the report shows of one slice under one mask; images [Y, X] in the input's units.
+    """One slice under one mask, as the report shows it; images [Y, X] in the input's units.
 
     name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack` or `stack[index]`
     slice_index    0 for a single slice
@@ -128,32 +127,18 @@ def _figures(picture: Picture | Generated) -> dict[str, Any]:
 
 def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Formatted table rows of one image and mask: its presets, then the baseline."""
-    formatted = [
+    return [
         {
             "mode": row["mode"],
             "psnr": number(row["psnr_db"], 2),
             "ssim": number(row["ssim"], 3),
-            "mse": "–" if row["mse"] is None else f"{row['mse']:.2e}",
+            "mse": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
             "exact": versus_exact(row),
             "seconds": number(row["seconds"], 2),
-            "bytes": [size(row["bytes"][link]) for link in LINKS],
+            "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
         }
-        for row in rows
+        for row in with_baseline(rows)
     ]
-    baseline = rows[0].get("baseline")
-    if baseline is not None:
-        formatted.append(
-            {
-                "mode": "biharmonic",
-                "psnr": number(baseline["psnr_db"], 2),
-                "ssim": number(baseline["ssim"], 3),
-                "mse": "–" if baseline["mse"] is None else f"{baseline['mse']:.2e}",
-                "exact": "–",
-                "seconds": number(baseline["seconds"], 2),
-                "bytes": ["–"] * len(LINKS),
-            }
-        )
-    return formatted
 
 
 def _sections(
@@ -194,17 +179,9 @@ def render_report(
     facts         what the run was, in order of display: model, steps, seed, machine, version, ...
     slice_counts  image name to number of slices, where that is more than are shown
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     ramp = np.repeat(_colours(np.linspace(0.0, 1.0, 256))[None], 8, axis=0)
-    return environment.get_template("report.html.j2").render(
+    return fill_template(
+        "report.html.j2",
         title=title,
         facts={**facts, "ranks": str(metrics["ranks"])} if "ranks" not in facts else dict(facts),
         sections=_sections(metrics, pictures, slice_counts or {}),
@@ -220,15 +197,10 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Means per mask and preset, shown only where they say more than the tables below (two images or more)."""
     rows = []
     for row in metrics["summary"]["rows"]:
-        if row["identical"] == row["n"]:
-            exact = "identical"
-        elif row["psnr_vs_exact_db"] is None:
-            exact = "–"
-        else:
-            exact = f"{row['psnr_vs_exact_db']:.1f} dB"
+        exact = versus_exact(row | {"exact_compared": row["identical"] == row["n"]})
         rows.append({**row, "exact": exact, "traffic": size(sum(row["bytes"].values()))})
     for row in metrics["summary"]["baseline"]:
-        rows.append({**row, "mode": row["method"], "exact": "–", "traffic": "–"})
+        rows.append({**row, "mode": row["method"], "exact": MISSING, "traffic": MISSING})
     rows = [row for row in rows if any(other["n"] > 1 for other in rows)]
     for row in rows:
         row["psnr"], row["similarity"] = number(row["psnr_db"], 2), number(row["ssim"], 3)
@@ -236,15 +208,15 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: str(row["mask"]))
 
 
-def write_report(
-    path: Path,
-    metrics: Mapping[str, Any],
-    pictures: Sequence[Picture | Generated],
-    facts: Mapping[str, str],
-    *,
-    title: str = "Restored slices",
-    slice_counts: Mapping[str, int] | None = None,
-) -> None:
-    """Write `render_report` to `path` as UTF-8."""
-    page = render_report(metrics, pictures, facts, title=title, slice_counts=slice_counts)
-    Path(path).write_text(page, encoding="utf-8")
+def fill_template(name: str, **values: Any) -> str:
+    """A page of `templates/` with these values; one that it uses and that is not given is an error."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name).render(**values)

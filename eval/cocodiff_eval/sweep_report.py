@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cocodiff_eval.report import fill_template
 from cocodiff_eval.sweep_summary import LIMITS, NOTE, Row, Spread, cost_cells, quality_cells
 
 if TYPE_CHECKING:
@@ -27,19 +28,11 @@ class Mark(NamedTuple):
 
 def write_page(folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], done: int) -> None:
     """Writes pareto.png, and report.html with that picture in it. settings: of the sweep; done: lines so far."""
-    import jinja2
-
     save_pareto(folder / "pareto.png", rows)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     picture = base64.b64encode((folder / "pareto.png").read_bytes()).decode("ascii")
     facts = {name: settings[name] for name in FACTS} | {"runs": f"{done} of {settings['lines']}"}
-    page = environment.get_template("sweep.html.j2").render(
+    page = fill_template(
+        "sweep.html.j2",
         facts=facts,
         picture=f"data:image/png;base64,{picture}",
         note=NOTE,

@@ -1,4 +1,4 @@
-"""What the lines of a sweep say together: means over slices, differences to the exact run of the same slice, tables."""
+"""Summary of a sweep's lines: means over slices, differences to the exact run of the same slice, tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cocodiff_eval.table import MISSING, aligned
+from cocodiff_eval.table import MISSING, text_table
 
 LIMITS = {"psnr_db": 2.0, "ssim": 0.03, "mse": 2e-3}  # CoCoDiff, Table II: differences below these count as none
 DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}
@@ -153,8 +153,8 @@ NOTE = (
 
 def quality_table(rows: Sequence[Row]) -> str:
     """Plain ASCII apart from the user's names."""
-    return aligned(quality_cells(rows), 2) + "\n" + NOTE
+    return text_table(quality_cells(rows), "<<" + ">" * 8) + "\n" + NOTE
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    return aligned(cost_cells(rows), 2)
+    return text_table(cost_cells(rows), "<<" + ">" * 6)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cocodiff.text_table import aligned
 from cocodiff_eval.metrics import mean
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
-_TEXT_COLUMNS = 3
 _LONGEST_NAME = 28
 MISSING = "–"
 
@@ -88,26 +88,26 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     lines: list[tuple[str, ...]] = [HEADINGS]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
-        shown_mask = "-" if mask is None else mask
-        for row in rows:
-            total = sum(row["bytes"].values())
+        for row in with_baseline(rows):
             quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), versus_exact(row))
-            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), size(total)))
-        baseline = rows[0].get("baseline")
-        if baseline is not None:
-            quality = (number(baseline["psnr_db"], 2), number(baseline["ssim"], 3), MISSING)
-            lines.append((shown, shown_mask, "biharmonic", *quality, number(baseline["seconds"], 1), MISSING))
-    return aligned(lines, _TEXT_COLUMNS)
+            total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
+            shown_mask = "-" if mask is None else mask
+            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), total))
+    return text_table(lines, "<<<>>>>>")
 
 
-def aligned(lines: Sequence[Sequence[str]], text_columns: int) -> str:
-    """Lines of equally many cells as text in columns: the first ones to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
-        "  ".join(
-            text.ljust(width) if column < text_columns else text.replace(MISSING, "-").rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
+def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The presets' rows of one image and mask and, as one more row, the biharmonic baseline if it was made."""
+    if rows[0].get("baseline") is None:
+        return list(rows)
+    without = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
+    return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **without}]
+
+
+def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
+    """Aligned text; a number (a column to the right) that is not there is `-`."""
+    cells = [
+        [text.replace(MISSING, "-") if to == ">" else text for text, to in zip(line, align, strict=True)]
         for line in lines
     ]
-    return "\n".join(line.rstrip() for line in shown)
+    return "\n".join(aligned(cells, align))

@@ -1,4 +1,4 @@
-"""Which tiles a model restores, at which resolution, in which order: pure data, made from the mask alone.
+"""The tiles that a model restores, their resolutions and their order: pure data, made from the mask alone.
 
 A model sees one native tile. A hole deeper than a tile has no context there, so holes are restored coarse to fine.
 A hole starts at the finest level of a factor-2 pyramid where it fits well inside a tile (or is thin everywhere, as a

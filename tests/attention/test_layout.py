@@ -1,17 +1,20 @@
 """Plans as pure data: what ranks send is what their peers receive, and every block arrives, without communication."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import is_full, topologies, topology_of
 
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.errors import UserError
-from cocodiff.models.tokens import IMAGE, TEXT, image_and_text, image_segment, text_segment
+from cocodiff.models.tokens import image_and_text, image_segment, text_segment
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.plans import Block, Plan, reverse
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.topology.segments import deal, slices
+from cocodiff.topology.segments import Segment, deal, slices
 
 MODEST = settings(max_examples=60, deadline=None)
 
@@ -116,14 +119,14 @@ def test_flat_sends_each_block_straight_to_its_owner():
 def test_shares_differ_by_at_most_one(topology, image, text, heads):
     layout = Layout.build(topology, image_and_text(image, text), heads)
     for shares, total in (
-        (layout.part(IMAGE).shares, image),
-        (layout.part(TEXT).shares, text),
+        (layout.parts[0].shares, image),
+        (layout.parts[1].shares, text),
         (layout.heads, heads),
         (layout.rows, image + text),
     ):
         assert sum(shares) == total
         assert max(shares) - min(shares) <= 1
-    assert min(layout.part(IMAGE).shares) >= 1 and min(layout.heads) >= 1
+    assert min(layout.parts[0].shares) >= 1 and min(layout.heads) >= 1
 
 
 @given(topology=topologies(), text=st.integers(0, 60))
@@ -162,3 +165,24 @@ def test_too_many_ranks_are_refused_with_values():
     with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*at most 4 ranks"):
         Layout.build(topology, image_and_text(100, 10), 4)
     assert text_segment(2).shares(topology) == (0, 0, 0, 1, 0, 1)
+
+
+def test_what_may_stay_stands_side_by_side():
+    frames = [Segment(f"frame {n}", 7, may_stay=True) for n in (1, 2)]
+    layout = Layout.build(topology_of("local", 3), (text_segment(4), *frames, Segment("end", 2)), 3)
+    assert layout.rows == (8, 6, 6) and layout.may_stay == (6, 4, 4)
+    assert layout.may_stay_slices == (slice(1, 7), slice(2, 6), slice(1, 5))
+    assert layout.of_rows((3, 2, 0)).rows == (3, 2, 0)
+    apart = Layout.build(topology_of("local", 3), (frames[0], text_segment(4), frames[1]), 3)
+    with pytest.raises(UserError, match="segments frame 1, text, frame 2: those whose tokens may stay behind have to"):
+        _ = apart.may_stay_slices
+    exact = Layout.build(topology_of("local", 3), (text_segment(4),), 3)
+    assert exact.may_stay == (0, 0, 0) and exact.may_stay_slices == (slice(0, 0),) * 3
+
+
+def test_masks_of_any_segment_follow_the_ranks_rows():
+    segments = (Segment("a", 4), Segment("b", 5, dealt_from="back"), Segment("c", 3))
+    masks = {"b": torch.tensor([[True, False, True, False, True]]), "c": torch.tensor([[False, True, False]])}
+    layout = Layout.build(topology_of("local", 2), segments, 2)
+    found = mask_in_rank_order(LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks), layout)
+    assert found is not None and found[0, 0, 0].int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]

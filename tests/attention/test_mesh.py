@@ -252,16 +252,13 @@ def test_what_auto_takes():
     assert choose(topology_of("local", 24), Work(24)).ring == 1
     assert choose(topology_of("local", 5), Work(4)).ring == 5  # a prime number of ranks
     assert choose(topology_of("local", 48), Work(24)).ulysses == 24
-    uneven = choose(aurora, Work(38, segments=image_and_text(65536, 512)))
+    large = Work(38, segments=image_and_text(65536, 512))
+    uneven = choose(aurora, large)
     assert price(uneven, Work(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
     assert uneven.ulysses > 2
     assert choose(aurora, Work(24), prefer_ulysses=True).ring == 4
-    assert (
-        choose(topology_of("aurora", 24), Work(38, segments=image_and_text(65536, 512))).ring > 1
-    )  # the idle heads cost most there
-    assert (
-        choose(topology_of("aurora", 24), Work(38, segments=image_and_text(65536, 512)), prefer_ulysses=True).ring == 1
-    )
+    assert choose(topology_of("aurora", 24), large).ring > 1  # the idle heads cost most there
+    assert choose(topology_of("aurora", 24), large, prefer_ulysses=True).ring == 1
 
 
 def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():

@@ -284,12 +284,11 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
     case = DriftingCase(size, 31, 7, 9, batch=2, steps=6)
     schedule, topology = SCHEDULES["fixed"], topology_of("local", size)
     mesh = Mesh.build(topology, ring, placement)
-    layouts = mesh.layouts(image_and_text(case.image, case.text, case.text_first), case.heads)
-    where = Layout.build(topology, image_and_text(case.image, case.text), size).row_slices
+    layouts = mesh.layouts(case.segments, case.heads)
+    where = Layout.build(topology, case.segments, size).row_slices
     rows = [[row for rank in group for row in range(where[rank].start, where[rank].stop)] for group in mesh.groups]
     expected = [
-        Reference(part, layout, schedule, scoring, reference, case.text_first)
-        for part, layout in zip(mesh.parts, layouts, strict=True)
+        Reference(part, layout, schedule, scoring, reference) for part, layout in zip(mesh.parts, layouts, strict=True)
     ]
 
     def work(transport: LoopbackTransport) -> list[Tensor]:
@@ -298,7 +297,7 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
         for step in range(case.steps):
             ours.coding.begin_step(Moment(0, step, case.steps))
             q, k, v = ((lambda x=x: x[:, where[transport.rank]].contiguous()) for x in case.tensors(step))
-            qkv = LazyQKV(q, k, v, image_and_text(case.image, case.text, case.text_first), case.heads)
+            qkv = LazyQKV(q, k, v, case.segments, case.heads)
             outputs.append(ours.attend(qkv, Site("layer")))
         return outputs
 

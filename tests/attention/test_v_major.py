@@ -23,7 +23,8 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.routes.choice import Chunking
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.segments import Segment
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
@@ -54,10 +55,12 @@ class Case:
     text_first: bool = True
     channels: int = D
 
+    @property
+    def segments(self) -> Segments:
+        return image_and_text(self.image, self.text, self.text_first)
+
     def layout(self) -> Layout:
-        return Layout.build(
-            topology_of(self.machine, self.size), image_and_text(self.image, self.text, self.text_first), self.heads
-        )
+        return Layout.build(topology_of(self.machine, self.size), self.segments, self.heads)
 
     @cached_property
     def motion(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,6 +74,15 @@ class Case:
         """q, k and v [B, L, H, D] of some rows in rank order."""
         start, drift, pace = (x[:, :, rows] for x in self.motion)
         return list(start + 0.3 * math.sin(0.4 * step) * pace * drift)
+
+
+class FramesCase(Case):
+    """Of 7 tokens of text and 23 of an image: two frames of unlike size, dealt each for itself, between other ones."""
+
+    @property
+    def segments(self) -> Segments:
+        image, text = image_and_text(15, 5)
+        return text, image, replace(image, name="frame", tokens=8), Segment("end", 2)
 
 
 def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> list[Any]:
@@ -88,7 +100,7 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
             for step in range(case.steps):
                 strategy.coding.begin_step(Moment(run, step, case.steps))
                 q, k, v = (lambda x=x: x for x in case.tensors(step, layout.row_slices[transport.rank]))
-                qkv = LazyQKV(q, k, v, image_and_text(case.image, case.text, case.text_first), case.heads)
+                qkv = LazyQKV(q, k, v, case.segments, case.heads)
                 outputs.append(strategy.attend(qkv, Site("layer")).clone())
         return outputs, strategy, trace
 
@@ -107,7 +119,7 @@ def full(order: Any = v_first, exchange: str = "tapa") -> Any:
 
 def check(case: Case, schedule: Schedule, scoring: str, reference: str, order: Any, exchange: str) -> None:
     layout, topology = case.layout(), topology_of(case.machine, case.size)
-    expected = Reference(topology, layout, schedule, scoring, reference, case.text_first)
+    expected = Reference(topology, layout, schedule, scoring, reference)
     of_ranks = distributed(case, v_major(schedule, scoring, reference, order, exchange))
     for step in range(case.steps):
         of_heads = expected.attend(*case.tensors(step), step, case.steps)
@@ -122,6 +134,11 @@ def check(case: Case, schedule: Schedule, scoring: str, reference: str, order: A
 )
 def test_equals_one_process(schedule, scoring, reference, order):
     check(Case(5, 23, 7, 9, batch=2), SCHEDULES[schedule], scoring, reference, order, "tapa")
+
+
+@pytest.mark.parametrize(("scoring", "exchange"), [("source", "split"), ("card", "tapa")])
+def test_equals_one_process_with_other_segments(scoring, exchange):
+    check(FramesCase(5, 23, 7, 9, batch=2), SCHEDULES["fixed"], scoring, "sent", v_first, exchange)
 
 
 @given(

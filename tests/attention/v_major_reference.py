@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
@@ -25,15 +24,14 @@ class Reference:
     schedule: Schedule
     scoring: str
     reference: str
-    text_first: bool
     caches: list[Tensor] | None = None
     known_v: Tensor | None = None
     last_step: int = -2
     active_counts: list[int] = field(default_factory=list)
 
     def image_rows(self, rank: int) -> list[int]:
-        start = self.layout.row_slices[rank].start + (self.layout.part(TEXT).shares[rank] if self.text_first else 0)
-        return list(range(start, start + self.layout.part(IMAGE).shares[rank]))
+        kinds = [part.segment.may_stay for part in self.layout.parts for _ in range(part.shares[rank])]
+        return [self.layout.row_slices[rank].start + row for row, may_stay in enumerate(kinds) if may_stay]
 
     def attend(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, step: int, steps: int) -> Sequence[Tensor]:
         """Every rank's output [B, S, G, D] over its own heads."""

@@ -39,7 +39,7 @@ def test_a_groups_first_call_on_a_device_is_a_collective_of_all_members(monkeypa
     monkeypatch.setattr(dist, "all_reduce", lambda one, group, async_op: calls.append(f"all_reduce {group}") or work)
     transport = TorchDistTransport.__new__(TorchDistTransport)
     transport.rank, transport.device, transport.library, transport._groups = 0, torch.device("meta"), "xccl", []
-    monkeypatch.setattr(transport, "blocking", lambda job: job())
+    monkeypatch.setattr(transport, "blocking", lambda job, among: job())
     transport.group([0, 1])
     assert calls == ["new", "all_reduce group", "wait"]
     transport.device = CPU

@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topology_of
 
-from cocodiff.commands.doctor.planes import (
-    canonical,
-    from_color,
-    from_links,
-    from_rates,
-    same_planes,
-    siblings_stand_out,
-    spelled,
-)
+from cocodiff.commands.doctor.planes import canonical, from_color, from_links, from_rates, same_planes, spelled
 
 AURORA = topology_of("aurora", 12)
 PLANES = AURORA.machine.planes
@@ -52,7 +44,6 @@ def test_colours_that_make_no_sense(color):
 def test_planes_from_measured_rates():
     planes, why = from_rates(rates(PLANES, 170, 15, 9, noise=0.2), CARDS)
     assert planes is not None and same_planes(planes, PLANES) and why == ""
-    assert siblings_stand_out(rates(PLANES, 170, 15, 9), CARDS)
 
 
 def test_rates_that_show_no_planes():
@@ -62,7 +53,6 @@ def test_rates_that_show_no_planes():
     planes, why = from_rates(broken, CARDS)
     assert planes is None and "do not fall into planes" in why
     assert from_rates([[0, 1], [1, 0]], (0, 0)) == (None, "fewer than two pairs of tiles of different cards")
-    assert not siblings_stand_out(rates(PLANES, 10, 10, 9), CARDS)
 
 
 @settings(deadline=None)

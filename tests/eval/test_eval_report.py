@@ -11,7 +11,7 @@ import pytest
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
 from cocodiff_eval.metrics import metrics_document, metrics_row
-from cocodiff_eval.report import Picture, data_uri, error_image, render_report, shown_slices, with_hole, write_report
+from cocodiff_eval.report import Picture, data_uri, error_image, render_report, shown_slices, with_hole
 from eval_helpers import phantom
 from PIL import Image
 
@@ -59,7 +59,7 @@ def known() -> tuple[dict, list[Picture]]:
 
 def test_report_has_all_rows_and_pictures(tmp_path: Path) -> None:
     metrics, pictures = known()
-    write_report(tmp_path / "report.html", metrics, pictures, FACTS)
+    (tmp_path / "report.html").write_text(render_report(metrics, pictures, FACTS), encoding="utf-8")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     outline = Outline(page)
     assert not outline.open

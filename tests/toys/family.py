@@ -11,9 +11,12 @@ from cocodiff.models.tokens import IMAGE, TEXT
 
 class ToyAdapter(Adapter):
     def hooks(self, model, shard):
-        cuts = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
+        segments = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
         return [
-            Hook(model, arguments=lambda call: call | {name: shard.cut(of, call[name]) for name, of in cuts.items()})
+            Hook(
+                model,
+                arguments=lambda call: call | {name: shard.cut(part, call[name]) for name, part in segments.items()},
+            )
         ]
 
     def processors(self):
@@ -23,8 +26,8 @@ class ToyAdapter(Adapter):
 class ToyProcessor(AttentionProcessor):
     def __call__(self, attn, x_BLC, **_):
         streams = Streams([Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v)], attn.heads, self._kernels)
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._segments(), attn.heads)
-        return attn.to_out[0](self._attend(qkv, self._layer).flatten(-2))
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads)
+        return attn.to_out[0](self._attend(qkv).flatten(-2))
 
 
 FAMILY = Family("toys.transformer.ToyTransformer", ToyAdapter(), text_tokens=5, branches=2)

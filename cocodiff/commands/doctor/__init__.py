@@ -1,2 +1,2 @@
-"""What `cocodiff doctor` looks at: facts are gathered on every rank, checks judge them. Checks never touch a machine,
-so that a test can hand them any faulty one."""
+"""`cocodiff doctor`: facts are gathered on every rank, and checks judge them. Checks never touch a machine, so that a
+test can hand them any faulty one."""

@@ -1,70 +1,56 @@
-"""Is there room on every rank, and what runs the kernels?"""
+"""Is enough memory free on every rank, and what runs the kernels?"""
 
 from __future__ import annotations
 
-from cocodiff.commands.doctor.facts import FAULT, GOOD, NOTE, WARNING, Facts, Finding, name_ranks
+from cocodiff.commands.doctor.facts import NOTE, WARNING, Facts, Findings, name_ranks
 
 GIB = 2**30
 LEAST = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
 TAKEN = 0.1  # of a tile's memory that somebody else holds
 
 
-def check_memory(facts: Facts) -> list[Finding]:
+def check_memory(facts: Facts) -> Findings:
     """Free memory of every rank against the model asked about, or against the least that any run takes."""
-    check, found = "memory", []
+    found = Findings("memory")
     told = [rank for rank in facts.ranks if rank.free is not None]
     if not told:
-        return [Finding(check, WARNING, "the system does not tell how much memory is free")]
+        found.warning("the system does not tell how much memory is free")
+        return found
     tightest = min(told, key=lambda rank: rank.free or 0)
     least = facts.needed or LEAST["cpu" if tightest.on_cpu else "accelerator"]
-    short = [rank.rank for rank in told if (rank.free or 0) < least]
     what = "the model needs" if facts.needed else "any run needs"
     text = f"{(tightest.free or 0) / GIB:.2f} GiB free on rank {tightest.rank}, the tightest"
-    if short:
-        found.append(
-            Finding(
-                check,
-                FAULT,
-                f"{text}; {what} {least / GIB:.2f} GiB on {name_ranks(short)}",
-                "end what else runs there, start fewer ranks a node, or use more nodes (cocodiff plan says which)",
-            )
+    if short := [rank.rank for rank in told if (rank.free or 0) < least]:
+        found.fault(
+            f"{text}; {what} {least / GIB:.2f} GiB on {name_ranks(short)}",
+            "end what else runs there, start fewer ranks a node, or use more nodes (cocodiff plan says which)",
         )
-    taken = [
-        rank.rank for rank in told if not rank.on_cpu and rank.total and (rank.free or 0) < (1 - TAKEN) * rank.total
-    ]
-    if taken:
-        found.append(
-            Finding(
-                check,
-                WARNING,
-                f"{text}; somebody else holds memory on the tiles of {name_ranks(taken)}",
-                "look for left-over processes on the node (xpu-smi ps)",
-            )
-        )
-    return found or [Finding(check, GOOD, f"{text}; {what} {least / GIB:.2f}")]
+    held = [rank for rank in told if not rank.on_cpu and rank.total and (rank.free or 0) < (1 - TAKEN) * rank.total]
+    if held:
+        ranks = name_ranks([rank.rank for rank in held])
+        remedy = "look for left-over processes on the node (xpu-smi ps)"
+        found.warning(f"{text}; somebody else holds memory on the tiles of {ranks}", remedy)
+    if not found:
+        found.good(f"{text}; {what} {least / GIB:.2f}")
+    return found
 
 
-def check_sycl(facts: Facts) -> list[Finding]:
+def check_sycl(facts: Facts) -> Findings:
     """Which of SYCL and torch moves data, on each host that looked, and why."""
-    check, found = "sycl", []
+    found = Findings("sycl")
     for host, ranks in facts.hosts().items():
         rank = next((rank for rank in ranks if rank.sycl or rank.no_sycl), None)
         if rank is None:
             continue
         if rank.sycl:
-            found.append(Finding(check, GOOD, f"{host}: SYCL kernels on {rank.sycl}"))
+            found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
-            found.append(
-                Finding(
-                    check,
-                    FAULT,
-                    f"{host}: kernels sycl were asked for, but {rank.no_sycl}",
-                    "run cocodiff kernels build on a node, or choose kernels auto or torch",
-                )
-            )
+            remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
+            found.fault(f"{host}: kernels sycl were asked for, but {rank.no_sycl}", remedy)
         else:
             slower = rank.device.startswith("xpu") and rank.kernels != "torch"
             remedy = "load a oneAPI compiler and run cocodiff kernels build" if slower else ""
-            text = f"{host}: torch's operations run: {rank.no_sycl}"
-            found.append(Finding(check, WARNING if slower else NOTE, text, remedy))
-    return found or [Finding(check, NOTE, "nobody looked")]
+            found.add(WARNING if slower else NOTE, f"{host}: torch's operations run: {rank.no_sycl}", remedy)
+    if not found:
+        found.note("nobody looked")
+    return found

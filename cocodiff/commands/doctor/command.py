@@ -199,7 +199,7 @@ def find_planes(
 
 
 def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> PlaneMap | None:
-    """What the system tells of the planes, None where it is silent."""
+    """The planes that the system tells of, None where it is silent."""
     from cocodiff.commands.doctor.facts import PlaneMap
     from cocodiff.commands.doctor.planes import from_color, from_links
     from cocodiff.commands.doctor.sysman import fabric_links

@@ -11,7 +11,7 @@ from cocodiff.commands.doctor.check_messages import check_alltoall, check_overla
 from cocodiff.commands.doctor.check_versions import check_launch, check_mpi, check_versions
 from cocodiff.commands.doctor.facts import FAULT, Facts, Finding
 
-CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
+CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
     check_versions,
     check_launch,
     check_mpi,

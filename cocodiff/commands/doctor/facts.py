@@ -1,9 +1,10 @@
-"""What doctor knows of a job: plain data, gathered by `gather.py` and `trials.py`, judged by the checks."""
+"""Facts about a job, as plain data: gathered by `gather.py` and `trials.py`, judged by the checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 
 from cocodiff.topology.machine import Topology
 
@@ -22,6 +23,22 @@ class Finding:
     remedy: str = ""
 
 
+class Findings(list[Finding]):
+    """The findings of one check."""
+
+    def __init__(self, check: str) -> None:
+        super().__init__()
+        self._check = check
+
+    def add(self, severity: str, text: str, remedy: str = "") -> None:
+        self.append(Finding(self._check, severity, text, remedy))
+
+    fault = partialmethod(add, FAULT)
+    warning = partialmethod(add, WARNING)
+    note = partialmethod(add, NOTE)
+    good = partialmethod(add, GOOD)
+
+
 @dataclass(frozen=True)
 class Card:
     """A GPU of a host. sockets: those whose cores are near it."""
@@ -38,7 +55,7 @@ class Nic:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank sees.
+    """One rank's own view.
 
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".

@@ -21,17 +21,8 @@ from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
 
 PACKAGES = (
-    "cocodiff",
-    "torch",
-    "diffusers",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "mpi4py",
-    "impi-rt",
-    "intel_extension_for_pytorch",
-    "oneccl_bind_pt",
-    "intel-sycl-rt",
+    *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
+    *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
 )
 VARIABLES = re.compile(
     r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
@@ -42,7 +33,7 @@ INTEL, DISPLAY = "0x8086", "0x03"
 
 
 def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | str, look_at_sycl: bool) -> RankFacts:
-    """What this rank sees. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
+    """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
     device = transport.device
     sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -94,7 +85,8 @@ def environment() -> dict[str, str]:
 
 
 def tile_of(device: torch.device) -> str:
-    """What tells the tiles of a host apart: the driver's own number of it, else its index and what selects devices."""
+    """A name that no other tile of the host has: the driver's own number of it, else its index and what selects
+    devices."""
     if device.type == "cpu":
         return ""
     uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
@@ -173,7 +165,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
-    """What SYCL kernels run on, or "" and why they do not."""
+    """The device that SYCL kernels run on, or "" and why they do not."""
     if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
         return "", "torch was asked for"
     try:

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise
 
-FAST_SIBLING = 2.0  # a sibling's link is that many times as fast as the links between cards, or there is none to see
-FAST_PLANE = 1.25  # and a plane's that many times as fast as the way into another plane
+FAST_PLANE = 1.25  # a plane's links are that many times as fast as the way into another plane
 
 Link = tuple[int, int]  # two tiles of a node
 
@@ -75,10 +74,3 @@ def from_rates(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> tuple[t
     if len(whole) != len(joined):
         return None, f"measured rates ({slow:.3g} and {fast:.3g} GB/s) do not fall into planes"
     return planes, ""
-
-
-def siblings_stand_out(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> bool:
-    """Whether tiles of one card are joined by clearly faster links than tiles of two."""
-    own = [gb_s[a][b] for a, b in combinations(range(len(cards)), 2) if cards[a] == cards[b]]
-    others = [gb_s[a][b] for a, b in combinations(range(len(cards)), 2) if cards[a] != cards[b]]
-    return bool(own and others) and min(own) >= FAST_SIBLING * statistics.median(others)

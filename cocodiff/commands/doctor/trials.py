@@ -88,7 +88,7 @@ def _judged(
     got: list[Tensor],
     expected: list[Tensor],
 ) -> AllToAll:
-    """What all ranks received, judged on rank 0; elsewhere this rank's own part."""
+    """Compares all ranks' received tensors on rank 0; elsewhere this rank's own."""
     bad = [peer for peer, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
     word = f"rank {transport.rank} got other numbers than were sent from {bad}" if bad else ""
     of_ranks = transport.gather_object((seconds, word)) or [(seconds, word)]

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.commands.children import die_with_parent
 from cocodiff.commands.dispatch import COMMANDS, run_command
 from cocodiff.commands.emulate.enter import TILES
 from cocodiff.commands.emulate.leftovers import TOKEN, kill_all, registered
 from cocodiff.commands.emulate.network import BRIDGE, Network, address
-from cocodiff.commands.emulate.processes import die_with_parent, fork_all
+from cocodiff.commands.emulate.processes import fork_all
 from cocodiff.commands.emulate.verify import Rate, measure_rates
 from cocodiff.commands.options import Option, parse
 from cocodiff.commands.room import check_room
@@ -219,7 +220,7 @@ def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate
 
 
 def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> dict[str, str]:
-    """What all ranks find in their environment: they talk over the bridge, and over TCP."""
+    """The variables that all ranks are given: they talk over the bridge, and over TCP."""
     told = {"machine": topology.machine.name, "nodes": topology.nodes, "scale": values["scale"]}
     here = sum(place.node == 0 for place in topology.places)
     return {

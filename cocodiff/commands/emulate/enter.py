@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from cocodiff.comm.launch import detect
+from cocodiff.commands.children import die_with_parent
 from cocodiff.commands.emulate.namespaces import enter_path
-from cocodiff.commands.emulate.processes import die_with_parent
 from cocodiff.errors import UserError
 
 TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by rank

@@ -1,4 +1,5 @@
-"""Which emulations run, and what is left of those that were killed: only processes, for namespaces go with them."""
+"""Records of the emulations that run, and an end for processes that killed ones have left. Namespaces go by
+themselves."""
 
 from __future__ import annotations
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from cocodiff.commands.children import StopRequest, become_child, signal_all, stop_requests
 
 GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, it ends all ranks
-
-
-class StopRequest:
-    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a process."""
-
-    asked = False
-
-    def __call__(self, *_: Any) -> None:
-        self.asked = True
-
-
-def die_with_parent(parent: int) -> None:
-    """Linux: the kernel kills this process when its parent goes; also after it has become another program."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it went before we asked
 
 
 def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
@@ -39,33 +21,26 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    stop, parent = StopRequest(), os.getpid()
-    heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
+    parent = os.getpid()
     children: dict[int, int] = {}
-    try:
-        for rank, job in enumerate(jobs):
-            pid = os.fork()
-            if pid == 0:
-                _child(job, parent)
-            children[pid] = rank
-        return _attend(children, stop)
-    finally:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            os.waitpid(pid, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with stop_requests() as stop:
+        try:
+            for rank, job in enumerate(jobs):
+                pid = os.fork()
+                if pid == 0:
+                    _child(job, parent)
+                children[pid] = rank
+            return _attend(children, stop)
+        finally:
+            signal_all(children, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
 
 
 def _child(job: Callable[[], int], parent: int) -> None:
     code = 1
     try:
-        die_with_parent(parent)
-        for number in STOPS:  # Ctrl-C and a hangup reach the whole terminal group; the parent decides
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        become_child(parent, signal.SIG_DFL)
         code = job()
     except BaseException as error:
         print(f"cocodiff: {type(error).__name__}: {error}", file=sys.stderr)
@@ -81,8 +56,7 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
     while children and time.monotonic() < deadline:
         if stop.asked and not told:
             told, deadline = True, time.monotonic() + GRACE_S
-            for pid in children:
-                os.kill(pid, signal.SIGTERM)
+            signal_all(children, signal.SIGTERM)
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid not in children:
             time.sleep(0.02)

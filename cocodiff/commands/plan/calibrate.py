@@ -1,4 +1,4 @@
-"""`cocodiff plan --calibrate bench.json`: what a run of bench alltoall says of the machine's links."""
+"""`cocodiff plan --calibrate bench.json`: fits the machine's links to a run of bench alltoall."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cocodiff.errors import UserError
 from cocodiff.files import irregular
 from cocodiff.planning.calibrate import NAMES, AllToAll, Calibration, Constants, Fit, Measured
 from cocodiff.registry import EXCHANGES
+from cocodiff.text_table import aligned
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Machine, Topology
 
@@ -74,7 +75,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]:
-    """What of the file the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
+    """The measurements of the file that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
     found = []
     for row in rows:
         size = str(row["case"]).removesuffix("MB")
@@ -109,19 +110,21 @@ def slowed(machine: Machine, scale: float) -> Machine:
 
 def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
     lines = [f"links {scale:g} times slower than the machine file's, as on an emulated machine"] if scale != 1 else []
+    constants = []
     for name in names:
         value = getattr(fit.constants, name)
         shown = f"{value:.4g} us" if name.endswith("_us") else f"{value:.3f} of the nominal rate"
-        lines.append(
-            f"{name:<12} {shown:<28} {'fitted' if name in fit.fitted else 'left: nothing measured depends on it'}"
-        )
-    lines.append(f"{'exchange':<14}{'MB':>8}{'part':>9}{'measured ms':>14}{'plan ms':>12}{'off by':>9}")
+        constants.append([name, shown, "fitted" if name in fit.fitted else "left: nothing measured depends on it"])
+    table = [["exchange", "MB", "part", "measured ms", "plan ms", "off by"]]
     for one, seconds in zip(measured, fit.predicted, strict=True):
-        lines.append(
-            f"{one.variant:<14}{one.size_mb:>8g}{one.part:>9}{one.value * 1e3:>14.3f}{seconds * 1e3:>12.3f}"
-            f"{seconds / one.value - 1:>9.1%}"
-        )
-    return [*lines, f"root mean square error {fit.rms(measured):.1%}"]
+        times = [f"{one.value * 1e3:.3f}", f"{seconds * 1e3:.3f}", f"{seconds / one.value - 1:.1%}"]
+        table.append([one.variant, f"{one.size_mb:g}", one.part, *times])
+    return [
+        *lines,
+        *aligned(constants, "<<<"),
+        *aligned(table, "<>>>>>"),
+        f"root mean square error {fit.rms(measured):.1%}",
+    ]
 
 
 def machine_file(machine: Machine) -> dict[str, Any]:

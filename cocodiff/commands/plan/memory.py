@@ -14,7 +14,7 @@ from cocodiff.topology.machine import Topology
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the plan tells, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
+    """A plan's memory, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
     tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too."""
 
     site: RankMemory

@@ -20,6 +20,7 @@ from cocodiff.planning.steps import Recording, StepPlan
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, split_plan
+from cocodiff.text_table import aligned
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
@@ -109,20 +110,18 @@ def compare(
 
 
 def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    heads = "".join(f"{link + ' GB':>16}" for link in LINK_CLASSES)
-    lines = [f"{'preset':<12}{'ms a step':>11}{'s an image':>12}{'over flat':>11}{'comm.':>7}{heads}  memory"]
+    heading = ["preset", "ms a step", "s an image", "over flat", "comm.", *(f"{link} GB" for link in LINK_CLASSES)]
+    table = [[*heading, "memory"]]
     for row in rows:
         if "error" in row:
-            lines.append(f"{row['preset']:<12} {row['error']}")
+            table.append([row["preset"], row["error"]])
             continue
-        sent = "".join(f"{row['bytes_per_step'][link] / 1e9:>16.2f}" for link in LINK_CLASSES)
-        fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]]
-        lines.append(
-            f"{row['preset']:<12}{row['step_s'] * 1e3:>11.1f}{row['image_s']:>12.2f}{row['over_flat']:>10.2f}x"
-            f"{row['communication_share']:>7.0%}{sent}  {row['rank_mib']:.0f} MiB a rank: {fits}"
-            + ("" if row["exact"] else "; lossy")
-        )
-    return lines
+        times = [f"{row['step_s'] * 1e3:.1f}", f"{row['image_s']:.2f}", f"{row['over_flat']:.2f}x"]
+        sent = [f"{row['bytes_per_step'][link] / 1e9:.2f}" for link in LINK_CLASSES]
+        fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]] + ("" if row["exact"] else "; lossy")
+        memory = f"{row['rank_mib']:.0f} MiB a rank: {fits}"
+        table.append([row["preset"], *times, f"{row['communication_share']:.0%}", *sent, memory])
+    return aligned(table, "<" + ">" * 8 + "<")
 
 
 # One layer ------------------------------------------------------------------------------------------------------------

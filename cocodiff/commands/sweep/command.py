@@ -173,7 +173,7 @@ def _lasting(config: Config) -> dict[str, Any]:
 
 
 def digest(slices: Any) -> str:
-    """What a stack or a mask holds, in a few characters."""
+    """A short hash of all voxels of a stack or a mask."""
     found = hashlib.sha256(str(slices.shape).encode())
     for index in range(slices.shape[0]):
         found.update(slices.read(index).tobytes())

@@ -26,7 +26,7 @@ _SHOWN = 60  # characters of a setting in an error
 
 
 class Key(NamedTuple):
-    """What a line is the result of; no two lines have the same."""
+    """The run that a line is the result of; no two lines have the same."""
 
     point: str
     steps: int
@@ -84,7 +84,7 @@ def _difference(old: Any, new: Any) -> tuple[Any, Any]:
 
 
 class Results(NamedTuple):
-    """What a folder holds. whole: bytes of results.jsonl up to its last whole line."""
+    """The contents of a sweep's folder. whole: bytes of results.jsonl up to its last whole line."""
 
     settings: dict[str, Any]
     lines: list[dict[str, Any]]

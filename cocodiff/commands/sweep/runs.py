@@ -65,8 +65,8 @@ def run_sweep(sweep: Sweep, transport: Any) -> None:
 
 
 def missing_slices(sweep: Sweep, done: set[Key]) -> Iterator[Slice]:
-    """What is to be done, the same on every rank. All points of a slice come together: its exact run is made once,
-    and a machine that gets slower with time does so for all points."""
+    """The slices that are to be done, the same on every rank. All points of a slice come together: its exact run is
+    made once, and a machine that gets slower with time does so for all points."""
     for task in sweep.tasks:
         for index in range(len(task.stack)):
             if not task.mask.read(index).any():

@@ -1,0 +1,56 @@
+"""Helpers of commands that fork: stopping on a signal, and children that die with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
+
+
+class StopRequest:
+    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a process."""
+
+    asked = False
+
+    def __call__(self, *_: Any) -> None:
+        self.asked = True
+
+
+@contextmanager
+def stop_requests(always: Iterable[signal.Signals] = ()) -> Iterator[StopRequest]:
+    """Takes note of STOPS while the block lasts. What is ignored stays so (nohup ignores SIGHUP), save for `always`."""
+    stop = StopRequest()
+    heeded = [number for number in STOPS if number in always or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def become_child(parent: int, on_terminate: Any) -> None:
+    """In a forked child: it dies with its parent, and of STOPS heeds SIGTERM alone, which the parent sends. Ctrl-C and
+    a hangup reach the whole terminal group."""
+    die_with_parent(parent)
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, on_terminate)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux: the kernel kills this process when its parent goes; also after it has become another program."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it went before we asked
+
+
+def signal_all(children: Iterable[int], number: signal.Signals) -> None:
+    for pid in children:
+        os.kill(pid, number)

@@ -1,0 +1,24 @@
+"""Plain-text tables for terminals and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
+    """The rows of a table as lines: columns two blanks apart, each as wide as its widest cell.
+
+    align: for each column "<" (to the left) or ">" (to the right). A row may have fewer cells than there are columns;
+    its last cell then takes the place of the rest of the line.
+    """
+    table = [list(row) for row in rows]
+    ends = [len(row) - 1 if len(row) < len(align) else len(align) for row in table]
+    widths = [
+        max((len(row[column]) for row, end in zip(table, ends, strict=True) if column < end), default=0)
+        for column in range(len(align))
+    ]
+    lines = []
+    for row, end in zip(table, ends, strict=True):
+        cells = [f"{cell:{align[column]}{widths[column]}}" for column, cell in enumerate(row[:end])]
+        lines.append((indent + "  ".join([*cells, *row[end:]])).rstrip())
+    return lines

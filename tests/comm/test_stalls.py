@@ -1,0 +1,50 @@
+"""Who keeps the others waiting, where parts of the ranks make calls of their own: X is ranks 0 and 1, Y is 2 and 3."""
+
+from __future__ import annotations
+
+import pytest
+
+from cocodiff.comm.stalls import ALL, Progress, find_stalled
+
+X, Y = (0, 1), (2, 3)
+STALL_S = 10.0
+
+
+def goes_on(among, count, run=2):
+    return Progress({ALL: run, among: count}, "attention", among, waits_s=0.0, unchanged_s=1.0)
+
+
+def waits(among, count, waits_s, run=2):
+    calls = {ALL: count} if among == ALL else {ALL: run, among: count}
+    return Progress(calls, "gather_object", among, waits_s, unchanged_s=waits_s + 0.1)
+
+
+def hangs(among, count, unchanged_s, run=2):
+    return Progress({ALL: run, among: count}, "attention", among, waits_s=0.0, unchanged_s=unchanged_s)
+
+
+def finished(count, waits_s):
+    """A rank of Y that waits for X in a call of the whole run."""
+    return Progress({ALL: 3, Y: count}, "broadcast_object", ALL, waits_s, waits_s + 0.1)
+
+
+NOTHING_YET = Progress({ALL: 2}, "broadcast_object", ALL, 0.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stalled"),
+    [
+        pytest.param([goes_on(X, 90), goes_on(X, 90), goes_on(Y, 3), goes_on(Y, 3)], None, id="one part is far ahead"),
+        pytest.param([goes_on(X, 90), goes_on(X, 91), finished(3, 50), finished(3, 50)], None, id="one part is done"),
+        pytest.param([waits(X, 91, 15), hangs(X, 90, 20), goes_on(Y, 3), goes_on(Y, 3)], 1, id="a part's rank hangs"),
+        pytest.param([waits(X, 91, 15), hangs(X, 90, 20), finished(3, 50), finished(3, 50)], 1, id="all wait for it"),
+        pytest.param([waits(X, 91, 5), hangs(X, 90, 6), finished(3, 50), finished(3, 50)], None, id="not yet"),
+        pytest.param(
+            [hangs(X, 90, 20), hangs(X, 90, 20), finished(3, 50), finished(3, 50)], 0, id="a whole part hangs"
+        ),
+        pytest.param([waits(X, 1, 15), NOTHING_YET, goes_on(Y, 3), goes_on(Y, 3)], 1, id="it never came to the part"),
+    ],
+)
+def test_calls_are_compared_among_those_who_make_them(ranks, stalled):
+    found = find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S)
+    assert (found and found[0]) == stalled

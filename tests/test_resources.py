@@ -1,0 +1,50 @@
+"""Threads and communicators of a rank are those of the table in docs/design.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from worlds import topology_of
+
+from cocodiff.assemble import build_strategy
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.config import Config
+from cocodiff.kernels import Kernels
+from cocodiff.topology.axes import Mesh
+from cocodiff.trace import Trace
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+ROWS = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]
+
+
+def test_the_table_has_the_largest_setting() -> None:
+    settings, lanes, groups = ROWS[-1]
+    assert all(name in settings for name in ("chunks", "ring", "v_major"))
+    assert len(lanes.split(",")) <= 6 and len(groups.split(",")) <= 6
+
+
+@pytest.mark.parametrize(("settings", "lanes", "groups"), ROWS, ids=[row[0].strip(" `") for row in ROWS])
+def test_a_rank_has_as_many_as_the_table_says(
+    settings: str, lanes: str, groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(steps=4, **yaml.safe_load("{" + settings.strip(" `") + "}"))
+    topology, made = topology_of("local", 8, 4), Counter[int]()
+    mesh, plain = Mesh.build(topology, 1 if config.ring == "auto" else int(config.ring)), LoopbackTransport.group
+
+    def group(transport: LoopbackTransport, ranks: tuple[int, ...]) -> object:
+        made[transport.rank] += 1
+        return plain(transport, ranks)
+
+    monkeypatch.setattr(LoopbackTransport, "group", group)
+
+    def work(transport: LoopbackTransport) -> set[str]:
+        build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
+        assert transport.world.ranks == tuple(range(8))
+        return set(transport._lanes)
+
+    for rank, found in enumerate(run_ranks(8, work)):
+        assert found == {name.strip() for name in lanes.split(",")}
+        assert made[rank] == len(groups.split(","))
