@@ -66,8 +66,10 @@ def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    work = replace(work, chunking=predicted_chunking(config))
-    return choose(topology, work, config.ring, config.placement, prefer_ulysses=config.selection == "v_major")
+    coding = coding_of(config)
+    head_bytes = coding.head_bytes(config, work.head_dim, work.itemsize)
+    work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
+    return choose(topology, work, config.ring, config.placement, prefer_ulysses=coding.prefers_ulysses)
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:

@@ -10,6 +10,7 @@ import tifffile
 import torch
 from worlds import topology_of
 
+from cocodiff import assemble
 from cocodiff.assemble import build_strategy
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.cli import main
@@ -17,6 +18,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.placement import Work, by_degree
 from cocodiff.registry import CODINGS, ORDERS
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
@@ -109,6 +111,20 @@ def test_both_are_planned(tmp_path: Path) -> None:
     plain, half, toy = planned(), planned("--selection", "half"), planned("--order", "toy")
     assert half["bytes_per_step"] == {link: count / 2 for link, count in plain["bytes_per_step"].items()}
     assert toy["bytes_per_step"] == plain["bytes_per_step"] and toy["step_s"] != plain["step_s"]
+
+
+def test_a_mesh_is_chosen_by_coded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the exchange half, of rings all."""
+    asked: list[Work] = []
+    monkeypatch.setattr(assemble, "choose", lambda topology, work, *_, **__: asked.append(work))
+    for selection in ("full", "half"):
+        assemble.mesh_of(Config(selection=selection), topology_of("aurora", 24), Work(12, 64, itemsize=4))
+    full, half = (by_degree(topology_of("aurora", 24), work, "auto") for work in asked)
+    (whole, *_), (halved, *_) = full[0], half[0]
+    assert whole.mesh.ring == halved.mesh.ring == 2
+    rings = {link: 2 * halved.bytes[link] - count for link, count in whole.bytes.items()}  # what was not halved
+    assert all(0 <= rings[link] <= count for link, count in whole.bytes.items()) and sum(rings.values()) > 0
+    assert sum(halved.bytes.values()) < sum(whole.bytes.values())
 
 
 @pytest.mark.processes

@@ -49,6 +49,7 @@ class Work:
 
     attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
     chunking: in how many chunks tensors travel among a group's ranks (Torus).
+    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
     """
 
     heads: int
@@ -58,11 +59,17 @@ class Work:
     itemsize: int = 2
     attention_s: float | None = None
     chunking: Callable[[Topology], Chunking] = never
+    head_bytes: int | None = None
 
     @property
     def cell(self) -> int:
-        """Bytes of one token for one head."""
+        """Bytes of one token for one head, as they are and as rings send them."""
         return self.batch * self.head_dim * self.itemsize
+
+    @property
+    def wire_cell(self) -> int:
+        """Bytes of one token for one head, as the exchange sends them."""
+        return self.cell if self.head_bytes is None else self.batch * self.head_bytes
 
 
 class InStages(NamedTuple):
@@ -150,7 +157,7 @@ def price(mesh: Mesh, work: Work) -> Priced:
     ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
     for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
         rows_U, heads_U, ranks_U = np.array(layout.rows), np.array(layout.heads), np.array(group)
-        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.cell
+        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.wire_cell
         senders_UU, receivers_UU = np.meshgrid(ranks_U, ranks_U, indexing="ij")
         ulysses.send(senders_UU.ravel(), receivers_UU.ravel(), bytes_UU.ravel())
         chunks = work.chunking(part).chunks
@@ -186,7 +193,7 @@ def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traf
     """None where a call does not go in stages. layout: of the first group."""
     chunking = work.chunking(mesh.parts[0])
     chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
-    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.cell) < chunking.from_mb:
+    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.wire_cell) < chunking.from_mb:
         return None
     share = sum(layout.rows[rank] for rank in chunks[0]) / sum(layout.rows)
     return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)

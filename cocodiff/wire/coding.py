@@ -75,12 +75,18 @@ class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
+    prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
     def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any) -> Coding:
         """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
         of the group's ranks."""
         return cls()
+
+    @classmethod
+    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        """For predictions: what one token of one head takes on the wire, of q, k, v or the output each."""
+        return head_dim * itemsize
 
     @classmethod
     def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:

@@ -6,6 +6,10 @@ from cocodiff.wire.coding import CodedCall, Coding, Encoded
 
 
 class Half(Coding):
+    @classmethod
+    def head_bytes(cls, settings, head_dim, itemsize):
+        return 2 * head_dim
+
     def call(self, exchange, layout, site):
         return HalfCall(layout)
 

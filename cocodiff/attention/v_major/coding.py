@@ -43,7 +43,7 @@ class SiteCache:
 class VMajor(Coding):
     """Sends active tokens only. On one rank nothing travels, and nothing is selected."""
 
-    keeps_state = True
+    keeps_state = prefers_ulysses = True
 
     def __init__(
         self, exchange: Exchange | None, transport: Ranks, schedule: Schedule, scoring: str, reference: str
