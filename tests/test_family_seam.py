@@ -34,8 +34,9 @@ def test_it_gives_what_one_process_gives(toy, size, machine, ring):
 
     def work(transport: Any) -> None:
         own = copy.deepcopy(toy)
-        for preset in ("flat", "tapa", "v_first"):
-            with torch.no_grad(), parallelize(own, preset, transport=transport, machine=machine, ring=ring) as engine:
+        for preset, chunks in (("flat", 1), ("tapa", 1), ("split", 1), ("v_first", 1), ("split", 2), ("tapa", 3)):
+            settings = {"transport": transport, "machine": machine, "ring": ring, "chunks": chunks}
+            with torch.no_grad(), parallelize(own, preset, **settings) as engine:
                 torch.testing.assert_close(own(**inputs), expected)
                 assert sum(engine.bytes().values()) > 0
 
