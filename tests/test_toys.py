@@ -81,6 +81,17 @@ def test_a_strategy_sends_what_was_selected() -> None:
         assert torch.equal(toy, ours) and sent == theirs
 
 
+def q_first(qkv, transfer, trace):
+    return [transfer.send(q=qkv.q(), k=qkv.k()), transfer.send(v=qkv.v())]
+
+
+@pytest.mark.parametrize("scoring", ["source", "card"])
+def test_an_order_that_v_major_cannot_follow_is_refused(scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDERS, "toy", f"{__name__}:q_first")
+    with pytest.raises(RuntimeError, match="send v before or together with q and k"):
+        attend(order="toy", selection="v_major", scoring=scoring, exchange="tapa")
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["joint", "v_first", "toy"])
 def test_a_coding_travels_everywhere_at_half_the_bytes(way: str, order: str) -> None:

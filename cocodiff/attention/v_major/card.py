@@ -28,6 +28,7 @@ class CardCall(SelectiveCall):
     def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
         others = {name: x for name, x in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
+            self.check_begun()
             return transfer.post(others, wait_next and self.full)
         v = self._send_v(transfer, tensors_BLHD["v"])
         return v if not others else Both(tuple(tensors_BLHD), v, transfer.post(others))

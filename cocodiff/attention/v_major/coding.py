@@ -8,6 +8,7 @@ The output always travels whole.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,21 +150,29 @@ class VMajor(Coding):
         return self._cards[key]
 
 
-class SelectiveCall(CodedCall):
-    """One attention call of V-Major, full or not; how it scores is the subclass's. `selected` is what travels, None
-    where everything does."""
+class SelectiveCall(CodedCall, ABC):
+    """One attention call of V-Major, full or not; how it scores is the subclass's. Orders send v before or together
+    with q and k, since it decides what of them travels."""
+
+    begun = False  # whether v was sent, so that `full` is known
 
     def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(layout)
         self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
         self.kernels, self.full = exchange.kernels, True
 
+    @abstractmethod
     def selection(self) -> Selection:
         """What travels in a selective call; waits for the choice."""
-        raise NotImplementedError
+
+    def check_begun(self) -> None:
+        """Raises RuntimeError where an order sends q or k before v: they would travel whole, v would not."""
+        if not self.begun:
+            raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
 
     def begin(self, v_BLHD: Tensor) -> None:
         """Decides whether all tokens travel, now that v's shape is known."""
+        self.begun = True
         cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()
         same = cache.shape == v_BLHD.shape and cache.layout == self.layout and cache.inference == inference
         known = same and cache.last_step == step - 1
@@ -227,6 +236,7 @@ class SourceCall(SelectiveCall):
     def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
         if "v" in tensors_BLHD:
             self.observe(tensors_BLHD["v"])
+        self.check_begun()
         return transfer.post(tensors_BLHD, wait_next and self.full)
 
     def observe(self, v_BLHD: Tensor) -> None:

@@ -19,8 +19,6 @@ from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
 
-SCHEDULES = ("linear", "fixed", "reverse", "cosine", "list", "threshold")
-
 
 @dataclass(frozen=True)
 class Schedule:
