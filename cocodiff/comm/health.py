@@ -305,7 +305,7 @@ class Watch:
                     if not admission.missing or self._lost is not None:
                         admission.close()
                         admission = None
-                self._check_silence(selector)
+                self._check_silence(selector, last_round)
                 self._check_progress()
 
     def _forgive_own_sleep(self, last_round: float) -> float:
@@ -327,8 +327,9 @@ class Watch:
         for message in messages or []:
             self._hear(rank, message)
 
-    def _check_silence(self, selector: selectors.BaseSelector) -> None:
-        now, limit_s = time.monotonic(), self.limits.timeout_s
+    def _check_silence(self, selector: selectors.BaseSelector, now: float) -> None:
+        """now: of this round, whose own sleep is forgiven; a stop since then is seen in the next one."""
+        limit_s = self.limits.timeout_s
         for key in list(selector.get_map().values()):
             if key.data in self._lines and now - self._lines[key.data].heard > limit_s and key.data not in self._left:
                 selector.unregister(key.fileobj)

@@ -138,7 +138,9 @@ def _find_stalled_among(
         return late, f"left the run after {one.at}, and {for_it}"
     if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
         return None
-    if late != waiting and (calls[late] < calls[waiting] or one.waits_s <= stall_s):
+    if calls[late] == calls[waiting] and 0.0 < one.waits_s <= stall_s:
+        return None  # it waits as well, and for how long is known as of its last heartbeat only
+    if late != waiting and (calls[late] < calls[waiting] or not one.waits_s):
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     return _in_another_call(progress, waiting, for_it)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,15 @@ from cocodiff.comm.health import Alone, Watch
 from cocodiff.errors import PeerLost, UserError
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
+
+@pytest.fixture(autouse=True)
+def this_process_is_not_ended(monkeypatch):
+    """By a watch of the test's own, whose rank is waiting when it is lost: that is a failure of the test."""
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    yield
+    assert not ends, "a rank in this process was lost while it waited, and would have ended the process"
 
 
 def test_a_killed_rank_is_named_by_every_survivor():

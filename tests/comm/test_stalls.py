@@ -48,3 +48,15 @@ NOTHING_YET = Progress({ALL: 2}, "broadcast_object", ALL, 0.0, 20.0)
 def test_calls_are_compared_among_those_who_make_them(ranks, stalled):
     found = find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S)
     assert (found and found[0]) == stalled
+
+
+@pytest.mark.parametrize(
+    ("last_heard_s", "rank", "why"),
+    [(4, None, ""), (11, 0, "waits in gather_object, and rank 1 in attention x: ranks make different calls")],
+)
+def test_a_rank_that_waits_itself_is_not_said_to_hang(last_heard_s, rank, why):
+    """It waits as long as the others, but its last heartbeat is older than what rank 0 knows of itself."""
+    gathers = Progress({ALL: 2}, "gather_object", ALL, 11.0, 11.1)
+    attends = Progress({ALL: 2}, "attention x", ALL, last_heard_s, 11.1)
+    found = find_stalled({0: gathers, 1: attends, 2: attends}, STALL_S, STALL_S)
+    assert found == (None if rank is None else (rank, why))
