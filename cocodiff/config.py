@@ -60,6 +60,15 @@ class Config:
         "(whichever sends less between nodes)",
         choices=("auto", "topology", "usp"),
     )
+    guidance_parallel: int | str = setting(
+        "auto",
+        "parts of the ranks that compute one branch of classifier-free guidance each: 2; 1: all ranks compute every "
+        "branch; auto: 2 where the pipeline guides and an even number of ranks shares an image",
+        choices=("auto",),
+        least=1,
+        most=2,
+        wanted="1, 2 or auto",
+    )
     order: str = setting(
         "joint",
         "of an attention call: joint (q, k and v are made, then sent) or v_first (v is sent while q and k are made)",
