@@ -21,7 +21,7 @@ from cocodiff.agreement import check_agreement
 from cocodiff.assemble import state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
+from cocodiff.checks import cache_on, called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
@@ -126,12 +126,30 @@ class Engine:
         if guidance == "auto" and self._pipe is None:  # a bare transformer's calls have to be told that they guide
             guidance = 1
         self._guidance = Guidance(guidance, self.size, family.rows_per_image > 1, family.branches)
+        self._warned = False
+        self._set_up_exchange()
+
+    def _set_up_exchange(self) -> None:
+        """What belongs to the transport: groups, lanes and strategies over them. Of guidance's two ways, the one that
+        the settings do not ask for is set up when a call needs it."""
         # Where guidance is split, calls that all ranks compute together are counted apart.
         self._trace_together = self.trace.counted_as("unsplit" if self._guidance.pinned else "attention")
-        self._together = self._sequence_of(self.topology, self.transport, self._trace_together)
+        self._together = self._sequence_of(self.topology, self.transport, trace=self._trace_together)
         self._parts: Parts | None = None
-        self._warned = False
-        self._ranks, self._call = self._together, Call()
+        if self._guidance.pinned:
+            self._ranks = self._split().sequence
+        else:
+            self._ranks = self._together
+        self._call = Call()
+        _ = self.strategy
+
+    def _split(self) -> Parts:
+        """The two parts of the ranks; all ranks make them together."""
+        if self._parts is None:
+            self._trace_together.purpose = "unsplit"
+            sequence_of = partial(self._sequence_of, trace=self.trace)
+            self._parts = Parts(self.topology, self.transport, self.trace, sequence_of)
+        return self._parts
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         shape: Any = self.model.config
@@ -156,8 +174,9 @@ class Engine:
         if self.transport.closed:
             if not self._owns_transport:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
-            self.transport, self._parts = open_transport(self.config), None
-            self._together.connect(self.transport)
+            self.transport = open_transport(self.config)
+            self._set_up_exchange()
+        self._guidance.begin()
         self._check_model(self.model.named_modules())
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
@@ -209,6 +228,9 @@ class Engine:
         check_not_compiled(found)
         if self.size > 1:
             check_no_deciding_cache(found)
+            if cache := cache_on(found):
+                # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+                self._guidance.stay_together(f"the cache hook {cache}")
 
     def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
         arguments = self._signature.bind(*args, **kwargs).arguments
@@ -223,8 +245,8 @@ class Engine:
         ranks.segments = self.adapter.segments(self.model, arguments)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        if call.way is Way.ROWS and self._parts is not None:
-            arguments = self._parts.own_rows(arguments, len(sample))
+        if call.way is Way.ROWS:
+            arguments = self._split().own_rows(arguments, len(sample))
         ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
         if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
@@ -243,31 +265,27 @@ class Engine:
                 f"together; choose auto or 1 for runs without guidance",
                 stacklevel=2,
             )
-        if way is not Way.TOGETHER and self._parts is None:
-            self._trace_together.purpose = "unsplit"
-            self._parts = Parts(self.topology, self.transport, self.trace, partial(self._sequence_of, trace=self.trace))
         if self._parts is not None and self.counter.branch == 0:
             self._parts.drain()
-        if way is Way.TOGETHER or self._parts is None:
+        if way is Way.TOGETHER:
             self._ranks, self._call = self._together, Call(way, True, form)
         else:
-            own = way is Way.ROWS or self._parts.keeps(self.counter.branch)
-            self._ranks, self._call = self._parts.sequence, Call(way, own, form)
+            parts = self._split()
+            own = way is Way.ROWS or parts.keeps(self.counter.branch)
+            self._ranks, self._call = parts.sequence, Call(way, own, form)
         return self._ranks, self._call
 
     def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""
-        call, parts = self._call, self._parts
-        if parts is None or call.way in (Way.TOGETHER, Way.ALIKE):
-            output = forward(*args, **kwargs)
-            self._guidance.note(call.form, output)
-            return output
-        if call.way is Way.ROWS:
-            return parts.all_rows(forward(*args, **kwargs))
-        if not call.own:
-            return parts.awaited(self._guidance.outputs[call.form], self.transport.device)
+        call = self._call
+        if call.way is Way.CALLS and not call.own:
+            return self._split().awaited(self._guidance.outputs[call.form], self.transport.device)
         output = forward(*args, **kwargs)
-        parts.send(output)
+        self._guidance.note(call.form, output)
+        if call.way is Way.ROWS:
+            return self._split().all_rows(output)
+        if call.way is Way.CALLS:
+            self._split().send(output)
         return output
 
     def _compare_with_others(self, arguments: Arguments) -> None:
@@ -322,9 +340,10 @@ class Engine:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
         site = Site(layer, self.counter.branch)
-        out_BLHD = self._ranks.attend(qkv, site)
+        self._ranks.transport.health.arrive(f"attention {layer}")
+        out_BLHD = self.strategy.attend(qkv, site)
         if not self._call.own:
-            self._ranks.strategy.coding.forget(site)
+            self.strategy.coding.forget(site)
         return out_BLHD
 
     # Results of all ranks -------------------------------------------------------------------------------------------
@@ -362,7 +381,8 @@ class Engine:
     @property
     def _sequences(self) -> list[SequenceRanks]:
         """The ranks that this one has shared a sequence with."""
-        return [self._together, *([] if self._parts is None else [self._parts.sequence])]
+        found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
+        return [ranks for ranks in found if ranks.connected]
 
     def _own_results(self) -> tuple[dict[str, dict[str, int]], list[Any]]:
         reports = [ranks.strategy.coding.report() for ranks in self._sequences]

@@ -68,13 +68,27 @@ class Guidance:
                 f"number of ranks, or choose guidance_parallel 1"
             )
         self.pinned = setting == PARTS
-        self.possible = setting != 1 and ranks % PARTS == 0
+        self._fits = setting != 1 and ranks % PARTS == 0
+        self.begin()
         self.outputs: dict[Form, Any] = {}
         self._batched, self._usual = batched, branches > 1
         self._at = (-1, -1)  # run and step of the last call
         self._calls = 0  # of that step so far
         self._first: int | None = None  # calls in the first step of the last run
         self._expected: int | None = None  # calls of the current step
+
+    def begin(self) -> None:
+        """The engine is entered, perhaps with another model than before."""
+        self.possible = self._fits
+
+    def stay_together(self, reason: str) -> None:
+        """All ranks compute all calls from now on. Raises UserError where the settings ask for two parts."""
+        if self.pinned:
+            raise UserError(
+                f"guidance_parallel {PARTS} and {reason} do not go together, since a part makes some of the calls: "
+                f"choose guidance_parallel 1, or remove it"
+            )
+        self.possible = False
 
     def way(self, counter: StepCounter, rows: int, form: Form, guided: bool | None) -> Way:
         """Of the current call. rows: of its batch. guided: whether the pipeline says that it guides; None where it does

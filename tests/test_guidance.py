@@ -292,6 +292,22 @@ def test_an_odd_number_of_ranks_has_no_two_parts():
     run_ranks(3, work)
 
 
+def test_a_cache_that_counts_calls_keeps_all_ranks_together():
+    from diffusers import PyramidAttentionBroadcastConfig
+
+    model = FAMILIES["flux"][0](6)
+    moment = {"spatial_attention_block_skip_range": 2, "current_timestep_callback": lambda: 500}
+    model.enable_cache(PyramidAttentionBroadcastConfig(**moment))
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        wrong = pytest.raises(UserError, match="guidance_parallel 2 and the cache hook")
+        with wrong, parallelize(own, transport=transport, guidance_parallel=2):
+            pass
+
+    run_ranks(2, work)
+
+
 class Message:
     """A message whose values come when somebody waits."""
 
