@@ -13,7 +13,7 @@ begun to come, all ranks compute the calls together until the next step shows an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -166,8 +166,7 @@ class Parts:
             other = torch.empty_like(x, memory_format=torch.contiguous_format)
             own = x.contiguous()
             self._begin([own])
-            messages = [(own, self._peer)], [(other, self._peer)]
-            self._lane.submit_inline(lambda: self._group.send_recv(*messages).wait()).wait()
+            self._lane.submit_inline(self._job("exchange halves", [own], [other])).wait()
             used_on_current_stream(other)
             return torch.cat([own, other] if self.number == 0 else [other, own])
 
@@ -178,8 +177,7 @@ class Parts:
         copies: list[Tensor] = []
         mapped(output, lambda x: copies.append(x.clone(memory_format=torch.contiguous_format)))
         self._begin(copies)
-        messages = [(x, self._peer) for x in copies]
-        self._sent.append(self._lane.submit(lambda: self._group.send_recv(messages, []).wait()))
+        self._sent.append(self._lane.submit(self._job("send the output", copies, [])))
 
     def awaited(self, like: Any, device: torch.device) -> Any:
         """The result of a call that the other part computes, with tensors that wait for their values when asked."""
@@ -190,9 +188,7 @@ class Parts:
             return buffers[-1]
 
         result = mapped(like, allocate)
-        messages = [(x, self._peer) for x in buffers]
-        pending = self._lane.submit(lambda: self._group.send_recv([], messages).wait())
-        arrival = Arrival(pending, lambda: self._begin(()))
+        arrival = Arrival(self._lane.submit(self._job("receive the output", [], buffers)), lambda: self._begin(()))
         self._awaited.append(arrival)
         return mapped(result, lambda x: Awaited.over(x, arrival))
 
@@ -204,7 +200,16 @@ class Parts:
             sent.wait()
         self._awaited, self._sent = [], []
 
-    def _begin(self, sent: Any) -> None:
+    def _job(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], None]:
+        """For the lane: one call on both sides, and both make theirs in the same order."""
+
+        def pass_messages() -> None:
+            with self._trace.span(name, "guidance"):
+                self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
+
+        return pass_messages
+
+    def _begin(self, sent: Sequence[Tensor]) -> None:
         """This rank comes to a message between the two, and has this to send."""
         self._health.arrive("the other guidance branch", self._among)
         for x in sent:

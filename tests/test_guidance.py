@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention.byte_formulas import Formulas
 from covering import all_but
-from exactness import Case, Expected
+from exactness import Case, Expected, guided_outputs
 from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
 from tiny_models import FAMILIES, HEADS
@@ -96,16 +96,7 @@ def test_auto_splits_where_the_pipeline_guides(name):
 def test_real_heads_and_odd_sizes(family, size):
     case = Case(HEADS[family], 7, 9, 11, family=family)
     expected = Expected.of(case)
-
-    def work(transport: Any) -> list[torch.Tensor]:
-        own, outputs = copy.deepcopy(expected.model), []
-        with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2):
-            for timestep in (0.9, 0.5):  # the case's own timestep comes last
-                inputs = case.inputs() | {"timestep": torch.full((1,), timestep)}
-                outputs = [own(**inputs)[0] for _ in range(2)]
-        return [output + 0 for output in outputs]
-
-    for outputs in run_ranks(size, work):
+    for outputs in run_ranks(size, lambda transport: guided_outputs(transport, expected.model, case, "local")):
         for output in outputs:
             expected.check(output)
 
