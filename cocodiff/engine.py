@@ -25,7 +25,7 @@ from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
-from cocodiff.decoding import OneRankVAE
+from cocodiff.decoding import shared_vae
 from cocodiff.device import free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
@@ -156,6 +156,11 @@ class Engine:
             self.transport = open_transport(self.config)
             self._set_up_exchange()
         self._check_model(self.model.named_modules())
+        pipe: Any = self._pipe
+        vae = getattr(pipe, "vae", None)
+        if vae is not None:
+            pipe.vae = shared_vae(vae, self.config.vae, self.transport)
+            self._restore.append(lambda: setattr(pipe, "vae", vae))
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
@@ -166,11 +171,6 @@ class Engine:
             layer, segment = self.adapter.exit(model)
             hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._gather(x_BLC, segment)))
         self._restore += [hook.remove for hook in hooks]
-        pipe: Any = self._pipe
-        vae = getattr(pipe, "vae", None)
-        if vae is not None and self.size > 1 and self.config.vae == "one":
-            pipe.vae = OneRankVAE(vae, self.transport)
-            self._restore.append(lambda: setattr(pipe, "vae", vae))
         self.counter = StepCounter()
         self._inside = True
         return self
