@@ -27,7 +27,7 @@ from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
-from cocodiff.decoding import OneRankVAE
+from cocodiff.decoding import shared_vae
 from cocodiff.device import free_memory, rank_device
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.guidance import PARTS, Call, Guidance, Parts, Way
@@ -178,6 +178,9 @@ class Engine:
             self._set_up_exchange()
         self._guidance.begin()
         self._check_model(self.model.named_modules())
+        pipe: Any = self._pipe
+        vae = getattr(pipe, "vae", None)
+        shared = None if vae is None else shared_vae(vae, self.config.vae, self.transport)
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
@@ -190,10 +193,8 @@ class Engine:
         self._restore += [hook.remove for hook in hooks]
         if self._guidance.possible:
             self._restore.append(replace_forward(model, self._compute))
-        pipe: Any = self._pipe
-        vae = getattr(pipe, "vae", None)
-        if vae is not None and self.size > 1 and self.config.vae == "one":
-            pipe.vae = OneRankVAE(vae, self.transport)
+        if vae is not None:
+            pipe.vae = shared
             self._restore.append(lambda: setattr(pipe, "vae", vae))
         self.counter = StepCounter()
         self._inside = True

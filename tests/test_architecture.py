@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "cocodiff.device",
     ),
     "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.topology", "cocodiff.kernels"),
-    "cocodiff.decoding": ("cocodiff.comm.transport",),
+    "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.device"),
     "cocodiff.progress": (),
     "cocodiff.checks": (),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device"),

@@ -96,7 +96,7 @@ def run_plan(values: dict[str, Any]) -> None:
     load = load_of(values, shape, config)
     work = Work(shape.heads, shape.head_dim)
     mesh = mesh_of(config, topology, work)
-    sizes = size(shape, topology, load, mesh)
+    sizes = size(shape, topology, load, mesh, values["size"])
     output = OutputFolder(values["out"], values["overwrite"])
     plan = as_json(values, shape, topology, load, sizes)
     say("\n".join(table(values, shape, topology, load, sizes)))
