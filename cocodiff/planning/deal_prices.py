@@ -137,7 +137,7 @@ class Pricer:
     """Prices deals of the ranks of one topology. What a part takes is worked out once for all parts alike."""
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+        self.topology = topology
         self._latencies = Latencies.of(topology.machine)
         self._needs: dict[Hashable, RankMemory] = {}
         self._plans: dict[Hashable, StepPlan] = {}
@@ -152,7 +152,7 @@ class Pricer:
 
     def step(self, work: Workload, deal: Deal) -> DealStep:
         """Raises UserError as `need`, and where a part's ranks are not joined by links."""
-        of_replicas = [[self._plan(part) for part in parts] for parts in parts_of(self._topology, work, deal)]
+        of_replicas = [[self._plan(part) for part in parts] for parts in parts_of(self.topology, work, deal)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, deal)
@@ -161,7 +161,7 @@ class Pricer:
 
     def _parts(self, work: Workload, deal: Deal) -> list[Part]:
         """One of all that are alike."""
-        parts = [part for of_replica in parts_of(self._topology, work, deal) for part in of_replica]
+        parts = [part for of_replica in parts_of(self.topology, work, deal) for part in of_replica]
         return list({(part.alike, part.work): part for part in parts}.values())
 
     def _need(self, part: Part) -> RankMemory:
@@ -186,13 +186,13 @@ class Pricer:
         whole output [B, image tokens, OUTPUT_CHANNELS]."""
         if deal.guidance == 1:
             return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
-        axes = Axes.build(self._topology, replica=deal.replicas, guidance=deal.guidance)
+        axes = Axes.build(self.topology, replica=deal.replicas, guidance=deal.guidance)
         load = work.of_branch(deal.guidance, 0).load
         size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
-        pairs = [axes.along("guidance", rank) for rank in range(self._topology.size)]
+        pairs = [axes.along("guidance", rank) for rank in range(self.topology.size)]
         partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
-        traffic = Traffic(Wires(self._topology))
-        traffic.send(np.arange(self._topology.size), partners_P, np.full(self._topology.size, size))
+        traffic = Traffic(Wires(self.topology))
+        traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
         return traffic.seconds() + self._latencies.latency_s, {
             link: count / deal.replicas for link, count in traffic.bytes.items()
         }
