@@ -52,10 +52,11 @@ def deal_of(
     if len(possible) == 1 and not values["dry_run"]:
         return possible[0]
     from cocodiff.planning.deal_choice import choose
+    from cocodiff.planning.deal_prices import Pricer
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    choice = choose(topology, works, images, images if batches is None else batches, replicas, guidance)
+    choice = choose(Pricer(topology), works, images, images if batches is None else batches, replicas, guidance)
     if detect().speaks:
         say(choice.line() + ("" if two or guidance != 2 else "; guidance_parallel 2: the run has one branch"))
         if values["dry_run"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from cocodiff.errors import UserError
-from cocodiff.planning.deal_prices import Pricer, Workload, parts_of, untimed
+from cocodiff.planning.deal_prices import Pricer, Workload, untimed
 from cocodiff.planning.deals import Deal, deals_of
 from cocodiff.planning.memory import RankMemory, check_fits, misfit
 from cocodiff.topology.machine import Topology
@@ -110,7 +110,7 @@ def _seconds(one: PricedDeal) -> str:
 
 
 def choose(
-    topology: Topology,
+    pricer: Pricer,
     works: Sequence[Workload],
     images: int,
     batches: int,
@@ -125,12 +125,12 @@ def choose(
     one for each batch, then guidance; the ranks of a part share a sequence as the settings say.
     Raises UserError where no deal is possible.
     """
-    pricer, guides = Pricer(topology), any(work.guides for work in works)
+    topology, guides = pricer.topology, any(work.guides for work in works)
     refused: dict[Deal, UserError] = {}
     sized: list[PricedDeal] = []
     for deal in deals_of(topology.size, guides, replicas, guidance):
         try:
-            sized.append(size_deal(topology, pricer, works, deal, images, batches))
+            sized.append(size_deal(pricer, works, deal, images, batches))
         except UserError as error:
             refused[deal] = error
     if not sized:
@@ -152,13 +152,11 @@ def choose(
     return Choice(topology, taken, following, listed, refused, None)
 
 
-def size_deal(
-    topology: Topology, pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int
-) -> PricedDeal:
+def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int) -> PricedDeal:
     """A deal with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
     need = max((pricer.need(work, deal) for work in works), key=lambda need: need.total)
-    mesh = parts_of(topology, works[0], deal)[0][0].mesh
-    tile = int(topology.machine.device.memory_gib * 2**30) or None
+    mesh = pricer.mesh(works[0], deal)
+    tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
     return PricedDeal(deal, mesh.ulysses, mesh.ring, need, tile, images, batches)
 
 

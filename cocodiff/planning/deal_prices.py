@@ -139,44 +139,64 @@ class Pricer:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._latencies = Latencies.of(topology.machine)
+        self._topologies: dict[Hashable, Topology] = {}
+        self._meshes: dict[Hashable, Mesh] = {}
         self._needs: dict[Hashable, RankMemory] = {}
         self._plans: dict[Hashable, StepPlan] = {}
 
     def need(self, work: Workload, deal: Deal) -> RankMemory:
         """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the deal."""
-        return max((self._need(part) for part in self._parts(work, deal)), key=lambda need: need.total)
+        return max((self._need(part) for part in self._unlike(work, deal)), key=lambda need: need.total)
+
+    def mesh(self, work: Workload, deal: Deal) -> Mesh:
+        """Of the first part. Raises UserError as `need`."""
+        return self._mesh(self._parts(work, deal)[0][0])
 
     def least_s(self, work: Workload, deal: Deal) -> float:
         """Seconds that no step is faster than: the model's arithmetic on the fullest rank."""
-        return max(_arithmetic_s(part) for part in self._parts(work, deal))
+        return max(_arithmetic_s(part, self._mesh(part)) for part in self._unlike(work, deal))
 
     def step(self, work: Workload, deal: Deal) -> DealStep:
         """Raises UserError as `need`, and where a part's ranks are not joined by links."""
-        of_replicas = [[self._plan(part) for part in parts] for parts in parts_of(self.topology, work, deal)]
+        of_replicas = [[self._plan(part) for part in parts] for parts in self._parts(work, deal)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, deal)
         sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
         return DealStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
 
-    def _parts(self, work: Workload, deal: Deal) -> list[Part]:
-        """One of all that are alike."""
-        parts = [part for of_replica in parts_of(self.topology, work, deal) for part in of_replica]
-        return list({(part.alike, part.work): part for part in parts}.values())
+    def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
+        """As `parts_of`; all that are alike have the topology of the first of them."""
+        return [
+            [part._replace(topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
+            for of_replica in parts_of(self.topology, work, deal)
+        ]
+
+    def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
+        """One of all parts that are alike."""
+        parts = [part for of_replica in self._parts(work, deal) for part in of_replica]
+        return list({(id(part.topology), part.work): part for part in parts}.values())
+
+    def _mesh(self, part: Part) -> Mesh:
+        shape = part.work.shape
+        key = (id(part.topology), part.work.config, shape.heads, shape.head_dim)
+        if key not in self._meshes:
+            self._meshes[key] = part.mesh
+        return self._meshes[key]
 
     def _need(self, part: Part) -> RankMemory:
-        key = (part.alike, part.work)
+        key = (id(part.topology), part.work)
         if key not in self._needs:
-            of_ranks = size_run(part.work.shape, part.topology, part.work.load, part.mesh)
+            of_ranks = size_run(part.work.shape, part.topology, part.work.load, self._mesh(part))
             self._needs[key] = max(of_ranks, key=lambda need: need.total)
         return self._needs[key]
 
     def _plan(self, part: Part) -> StepPlan:
-        key = (part.alike, part.work)
+        key, work = (id(part.topology), part.work), part.work
         if key not in self._plans:
-            network, found = Network(part.topology), []
-            for load in part.work.calls:
-                case = Case(part.work.shape, part.topology, part.work.config, load, part.work.steps, part.work.stable)
+            network, found, mesh = Network(part.topology), [], self._mesh(part)
+            for load in work.calls:
+                case = Case(work.shape, part.topology, work.config, load, work.steps, work.stable, known_mesh=mesh)
                 found.append(Recording(case).plan(network, self._latencies))
             self._plans[key] = _total(found)
         return self._plans[key]
@@ -204,9 +224,9 @@ def _total(plans: Sequence[StepPlan]) -> StepPlan:
     return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, plans[0].steps)
 
 
-def _arithmetic_s(part: Part) -> float:
+def _arithmetic_s(part: Part, mesh: Mesh) -> float:
     """Seconds of a step's arithmetic on the part's fullest rank, at the device's full rate."""
-    shape, mesh, found = part.work.shape, part.mesh, 0.0
+    shape, found = part.work.shape, 0.0
     for load in part.work.calls:
         for kind in kinds_of(shape, load):
             layouts = mesh.layouts(kind.segments, shape.heads)

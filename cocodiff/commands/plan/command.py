@@ -25,7 +25,7 @@ from cocodiff.commands.terminal import quiet_libraries, say
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.deal_prices import Workload, untimed
+from cocodiff.planning.deal_prices import Pricer, Workload, untimed
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.topology.machine import Machine, Topology
 
@@ -107,10 +107,10 @@ def run_plan(values: dict[str, Any]) -> None:
     work = workload_of(values, shape, config)
     output = OutputFolder(values["out"], values["overwrite"])
     started = time.monotonic()
-    choice = None
+    choice, pricer = None, Pricer(topology)
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
-        choice = choose(topology, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
+        choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
     deal = one_replica(topology, work) if choice is None else choice.taken.deal
     sizes = size(topology, work, deal)
     plan = as_json(values, shape, topology, work.load, sizes)
@@ -129,7 +129,7 @@ def run_plan(values: dict[str, Any]) -> None:
         if not values["memory"] and unknown is None:
             from cocodiff.commands.plan.time import add_times
 
-            add_times(values, topology, work, deal, plan, folder)
+            add_times(values, pricer, work, deal, plan, folder)
             say(f"planned in {time.monotonic() - started:.1f} s")
         write(folder, values, plan)
         output.publish()

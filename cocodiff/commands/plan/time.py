@@ -32,10 +32,10 @@ PEERS_SHOWN = 6  # of one phase's messages
 
 
 def add_times(
-    values: dict[str, Any], topology: Topology, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path
 ) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png."""
-    pricer, latencies = Pricer(topology), Latencies.of(topology.machine)
+    topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
     chosen, threshold = pricer.step(work, deal), work.config.schedule == "threshold"
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
