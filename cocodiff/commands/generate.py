@@ -11,8 +11,17 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
+from cocodiff.commands.deal import deal_of
 from cocodiff.commands.model_checks import check_sides
-from cocodiff.commands.options import RUN_OPTIONS, Option, check_counts, parse, preset_configs, with_settings
+from cocodiff.commands.options import (
+    DEAL_OPTIONS,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    parse,
+    preset_configs,
+    with_settings,
+)
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
@@ -40,6 +49,7 @@ OPTIONS = (
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    *DEAL_OPTIONS,
     *RUN_OPTIONS,
 )
 
@@ -51,6 +61,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
+    if values["dry_run"]:
+        deal_of(values, job.request, [*job.presets.values()], ranks, images=max(1, len(values["prompt"])))
+        return 0
     return run_job(job, launch, work)
 
 
@@ -60,7 +73,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
-    check_model(request, ranks)
+    check_model(request, ranks, weights=not values["dry_run"])
     return Job(values, request, presets, OutputFolder(values["out"], values["overwrite"]), started)
 
 

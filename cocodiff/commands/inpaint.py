@@ -9,7 +9,9 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.commands.deal import deal_of
 from cocodiff.commands.options import (
+    DEAL_OPTIONS,
     RUN_OPTIONS,
     Option,
     check_counts,
@@ -50,6 +52,7 @@ OPTIONS = (
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    *DEAL_OPTIONS,
     *RUN_OPTIONS,
 )
 
@@ -63,6 +66,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
+    if values["dry_run"]:
+        images = sum(bool(task.mask.read(index).any()) for task in tasks for index in range(len(task.stack)))
+        deal_of(values, job.request, [*job.presets.values()], ranks, images, batch=values["batch"] or 1)
+        return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return run_job(job, launch, partial(work, tasks), compared)
 
@@ -74,7 +81,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    check_model(request, ranks)
+    check_model(request, ranks, weights=not values["dry_run"])
     output = OutputFolder(values["out"], values["overwrite"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return Job(values, request, presets, output, started)

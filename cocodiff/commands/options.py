@@ -20,6 +20,16 @@ from cocodiff.setting import Option, settings_of
 RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)
 LOG_LEVEL = Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error"))
 RUN_OPTIONS = (RANKS, Option("quiet", "no progress bars", False, type=bool), LOG_LEVEL)
+DEAL_OPTIONS = (
+    Option(
+        "parallel",
+        "how ranks are dealt to replicas and guidance branches: auto (memory first, then the least predicted time of "
+        "the whole job) or off (one replica, guidance as given or 1)",
+        "auto",
+        choices=("auto", "off"),
+    ),
+    Option("dry_run", "say the deal of the ranks, memory and predicted time, and start nothing", False, type=bool),
+)
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
 MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "branches": 100} | dict.fromkeys(

@@ -54,22 +54,21 @@ class Model:
 # Before ranks start ---------------------------------------------------------------------------------------------------
 
 
-def check_model(request: Request, ranks: int) -> None:
+def check_model(request: Request, ranks: int, weights: bool = True) -> None:
     """Checks a model before it is loaded. Raises UserError for a folder without loadable weights, an
-    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens."""
+    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens.
+
+    weights: whether there have to be any."""
     name = request.model
     if name == EMBEDDED:
         if request.task == GENERATE:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
-        folder = Path(str(resources.files("cocodiff.demo_model"))) / "weights"
-        shape = next(iter(sorted(folder.rglob("config.json"), key=lambda path: "transformer" not in str(path))), None)
         encoders = False
     else:
         index = read_index(name)
         pipelines_of(index["_class_name"], name).of_task(request.task, name)
         encoders = has_encoders(index)
-        shape = model_file(name, "transformer/config.json")
-        if Path(name).is_dir():
+        if weights and Path(name).is_dir():
             for part in ("transformer", "vae"):
                 check_weights(Path(name), part, name)
     if encoders and not request.prompts:
@@ -80,10 +79,11 @@ def check_model(request: Request, ranks: int) -> None:
         raise UserError(f"--guidance {request.guidance}: give a number")
     if name == EMBEDDED and request.guidance is not None:
         raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
-    if shape is None or not shape.is_file():
+    shape = transformer_config(name)
+    if not shape.is_file():
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
     check_shape(request, read_shape(shape), ranks)
-    if name != EMBEDDED and Path(name).is_dir():
+    if weights and name != EMBEDDED and Path(name).is_dir():
         check_folder(Path(name), index, (*TEXT_PARTS, *UNUSED_PARTS))
 
 
@@ -115,6 +115,13 @@ def _is_named(index: dict[str, Any], part: str) -> bool:
     """Whether the index names a class for a part: [library, class], [null, null] where the model has none."""
     named = index.get(part)
     return isinstance(named, list) and bool(named) and bool(named[0])
+
+
+def transformer_config(name: str) -> Path:
+    """The config.json of a model's transformer. Raises UserError as `model_file`."""
+    if name == EMBEDDED:
+        return Path(str(resources.files("cocodiff.demo_model"))) / "weights" / "config.json"
+    return model_file(name, "transformer/config.json")
 
 
 def model_file(name: str, file: str) -> Path:

@@ -1,8 +1,13 @@
-"""How the ranks of a run are dealt to a job's images: so many replicas, each with so many guidance branches."""
+"""How the ranks of a run are dealt to a job's images: so many replicas, each with so many guidance branches.
+
+`planning/deal_prices.py` says what each deal takes; here is nothing that imports numpy or torch.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from cocodiff.errors import UserError
 
 
 class Deal(NamedTuple):
@@ -11,3 +16,35 @@ class Deal(NamedTuple):
 
     replicas: int = 1
     guidance: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.replicas * self.guidance
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def deals_of(ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None) -> list[Deal]:
+    """Every deal of so many ranks, replicas ascending. replicas, guidance: one that is pinned.
+
+    guides: whether the run has two branches of guidance. Without them all ranks of a replica compute the one that there
+    is, also where guidance is pinned. Raises UserError for pinned numbers that the ranks do not allow.
+    """
+    if replicas is not None and (replicas < 1 or ranks % replicas):
+        fitting = ", ".join(map(str, divisors(ranks)))
+        raise UserError(f"replicas {replicas} does not divide {ranks} ranks: choose one of {fitting}")
+    branches = (1, 2) if guides else (1,)
+    if guides and guidance is not None:
+        branches = (guidance,)
+    found = [
+        Deal(sets, parts)
+        for sets in (divisors(ranks) if replicas is None else [replicas])
+        for parts in branches
+        if ranks // sets % parts == 0
+    ]
+    if not found:
+        rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
+        raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")
+    return found

@@ -42,7 +42,8 @@ Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 @dataclass(frozen=True)
 class Case:
     """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. one_peer: groups
-    serve one peer at a time. make: builds a rank's strategy."""
+    serve one peer at a time. make: builds a rank's strategy. known_mesh: of Ulysses and Ring; None for the one that the
+    engine would choose."""
 
     shape: ModelShape
     topology: Topology
@@ -52,11 +53,12 @@ class Case:
     stable: float = 0.7
     one_peer: bool = False
     make: Make = build_strategy
+    known_mesh: Mesh | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Of Ulysses and Ring, as the engine would choose it."""
-        return mesh_of(self.config, self.topology, Work(self.shape.heads, self.shape.head_dim))
+        """Of Ulysses and Ring."""
+        return self.known_mesh or mesh_of(self.config, self.topology, Work(self.shape.heads, self.shape.head_dim))
 
 
 class Kind(NamedTuple):

@@ -25,9 +25,9 @@ from cocodiff.commands.terminal import quiet_libraries, say
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.deal_prices import Pricer, Workload, untimed
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.placement import Work
-from cocodiff.topology.machine import Links, Machine, Topology
+from cocodiff.topology.machine import Machine, Topology
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 OPTIONS = (
@@ -36,15 +36,22 @@ OPTIONS = (
     Option("batch", "images in one call", 1, type=int),
     Option("steps", "denoising steps that run", 50, type=int),
     Option("text_tokens", "tokens of the prompt; default: the model's longest", type=int),
+    Option("negative_tokens", "tokens of the prompt that guidance leads away from; default: as many", type=int),
     Option("machine", "machine of the run: aurora or a .yaml file", "aurora"),
     Option("nodes", "nodes of the run", 1, type=int),
     Option("ranks", "ranks of the run, on a machine of no fixed size", type=int),
     Option("preset", "the run's preset", "cocodiff"),
+    Option(
+        "images",
+        "images of a whole job: plans the deal of the ranks to replicas and guidance branches that makes them soonest; "
+        "with --compare the table of all deals",
+        type=int,
+    ),
     Option("branches", "guidance branches, calls of the model in a step; default: the model's usual", type=int),
     Option("dtype", "of weights, activations and caches", "bf16", choices=tuple(DTYPES)),
     Option("stable", "of the tokens, the part that stays where a schedule goes by a threshold", 0.7, type=float),
     Option("memory", "the memory part alone", False, type=bool),
-    Option("compare", "all presets side by side, with plan.png", False, type=bool),
+    Option("compare", "all presets side by side, with plan.png; with --images all deals", False, type=bool),
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
     Option("calibrate", "bench.json of bench alltoall: fits latencies and link efficiencies, writes machine.yaml"),
     Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
@@ -81,25 +88,39 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def check(values: dict[str, Any]) -> None:
     if values["calibrate"] is None and not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, a .yaml file or a folder")
-    check_counts(values, "batch", "steps", "size", "nodes", "ranks", "branches")
-    if values["text_tokens"] is not None and values["text_tokens"] < 0:
-        raise UserError(f"--text_tokens {values['text_tokens']}: at least 0 is needed")
+    check_counts(values, "batch", "steps", "size", "nodes", "ranks", "branches", "images")
+    for name in ("text_tokens", "negative_tokens"):
+        if values[name] is not None and values[name] < 0:
+            raise UserError(f"--{name} {values[name]}: at least 0 is needed")
+    if values["images"] is not None and values["memory"]:
+        raise UserError("--images asks for the time of a job and --memory for memory alone: leave one of them away")
     if not 0 <= values["stable"] <= 1:
         raise UserError(f"--stable {values['stable']:g}: give a part from 0 to 1")
 
 
 def run_plan(values: dict[str, Any]) -> None:
-    from cocodiff.assemble import mesh_of
+    from cocodiff.commands.plan.deals import deals_as_json, deals_table, one_replica, pinned_guidance
+    from cocodiff.planning.deal_choice import choose
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **of_run(values))
-    load = load_of(values, shape, config)
-    work = Work(shape.heads, shape.head_dim)
-    mesh = mesh_of(config, topology, work)
-    sizes = size(shape, topology, load, mesh, values["size"])
+    work = workload_of(values, shape, config)
     output = OutputFolder(values["out"], values["overwrite"])
-    plan = as_json(values, shape, topology, load, sizes)
-    say("\n".join(table(values, shape, topology, load, sizes)))
+    started = time.monotonic()
+    choice, pricer = None, Pricer(topology)
+    if values["images"] is not None:
+        batches = -(-values["images"] // values["batch"])
+        choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
+    deal = one_replica(topology, work) if choice is None else choice.taken.deal
+    sizes = size(topology, work, deal, values["size"])
+    plan = as_json(values, shape, topology, work.load, sizes)
+    plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
+    say("\n".join(table(values, shape, topology, work.load, sizes)))
+    if choice is not None:
+        plan |= deals_as_json(choice)
+        say("\n".join(deals_table(choice) if values["compare"] else [choice.line()]))
+    elif deal.guidance > 1:
+        say(f"guidance_parallel {deal.guidance}: each branch on {topology.size // deal.guidance} rank(s)")
     unknown = None if values["memory"] else untimed(topology.machine)
     if unknown is not None:
         say(unknown)
@@ -108,8 +129,7 @@ def run_plan(values: dict[str, Any]) -> None:
         if not values["memory"] and unknown is None:
             from cocodiff.commands.plan.time import add_times
 
-            started = time.monotonic()
-            add_times(values, shape, topology, config, load, plan, folder)
+            add_times(values, pricer, work, deal, plan, folder)
             say(f"planned in {time.monotonic() - started:.1f} s")
         write(folder, values, plan)
         output.publish()
@@ -129,30 +149,30 @@ def rank_count(machine: Machine, values: dict[str, Any]) -> int:
     return int(values["nodes"] * machine.tiles_per_node)
 
 
-def untimed(machine: Machine) -> str | None:
-    """Why there are no times for a machine; None where there are."""
-    lacking = [] if machine.device.bf16_tflop_s and machine.device.memory_gb_s else ["its device"]
-    if machine.links == Links():
-        lacking.append("its links")
-    return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
-
-
 def of_run(values: dict[str, Any]) -> dict[str, Any]:
     """The engine's settings that are given, over those of a preset."""
     return {name: value for name, value in engine_settings(values).items() if name != "steps"}
 
 
-def load_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Load:
+def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Workload:
     from cocodiff.assemble import state_sizes
 
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
-    return Load(
-        segments=image_and_text(shape.image_tokens(values["size"]), text),
+    image, negative = shape.image_tokens(values["size"]), values["negative_tokens"]
+    load = Load(
+        segments=image_and_text(image, text),
         batch=values["batch"] * shape.rows_per_image,
         itemsize=DTYPES[values["dtype"]],
         branches=values["branches"] or shape.branches,
         state=state_sizes(config),
     )
+    if negative is not None and load.branches != 2:
+        raise UserError(
+            f"--negative_tokens {negative}: {shape.name} does not call its transformer for that prompt by itself; "
+            f"leave it away"
+        )
+    apart = None if negative is None else image_and_text(image, negative)
+    return Workload(shape, load, config, values["steps"], values["stable"], apart)
 
 
 def write(folder: Path, values: dict[str, Any], plan: dict[str, Any]) -> None:

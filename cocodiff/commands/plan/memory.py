@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cocodiff.models.tokens import IMAGE, TEXT
+from cocodiff.planning.deal_prices import Workload, parts_of
+from cocodiff.planning.deals import Deal
 from cocodiff.planning.memory import MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.planning.peaks import Peaks, size_peaks
-from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 
 
@@ -27,17 +28,26 @@ class Sizes:
     peaks: Peaks | None = None
 
 
-def size(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh, side: int, replicas: int = 1) -> Sizes:
-    """side: of the image, in pixels. replicas: how many decode at the same time."""
-    of_ranks = size_run(shape, topology, load, mesh)
-    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
-    one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
-    site = size_run(one_site, topology, replace(load, branches=1), mesh)[fullest]
-    nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
+def size(topology: Topology, work: Workload, deal: Deal, side: int) -> Sizes:
+    """side: of the image, in pixels."""
+    found: dict[int, RankMemory] = {}
+    sites: dict[int, RankMemory] = {}
+    largest_of_parts = []
     tile = int(topology.machine.device.memory_gib * 2**30) or None
-    largest = None if tile is None else largest_batch(shape, topology, load, tile, mesh)
-    peaks = size_peaks(shape, topology, side, max(1, load.batch // shape.rows_per_image), load.itemsize, replicas)
-    return Sizes(site, of_ranks[fullest], max(nodes, key=lambda node: node.total), tile, largest, peaks)
+    for part in (part for of_replica in parts_of(topology, work, deal) for part in of_replica):
+        shape, load, mesh = part.work.shape, part.work.load, part.mesh
+        one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
+        found |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
+        sites |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
+        if tile is not None:
+            largest_of_parts.append(largest_batch(shape, part.topology, load, tile, mesh))
+    of_ranks = [found[rank] for rank in range(topology.size)]
+    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
+    nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
+    node = max(nodes, key=lambda node: node.total)
+    batch = max(1, work.load.batch // work.shape.rows_per_image)
+    peaks = size_peaks(work.shape, topology, side, batch, work.load.itemsize, deal.replicas)
+    return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
 
 
 def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> list[str]:

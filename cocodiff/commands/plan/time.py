@@ -10,13 +10,15 @@ from typing import Any
 from cocodiff.assemble import state_sizes
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
-from cocodiff.config import Config, preset_names
+from cocodiff.config import preset_names
 from cocodiff.errors import UserError
+from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
+from cocodiff.planning.deals import Deal
 from cocodiff.planning.layers import Case
-from cocodiff.planning.memory import Load, ModelShape, misfit, size_run
+from cocodiff.planning.memory import misfit
 from cocodiff.planning.placement import Work, by_degree, table
 from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, split_plan
@@ -30,47 +32,46 @@ PEERS_SHOWN = 6  # of one phase's messages
 
 
 def add_times(
-    values: dict[str, Any],
-    shape: ModelShape,
-    topology: Topology,
-    config: Config,
-    load: Load,
-    plan: dict[str, Any],
-    folder: Path,
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path
 ) -> None:
-    """Says the times and adds them to the plan; with --compare those of all presets, with plan.png."""
-    network, latencies = Network(topology), Latencies.of(topology.machine)
-    case = Case(shape, topology, config, load, values["steps"], values["stable"])
-    recording = Recording(case)
-    chosen = recording.plan(network, latencies)
+    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png."""
+    topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
+    chosen, threshold = pricer.step(work, deal), work.config.schedule == "threshold"
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
-    plan["assumed"] = {**latencies._asdict(), "stable": values["stable"] if config.schedule == "threshold" else None}
+    plan["assumed"] = {**latencies._asdict(), "stable": values["stable"] if threshold else None}
     if values["explain"]:
-        told = explain(recording, network, latencies)
+        told = explain(parts_of(topology, work, deal)[0][0], latencies)
         say("\n".join(told))
         (folder / "explain.txt").write_text("\n".join(told) + "\n")
-    if values["compare"]:
+    if values["compare"] and values["images"] is None:
         from cocodiff.commands.plan.plots import plot_presets
 
-        rows = compare(values, case, network, latencies, {values["preset"]: chosen})
+        rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
-        where = f"{shape.name} {values['size']}x{values['size']} batch {values['batch']}, {topology.size} ranks on "
+        where = (
+            f"{work.shape.name} {values['size']}x{values['size']} batch {values['batch']}, {topology.size} ranks on "
+        )
         plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
 
 
-def summary(plan: StepPlan) -> list[str]:
+def summary(step: DealStep) -> list[str]:
+    plan = step.plan
+
     sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
-    return [
+    outputs = ", ".join(f"{link} {count / 1e6:.1f}" for link, count in step.outputs.items() if count)
+    lines = [
         f"a step: {plan.step_s * 1e3:.1f} ms, of them {plan.compute_s * 1e3:.1f} ms compute and "
         f"{plan.communication_share:.0%} communication that nothing hides",
         f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
         f"GB sent in a step by all ranks: {sent}",
     ]
+    return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
 
 
-def as_json(plan: StepPlan) -> dict[str, Any]:
+def as_json(step: DealStep) -> dict[str, Any]:
+    plan = step.plan
     return {
         "step_s": plan.step_s,
         "image_s": plan.image_s,
@@ -79,6 +80,7 @@ def as_json(plan: StepPlan) -> dict[str, Any]:
         "communication_share": plan.communication_share,
         "bytes_per_step": plan.bytes,
         "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
+        "output_bytes_per_step": step.outputs,
     }
 
 
@@ -86,25 +88,23 @@ def as_json(plan: StepPlan) -> dict[str, Any]:
 
 
 def compare(
-    values: dict[str, Any], case: Case, network: Network, latencies: Latencies, known: Mapping[str, StepPlan]
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, known: Mapping[str, DealStep]
 ) -> list[dict[str, Any]]:
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
-        load = replace(case.load, state=state_sizes(config))
+        of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
         row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
         try:
-            plan = known.get(name) or Recording(replace(case, config=config, load=load)).plan(network, latencies)
+            step = known.get(name) or pricer.step(of_preset, deal)
+            need = pricer.need(of_preset, deal)
         except UserError as error:
             rows.append(row | {"error": str(error)})
             continue
-        need = max(
-            size_run(case.shape, case.topology, load, replace(case, config=config).mesh), key=lambda rank: rank.total
-        )
-        tile = int(case.topology.machine.device.memory_gib * 2**30)
-        row |= as_json(plan) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
-        row["over_flat"] = rows[0]["step_s"] / plan.step_s if rows and "step_s" in rows[0] else 1.0
+        tile = int(pricer.topology.machine.device.memory_gib * 2**30)
+        row |= as_json(step) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
+        row["over_flat"] = rows[0]["step_s"] / step.plan.step_s if rows and "step_s" in rows[0] else 1.0
         rows.append(row)
     return rows
 
@@ -127,14 +127,16 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 # One layer ------------------------------------------------------------------------------------------------------------
 
 
-def explain(recording: Recording, network: Network, latencies: Latencies) -> list[str]:
-    """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what."""
+def explain(part: Part, latencies: Latencies) -> list[str]:
+    """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what. part: its own."""
+    work, network = part.work, Network(part.topology)
+    recording = Recording(Case(work.shape, part.topology, work.config, work.load, work.steps, work.stable))
     lines = []
     for kind, segments in recording.kinds:
         for segment in segments:
             outcome = recording.outcome(segment, network, latencies)
-            part = "all tokens travel" if segment.fraction is None else f"{segment.fraction:.0%} of the tokens stay"
-            lines.append(f"layer {kind.name}, {part}: {outcome.seconds * 1e3:.3f} ms; rank 0, ms from its start:")
+            which = "all tokens travel" if segment.fraction is None else f"{segment.fraction:.0%} of the tokens stay"
+            lines.append(f"layer {kind.name}, {which}: {outcome.seconds * 1e3:.3f} ms; rank 0, ms from its start:")
             spans = sorted(outcome.spans[0], key=lambda span: (span.start_ns, span.end_ns))
             lines += [
                 f"  {span.start_ns / 1e6:9.3f} to {span.end_ns / 1e6:9.3f}  {span.lane:<8} {span.name}"

@@ -9,13 +9,14 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
+from cocodiff.commands.deal import deal_of
 from cocodiff.commands.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.commands.inpaint import find_tasks
 from cocodiff.commands.options import Option, check_counts, check_strength, parse, with_settings
@@ -41,7 +42,12 @@ OWN = (
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
 LEFT_AWAY = ("exact", "preset", *(own.name for own in OWN))
-OPTIONS = (*OWN, *(option for option in OF_INPAINT if option.name not in LEFT_AWAY))
+# One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
+CHANGED = {"parallel": "off"}
+OPTIONS = (
+    *OWN,
+    *(replace(one, default=CHANGED.get(one.name, one.default)) for one in OF_INPAINT if one.name not in LEFT_AWAY),
+)
 # What a result depends on, beside grid, ranks and inputs. How the sweep is watched and where inputs lie is not in it.
 REMEMBERED = (
     "strength",
@@ -85,6 +91,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     sweep = prepare(values, grid, ranks, started)
+    if values["dry_run"]:
+        images = sweep.settings["lines"] // (len(grid.steps) * len(grid.points))
+        steps, batch = sum(grid.steps), values["batch"] or 1
+        deal_of(values, sweep.request, [one.config for one in grid.points], ranks, images, batch=batch, steps=steps)
+        return 0
     if launch.speaks and not values["quiet"]:
         note(f"{sweep.settings['lines']} runs; importing torch and diffusers, loading the model: {values['model']}")
     if launch.kind == "alone":
@@ -121,7 +132,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
     for point in grid.points:
         check_point(point, topology)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    check_model(request, ranks)
+    check_model(request, ranks, weights=not values["dry_run"])
     tasks = find_tasks({**values, "mask": grid.masks})
     settings = describe(values, ranks, grid, tasks)
     check_folder(values["out"], settings, values["overwrite"])

@@ -1,0 +1,150 @@
+"""Which deal of its ranks a job takes, before any weight is read: with `--parallel auto` the planner's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.comm.launch import detect
+from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
+from cocodiff.commands.terminal import say
+from cocodiff.config import Config, load_machine
+from cocodiff.files import read_json
+from cocodiff.models import families, pipelines_of
+from cocodiff.models.family import VAE_FACTOR
+from cocodiff.planning.deals import Deal, deals_of
+from cocodiff.topology.machine import Topology
+
+if TYPE_CHECKING:
+    from cocodiff.planning.deal_choice import Choice
+    from cocodiff.planning.deal_prices import Workload
+    from cocodiff.planning.memory import ModelShape
+
+OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def deal_of(
+    values: dict[str, Any],
+    request: Request,
+    presets: Sequence[Config],
+    ranks: int,
+    images: int,
+    batches: int | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+) -> Deal:
+    """The deal of a job that makes `images` in each of `presets`.
+
+    values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
+    batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
+    steps: denoising steps of a call, instead of the option's. Rank 0 says what was taken and why; with dry_run also
+    memory and predicted time, also where there is no choice. All ranks find the same.
+    Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
+    """
+    two = guides(request)
+    replicas, guidance = pinned(values, presets)
+    if values["parallel"] == "off":
+        replicas, guidance = replicas or 1, guidance or 1
+    possible = deals_of(ranks, two, replicas, guidance)
+    if len(possible) == 1 and not values["dry_run"]:
+        return possible[0]
+    from cocodiff.planning.deal_choice import choose
+    from cocodiff.planning.deal_prices import Pricer
+
+    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
+    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    choice = choose(Pricer(topology), works, images, images if batches is None else batches, replicas, guidance)
+    if detect().speaks:
+        say(choice.line() + ("" if two or guidance != 2 else "; guidance_parallel 2: the run has one branch"))
+        if values["dry_run"]:
+            say("\n".join(dry_lines(choice)))
+    choice.check_fits()
+    return choice.taken.deal
+
+
+def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
+    """Replicas and guidance where they are given. Presets that pin guidance differently leave it to each of them."""
+    replicas = values.get("replicas")
+    of_presets = {config.guidance_parallel for config in presets}
+    guidance = of_presets.pop() if len(of_presets) == 1 else "auto"
+    return (None if replicas in (None, "auto") else int(replicas), None if guidance == "auto" else int(guidance))
+
+
+def guides(request: Request) -> bool:
+    """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
+    if request.model == EMBEDDED:
+        return False
+    index = read_index(request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
+    family = next(one for one in families() if pipelines in one.pipelines)
+    if family.rows_per_image == 1 and pipelines.negative is None:
+        return False
+    if request.guidance is None:  # a pipeline without encoders is called with a scale of 1
+        return has_encoders(index) and not index.get("is_distilled")
+    return request.guidance > 1 and not index.get("is_distilled")
+
+
+def workloads(
+    values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
+) -> list[Workload]:
+    """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
+    from cocodiff.assemble import state_sizes
+    from cocodiff.commands.model_shapes import shape_of_folder
+    from cocodiff.models.tokens import image_and_text
+    from cocodiff.planning.deal_prices import Workload
+    from cocodiff.planning.memory import Load
+
+    path = transformer_config(request.model)
+    shape = shape_of_folder(path)
+    if not guides(request):
+        shape = replace(shape, rows_per_image=1, branches=1)
+    elif shape.rows_per_image == 1:
+        shape = replace(shape, branches=2)
+    # Where a machine says what its tiles hold they are accelerators.
+    itemsize = ITEMSIZE.get(values["dtype"], 4 if values["device"] == "cpu" else 2)
+    segments = image_and_text(image_tokens(values, request.model, path, shape), shape.text_tokens)
+    load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
+    return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
+
+
+def image_tokens(values: dict[str, Any], model: str, path: Path, shape: ModelShape) -> int:
+    """Of the image that is made: the model's own size, or height and width where they are given. path: of the
+    transformer's config."""
+    patch = shape.pixels_per_token // VAE_FACTOR
+    own = read_json(path).get("sample_size", OWN_SIDE) // patch
+    sides = [own, own]
+    for axis, name in enumerate(("height", "width")):
+        if values.get(name):
+            sides[axis] = max(1, values[name] // (vae_factor(model) * patch))
+    return sides[0] * sides[1]
+
+
+def vae_factor(model: str) -> int:
+    """Pixels of a latent pixel's side."""
+    config = read_json(model_file(model, "vae/config.json"))
+    levels = config.get("temperal_downsample", config.get("block_out_channels", [None])[1:])
+    return int(2 ** len(levels))
+
+
+def dry_lines(choice: Choice) -> list[str]:
+    """Memory and predicted time of the deal that was taken."""
+    from cocodiff.planning.memory import mib
+
+    taken, machine = choice.taken, choice.topology.machine.name
+    need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
+    need += f"{mib(taken.need.activations)}, cache {mib(taken.need.cache)})"
+    if taken.tile is None:
+        lines = [f"{need}; machine {machine} does not say how much memory a rank has"]
+    else:
+        lines = [f"{need} of {mib(taken.tile)} MiB"]
+    if choice.reason:
+        lines.append(choice.reason)
+    else:
+        lines.append(
+            f"predicted, denoising alone: {taken.batch_s:.3g} s for each of {taken.batches} call(s) of the pipeline, "
+            f"{taken.job_s:.3g} s for all, {taken.images_per_hour:.0f} images an hour"
+        )
+    return [*lines, "dry run: nothing was started or written"]

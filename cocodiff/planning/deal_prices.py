@@ -1,0 +1,239 @@
+"""What each deal of the ranks would take: memory of the fullest rank, seconds of an image and of a whole job, bytes.
+
+Every set of ranks that shares a sequence is priced by recording it (`steps.py`), as if it were alone on the machine:
+replicas that share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the
+longer of them, and then each rank sends its branch's whole output to its partner in the other one. Sets of ranks that
+sit alike take alike and are recorded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from cocodiff.assemble import chunking, exchange_table, mesh_of
+from cocodiff.config import Config
+from cocodiff.models.tokens import IMAGE
+from cocodiff.planning.deals import Deal
+from cocodiff.planning.layers import Case, kinds_of
+from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
+from cocodiff.planning.placement import Work
+from cocodiff.planning.roofline import roofline
+from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.steps import Recording, StepPlan
+from cocodiff.planning.traffic import Traffic, Wires
+from cocodiff.topology.axes import Axes, Mesh
+from cocodiff.topology.layout import Segments
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Links, Machine, Topology
+from cocodiff.trace import LINK_CLASSES
+
+OUTPUT_CHANNELS = (
+    64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small as well
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What makes one batch of images.
+
+    load: of ranks that compute both branches of guidance: all rows, and all calls of a step.
+    stable: where a threshold decides, the part of the tokens that stay. negative: the segments of the second call of a
+    step, where its text has another length.
+    """
+
+    shape: ModelShape
+    load: Load
+    config: Config
+    steps: int = 50
+    stable: float = 0.7
+    negative: Segments | None = None
+
+    @property
+    def guides(self) -> bool:
+        """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
+        return self.load.branches == 2 or self.shape.rows_per_image == 2
+
+    def of_branch(self, guidance: int, branch: int) -> Workload:
+        """The work of the ranks of one branch."""
+        if guidance == 1:
+            return self
+        if self.load.branches == 2:
+            segments = self.negative if branch and self.negative else self.load.segments
+            return replace(self, load=replace(self.load, branches=1, segments=segments), negative=None)
+        half = replace(self.load, batch=self.load.batch // 2)
+        return replace(self, shape=replace(self.shape, rows_per_image=1), load=half)
+
+    @property
+    def calls(self) -> list[Load]:
+        """A step's calls of the model; alike ones are one load of several branches."""
+        if self.negative is None or self.load.branches == 1:
+            return [self.load]
+        first = replace(self.load, branches=self.load.branches - 1)
+        return [first, replace(self.load, branches=1, segments=self.negative)]
+
+
+class Part(NamedTuple):
+    """The ranks of one guidance branch of one replica, ascending, as a topology of their own, and their work."""
+
+    ranks: tuple[int, ...]
+    topology: Topology
+    work: Workload
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of Ulysses and Ring. Raises UserError where ranks and heads do not allow the ring that the settings ask for,
+        and for `chunks: auto` and `exchange: auto` without a measured table."""
+        shape, config = self.work.shape, self.work.config
+        mesh = mesh_of(config, self.topology, Work(shape.heads, shape.head_dim))
+        for group in mesh.parts:
+            chunking(config, group)
+        if mesh.ulysses > 1:
+            exchange_table(config, self.topology)
+        return mesh
+
+    @property
+    def alike(self) -> Hashable:
+        """The same for parts whose ranks sit alike, whichever cards and planes of a node they are on."""
+        numbers: dict[tuple[str, int], int] = {}
+
+        def renumbered(kind: str, number: int) -> int:
+            return numbers.setdefault((kind, number), len(numbers))
+
+        nics = self.topology.nics if self.topology.nodes > 1 else [0] * self.topology.size
+        places = self.topology.places
+        return tuple((p.node, renumbered("card", p.card), renumbered("plane", p.plane), nics[p.rank]) for p in places)
+
+
+class DealStep(NamedTuple):
+    """A mean step of one replica, the slowest where they differ. plan.bytes: of attention, all ranks of the replica;
+    outputs: bytes of the exchange of outputs between two guidance branches, likewise."""
+
+    plan: StepPlan
+    outputs: dict[str, float]
+
+
+def untimed(machine: Machine) -> str | None:
+    """Why there are no times for a machine; None where there are."""
+    lacking = [] if machine.device.bf16_tflop_s and machine.device.memory_gb_s else ["its device"]
+    if machine.links == Links():
+        lacking.append("its links")
+    return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
+
+
+def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]:
+    """Of every replica its guidance branches. Raises UserError where the deal does not divide the ranks."""
+    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+    return [
+        [Part(ranks, topology.part(ranks), work.of_branch(deal.guidance, g)) for g, ranks in enumerate(of_replica)]
+        for of_replica in axes.branches
+    ]
+
+
+class Pricer:
+    """Prices deals of the ranks of one topology. What a part takes is worked out once for all parts alike."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._latencies = Latencies.of(topology.machine)
+        self._topologies: dict[Hashable, Topology] = {}
+        self._meshes: dict[Hashable, Mesh] = {}
+        self._needs: dict[Hashable, RankMemory] = {}
+        self._plans: dict[Hashable, StepPlan] = {}
+
+    def need(self, work: Workload, deal: Deal) -> RankMemory:
+        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the deal."""
+        return max((self._need(part) for part in self._unlike(work, deal)), key=lambda need: need.total)
+
+    def mesh(self, work: Workload, deal: Deal) -> Mesh:
+        """Of the first part. Raises UserError as `need`."""
+        return self._mesh(self._parts(work, deal)[0][0])
+
+    def least_s(self, work: Workload, deal: Deal) -> float:
+        """Seconds that no step is faster than: the model's arithmetic on the fullest rank."""
+        return max(_arithmetic_s(part, self._mesh(part)) for part in self._unlike(work, deal))
+
+    def step(self, work: Workload, deal: Deal) -> DealStep:
+        """Raises UserError as `need`, and where a part's ranks are not joined by links."""
+        of_replicas = [[self._plan(part) for part in parts] for parts in self._parts(work, deal)]
+        slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
+        longer = max(slowest, key=lambda plan: plan.step_s)
+        outputs_s, outputs = self._outputs(work, deal)
+        sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
+        return DealStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
+
+    def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
+        """As `parts_of`; all that are alike have the topology of the first of them."""
+        return [
+            [part._replace(topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
+            for of_replica in parts_of(self.topology, work, deal)
+        ]
+
+    def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
+        """One of all parts that are alike."""
+        parts = [part for of_replica in self._parts(work, deal) for part in of_replica]
+        return list({(id(part.topology), part.work): part for part in parts}.values())
+
+    def _mesh(self, part: Part) -> Mesh:
+        shape = part.work.shape
+        key = (id(part.topology), part.work.config, shape.heads, shape.head_dim)
+        if key not in self._meshes:
+            self._meshes[key] = part.mesh
+        return self._meshes[key]
+
+    def _need(self, part: Part) -> RankMemory:
+        key = (id(part.topology), part.work)
+        if key not in self._needs:
+            of_ranks = size_run(part.work.shape, part.topology, part.work.load, self._mesh(part))
+            self._needs[key] = max(of_ranks, key=lambda need: need.total)
+        return self._needs[key]
+
+    def _plan(self, part: Part) -> StepPlan:
+        key, work = (id(part.topology), part.work), part.work
+        if key not in self._plans:
+            network, found, mesh = Network(part.topology), [], self._mesh(part)
+            for load in work.calls:
+                case = Case(work.shape, part.topology, work.config, load, work.steps, work.stable, known_mesh=mesh)
+                found.append(Recording(case).plan(network, self._latencies))
+            self._plans[key] = _total(found)
+        return self._plans[key]
+
+    def _outputs(self, work: Workload, deal: Deal) -> tuple[float, dict[str, float]]:
+        """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
+        whole output [B, image tokens, OUTPUT_CHANNELS]."""
+        if deal.guidance == 1:
+            return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+        axes = Axes.build(self.topology, replica=deal.replicas, guidance=deal.guidance)
+        load = work.of_branch(deal.guidance, 0).load
+        size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
+        pairs = [axes.along("guidance", rank) for rank in range(self.topology.size)]
+        partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
+        traffic = Traffic(Wires(self.topology))
+        traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
+        return traffic.seconds() + self._latencies.latency_s, {
+            link: count / deal.replicas for link, count in traffic.bytes.items()
+        }
+
+
+def _total(plans: Sequence[StepPlan]) -> StepPlan:
+    """Of a step in which one call of the model follows another."""
+    sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
+    return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, plans[0].steps)
+
+
+def _arithmetic_s(part: Part, mesh: Mesh) -> float:
+    """Seconds of a step's arithmetic on the part's fullest rank, at the device's full rate."""
+    shape, found = part.work.shape, 0.0
+    for load in part.work.calls:
+        for kind in kinds_of(shape, load):
+            layouts = mesh.layouts(kind.segments, shape.heads)
+            layers = [
+                roofline(shape, part.topology, sum(layout.rows), load.batch, slot, layout).total
+                for layout in layouts
+                for slot in range(mesh.ulysses)
+            ]
+            found += kind.layers * load.branches * max(layers)
+    return found
