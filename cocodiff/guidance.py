@@ -72,14 +72,13 @@ class Guidance:
         self.begin()
         self.outputs: dict[Form, Any] = {}
         self._batched, self._usual = batched, branches > 1
-        self._at = (-1, -1)  # run and step of the last call
-        self._calls = 0  # of that step so far
         self._first: int | None = None  # calls in the first step of the last run
         self._expected: int | None = None  # calls of the current step
 
     def begin(self) -> None:
         """The engine is entered, perhaps with another model than before."""
         self.possible = self._fits
+        self._at, self._calls = (-1, -1), 0  # run and step of the last call, and that step's calls so far
 
     def stay_together(self, reason: str) -> None:
         """All ranks compute all calls from now on. Raises UserError where the settings ask for two parts."""

@@ -275,6 +275,32 @@ def test_a_result_that_nobody_asks_for():
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("stopped_at", [0, 1, 3, 4])
+def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
+    """All ranks stop at the same call; then the same engine makes another image."""
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [2, 2, 2])
+    with torch.no_grad():
+        plain = [model(**call)[0] for calls in steps for call in calls]
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own, made = copy.deepcopy(model), []
+        engine = parallelize(own, transport=transport, guidance_parallel=2, steps=3)
+        calls = [call for of_step in steps for call in of_step]
+        with torch.no_grad(), engine:
+            held = [own(**call)[0] for call in calls[:stopped_at]]
+        del held
+        with torch.no_grad(), engine:
+            for number, call in enumerate(calls):
+                made.append(own(**call)[0])
+                if number % 2:
+                    made[-2:] = [output * 1 for output in made[-2:]]
+        return made
+
+    for outputs in run_ranks(4, work):
+        for output, expected in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_an_odd_number_of_ranks_has_no_two_parts():
     def work(transport: Any) -> None:
         with pytest.raises(UserError, match=r"3 rank\(s\) cannot be cut into 2 equal parts.*guidance_parallel 1"):
