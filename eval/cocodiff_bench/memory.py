@@ -104,6 +104,11 @@ def proportional(process: int) -> dict[str, int]:
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "size", "tile", "batch", "steps", "ranks")
     engine_config(values, values["preset"])
+    if values["model"] == VAE:
+        for name, least in (("size", 8), ("tile", 32)):
+            if values[name] % least:
+                of = "tiles need" if name == "tile" else "images need"
+                raise UserError(f"--{name} {values[name]}: the VAE's {of} a multiple of {least} pixels a side")
     if values["preset"] not in preset_names() or not values["billions"] > 0:
         raise UserError(f"--billions {values['billions']:g}: give a number above 0")
     if not Path("/proc/self/smaps_rollup").exists():
