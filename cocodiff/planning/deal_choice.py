@@ -162,8 +162,8 @@ def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int
 
 def by_rule(sized: Sequence[PricedDeal]) -> PricedDeal:
     """Replicas first, as long as each has a batch to make, then guidance."""
-    useful = [one for one in sized if one.deal.replicas <= one.batches] or sized
-    return max(useful, key=lambda one: one.deal)
+    most = max(sized[0].batches, min(one.deal.replicas for one in sized))
+    return max((one for one in sized if one.deal.replicas <= most), key=lambda one: one.deal)
 
 
 def time_deals(
