@@ -42,6 +42,9 @@ def test_every_deal_that_divides_the_ranks():
     assert deals_of(4, guides=False, guidance=2) == [(1, 1), (2, 1), (4, 1)]
     assert deals_of(12, guides=True, replicas=3) == [(3, 1), (3, 2)]
     assert deals_of(6, guides=True, guidance=2) == [(1, 2), (3, 2)]
+    assert deals_of(4, guides=True, least=2) == [(1, 1), (1, 2), (2, 1)]
+    with pytest.raises(UserError, match=r"of the ranks \(1 of a replica\) 2 or more have to share an image"):
+        deals_of(4, guides=True, replicas=4, least=2)
     with pytest.raises(UserError, match=r"replicas 5 does not divide 12 ranks: choose one of 1, 2, 3, 4, 6, 12"):
         deals_of(12, guides=True, replicas=5)
     with pytest.raises(UserError, match=r"guidance_parallel 2 does not divide the ranks \(3 of a replica\)"):
