@@ -121,9 +121,9 @@ def choose(
 ) -> Choice:
     """The deal of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
 
-    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. time_all: also
-    what the model's arithmetic alone shows to be slower. Where the machine tells no rates, replicas come first, up to
-    one for each batch, then guidance; the ranks of a part share a sequence as the settings say.
+    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. time_all:
+    also what the model's arithmetic alone shows to be slower. Where the machine tells no rates, replicas come first, up
+    to one for each batch, then guidance; the ranks of a part share a sequence as the settings say.
     Raises UserError where no deal is possible.
     """
     topology, guides = pricer.topology, any(work.guides for work in works)
