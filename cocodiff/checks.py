@@ -3,7 +3,7 @@ of its calls, since a user may change it in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,15 +29,25 @@ def check_not_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
 def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """modules: with their names, the transformer first. Raises UserError for one with a cache of diffusers that lets
     every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+    for name, hook in stateful_hooks(modules):
+        kind, config = type(hook).__name__, getattr(hook, "config", None)
+        if kind not in COUNTING_CACHES or getattr(config, "calibrate", False):
+            raise UserError(
+                f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
+                f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first"
+            )
+
+
+def cache_on(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """The name of a cache hook of diffusers on one of the modules; None where there is none."""
+    return next((type(hook).__name__ for _, hook in stateful_hooks(modules)), None)
+
+
+def stateful_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    """Hooks of diffusers that keep something between calls, with the names of their modules."""
     for name, module in modules:
         registry: Any = vars(module).get("_diffusers_hook")
-        for hook in () if registry is None else registry.hooks.values():
-            kind, config = type(hook).__name__, getattr(hook, "config", None)
-            if hook._is_stateful and (kind not in COUNTING_CACHES or getattr(config, "calibrate", False)):
-                raise UserError(
-                    f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
-                    f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first"
-                )
+        yield from ((name, hook) for hook in (registry.hooks.values() if registry else ()) if hook._is_stateful)
 
 
 def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:

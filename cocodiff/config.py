@@ -115,7 +115,11 @@ class Config:
         None, "denoising steps, for a bare transformer; a pipeline tells by itself", given="code", least=1
     )
     vae: str = setting(
-        "one", "ranks that decode latents: one (which sends the image) or all", given="run", choices=("one", "all")
+        "one",
+        "ranks that decode latents: one (which sends the image), all (each the whole of it) or tiled (each some tiles, "
+        "for images whose decoding does not fit one rank)",
+        given="run",
+        choices=("one", "all", "tiled"),
     )
     transport: str = setting(
         "auto",

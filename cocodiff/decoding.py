@@ -1,23 +1,43 @@
-"""Decoding latents on one rank: the others neither spend the time nor need the memory, they are sent the image."""
+"""Decoding latents into images, on one rank or in tiles on all of them: what stands in for a pipeline's VAE."""
 
 from __future__ import annotations
 
+import copy
+import heapq
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from cocodiff.comm.transport import Transport
+from cocodiff.device import used_on_current_stream
+from cocodiff.errors import UserError
 
 
-class OneRankVAE:
-    """Stands in for a pipeline's VAE on every rank. Everything but `decode` is the VAE's own: encoding draws from the
-    pipeline's random generators, so every rank does it."""
+def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
+    """What stands in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
+
+    Raises UserError for `tiled` with a VAE that has no tiles."""
+    if how == "tiled":
+        return TiledVAE(vae, transport)
+    return OneRankVAE(vae, transport) if how == "one" and transport.size > 1 else vae
+
+
+class StandIn:
+    """Everything but what a subclass has is the VAE's own."""
 
     def __init__(self, vae: Any, transport: Transport) -> None:
         self._vae, self._transport = vae, transport
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vae, name)
+
+
+class OneRankVAE(StandIn):
+    """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
+    from the pipeline's random generators, so every rank does it."""
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
         """As the VAE's own. Every rank calls it and gets rank 0's image, on its own device."""
@@ -28,3 +48,110 @@ class OneRankVAE:
             image = self._vae.decode(z, return_dict=False, **options)[0].cpu()
         image = self._transport.broadcast_object(image).to(z.device)
         return DecoderOutput(sample=image) if return_dict else (image,)
+
+
+class TiledVAE(StandIn):
+    """All ranks decode, each some of the tiles that the VAE cuts by itself once its `enable_tiling()` was called: the
+    image is bit for bit that of one process with tiling.
+
+    How an image is cut and how tiles are blended stays the VAE's own affair. Its `decode` runs twice, on copies that
+    share its weights and have another decoder: first one that only notes its calls, then, when every rank has decoded
+    its part of these calls and sent the results to all, one that returns these in order. An image no larger than a tile
+    is one call, which rank 0 makes.
+
+    Memory: a rank never decodes more than one tile at a time. Beside that it holds, in pixels, all decoded tiles (at
+    overlaps of a quarter up to 1.8 images), those of its own twice while they are sent, and the image. Encoding is
+    tiled as well, but every rank does all of it.
+    """
+
+    def __init__(self, vae: Any, transport: Transport) -> None:
+        """Raises UserError where the VAE has no tiles."""
+        if not hasattr(vae, "use_tiling") or not isinstance(getattr(vae, "decoder", None), nn.Module):
+            raise UserError(f"vae tiled: a {type(vae).__name__} does not decode in tiles; choose vae one or all")
+        super().__init__(vae, transport)
+
+    def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own with tiling. Every rank calls it, none waits for another."""
+        return self._tiling().encode(x, return_dict=return_dict, **options)
+
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own with tiling. Every rank calls it with the same latents and gets the same image.
+
+        Raises UserError for latents of a video: its frames depend on each other."""
+        if z.ndim == 5 and z.shape[2] > 1:
+            raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
+        noting = _NotingDecoder(self._vae.decoder)
+        self._decode_with(noting, z, **options)
+        own = deal_tiles(noting.sizes, self._transport.size)[self._transport.rank]
+        tiles = self._exchange({number: noting.calls[number]() for number in own}, z)
+        return self._decode_with(_ReturningDecoder(self._vae.decoder, tiles), z, return_dict=return_dict, **options)
+
+    def _decode_with(self, decoder: nn.Module, z: Tensor, **options: Any) -> Any:
+        vae = self._tiling()
+        vae._modules = {**vae._modules, "decoder": decoder}
+        return type(vae).decode(vae, z, **options)
+
+    def _tiling(self) -> Any:
+        """A copy of the VAE that shares its weights and has tiling on; the VAE itself stays as it is."""
+        vae = copy.copy(self._vae)
+        vae.use_tiling = True
+        return vae
+
+    def _exchange(self, own: dict[int, Tensor], z: Tensor) -> list[Tensor]:
+        """All ranks' decoded tiles in the order of their numbers, on every rank. own: this rank's, by number."""
+        transport = self._transport
+        told = transport.gather_object([(number, tile.shape, tile.dtype) for number, tile in own.items()])
+        of_ranks = transport.broadcast_object(told)
+        dtype = next(dtype for of_rank in of_ranks for _, _, dtype in of_rank)
+
+        def gather() -> list[Tensor]:
+            sent = torch.cat([tile.flatten() for tile in own.values()] or [z.new_empty(0, dtype=dtype)])
+            counts = [sum(shape.numel() for _, shape, _ in of_rank) for of_rank in of_ranks]
+            parts = [z.new_empty(count, dtype=dtype) for count in counts]
+            transport.world.all_gather(sent, parts).wait()
+            return parts
+
+        transport.health.arrive("the exchange of decoded tiles")
+        parts = [used_on_current_stream(part) for part in transport.control.submit(gather).wait()]
+        tiles: dict[int, Tensor] = {}
+        for part, of_rank in zip(parts, of_ranks, strict=True):
+            flat = part.split([shape.numel() for _, shape, _ in of_rank])
+            tiles |= {number: x.view(shape) for x, (number, shape, _) in zip(flat, of_rank, strict=True)}
+        return [tiles[number] for number in sorted(tiles)]
+
+
+class _NotingDecoder(nn.Module):
+    """In a decoder's place: notes its calls, and returns tensors without numbers, which cost nothing to blend."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder  # some VAEs look at its layers
+        self.calls: list[Callable[[], Tensor]] = []
+        self.sizes: list[int] = []
+
+    def forward(self, tile: Tensor, *more: Any, **options: Any) -> Tensor:
+        self.calls.append(partial(self.decoder, tile, *more, **options))
+        self.sizes.append(tile.numel())
+        return torch.empty_like(tile, device="meta")
+
+
+class _ReturningDecoder(nn.Module):
+    """In a decoder's place: returns what it would decode, one tile a call."""
+
+    def __init__(self, decoder: nn.Module, tiles: list[Tensor]) -> None:
+        super().__init__()
+        self.decoder, self._tiles = decoder, iter(tiles)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return next(self._tiles)
+
+
+def deal_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Numbers of tiles for each rank: the largest first, each to the rank that has least to decode so far."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        size, rank = heapq.heappop(load)
+        dealt[rank].append(number)
+        heapq.heappush(load, (size + sizes[number], rank))
+    return dealt

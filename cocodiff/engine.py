@@ -8,36 +8,41 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cocodiff.agreement import check_agreement
-from cocodiff.assemble import build_strategy, mesh_of, state_sizes
+from cocodiff.assemble import state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.checks import called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.checks import cache_on, called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
-from cocodiff.decoding import OneRankVAE
-from cocodiff.device import free_memory, rank_device, used_on_current_stream
+from cocodiff.decoding import shared_vae
+from cocodiff.device import free_memory, rank_device
 from cocodiff.errors import PeerLost, UserError
+from cocodiff.guidance import PARTS, Call, Guidance, Parts, Way
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention
+from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention, replace_forward
 from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
 from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
-from cocodiff.topology.layout import Segments, slices
+from cocodiff.sequence import SequenceRanks
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
+from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
 from cocodiff.wire.coding import Moment
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
@@ -73,25 +78,6 @@ def open_transport(
     alike = {name: str(value) for name, value in vars(config).items()}
     limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
     return connect(launch, config.transport, device, alike | (settings or {}), limits, on_loss)
-
-
-class RankShard:
-    """One rank's tokens of the current call, cut out of all tokens."""
-
-    def __init__(self, topology: Topology, rank: int) -> None:
-        self._topology, self._rank = topology, rank
-        self.segments: Segments = ()
-
-    def shares(self, segment: str) -> tuple[int, ...]:
-        """Every rank's tokens of a segment."""
-        return {one.name: one for one in self.segments}[segment].shares(self._topology)
-
-    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        shares = self.shares(segment)
-        if whole.shape[dim] != sum(shares):
-            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
-        own = slices(shares)[self._rank]
-        return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
 
 def _register(hook: Hook) -> Any:
@@ -133,17 +119,52 @@ class Engine:
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._shard = RankShard(self.topology, self.rank)
         self._restore: list[Any] = []
-        self._sized: set[Load] = set()
+        self._sized: set[tuple[SequenceRanks, Load]] = set()
         self._kernels = Kernels(config.kernels, self.trace.note_kernel)
-        shape: Any = self.model.config
-        self.mesh = mesh_of(config, self.topology, Work(shape.num_attention_heads, shape.attention_head_dim))
+        family, guidance = self.family, config.guidance_parallel
+        if guidance == "auto" and self._pipe is None:  # a bare transformer's calls have to be told that they guide
+            guidance = 1
+        self._guidance = Guidance(guidance, self.size, family.rows_per_image > 1, family.branches)
+        self._warned = False
         self._set_up_exchange()
 
     def _set_up_exchange(self) -> None:
-        """What belongs to the transport: groups, lanes and the strategy over them."""
-        self.strategy = build_strategy(self.config, self.mesh, self.transport, self.trace, self._kernels)
+        """What belongs to the transport: groups, lanes and strategies over them. Of guidance's two ways, the one that
+        the settings do not ask for is set up when a call needs it."""
+        # Where guidance is split, calls that all ranks compute together are counted apart.
+        self._trace_together = self.trace.counted_as("unsplit" if self._guidance.pinned else "attention")
+        self._together = self._sequence_of(self.topology, self.transport, trace=self._trace_together)
+        self._parts: Parts | None = None
+        if self._guidance.pinned:
+            self._ranks = self._split().sequence
+        else:
+            self._ranks = self._together
+        self._call = Call()
+        _ = self.strategy
+
+    def _split(self) -> Parts:
+        """The two parts of the ranks; all ranks make them together."""
+        if self._parts is None:
+            self._trace_together.purpose = "unsplit"
+            sequence_of = partial(self._sequence_of, trace=self.trace)
+            self._parts = Parts(self.topology, self.transport, self.trace, sequence_of)
+        return self._parts
+
+    def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
+        shape: Any = self.model.config
+        work = Work(shape.num_attention_heads, shape.attention_head_dim)
+        return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of Ulysses and Ring, over the ranks that share the current call's sequence."""
+        return self._ranks.mesh
+
+    @property
+    def strategy(self) -> Ulysses:
+        """The attention of the current call."""
+        return self._ranks.strategy
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -155,21 +176,25 @@ class Engine:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
             self.transport = open_transport(self.config)
             self._set_up_exchange()
+        self._guidance.begin()
         self._check_model(self.model.named_modules())
+        pipe: Any = self._pipe
+        vae = getattr(pipe, "vae", None)
+        shared = None if vae is None else shared_vae(vae, self.config.vae, self.transport)
         model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
         self._restore.append(replace_attention(self.adapter, model, self, kernels))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
-            hooks += [_register(hook) for hook in self.adapter.hooks(model, self._shard)]
+            hooks += [_register(hook) for hook in self.adapter.hooks(model, self)]
             layer, segment = self.adapter.exit(model)
-            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._gather(x_BLC, segment)))
+            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._ranks.gather(x_BLC, segment)))
         self._restore += [hook.remove for hook in hooks]
-        pipe: Any = self._pipe
-        vae = getattr(pipe, "vae", None)
-        if vae is not None and self.size > 1 and self.config.vae == "one":
-            pipe.vae = OneRankVAE(vae, self.transport)
+        if self._guidance.possible:
+            self._restore.append(replace_forward(model, self._compute))
+        if vae is not None:
+            pipe.vae = shared
             self._restore.append(lambda: setattr(pipe, "vae", vae))
         self.counter = StepCounter()
         self._inside = True
@@ -180,7 +205,10 @@ class Engine:
         while self._restore:
             self._restore.pop()()
         self._sized.clear()
-        self.strategy.coding.end()
+        if error is None and self._parts is not None:
+            self._parts.drain()
+        for ranks in self._sequences:
+            ranks.strategy.coding.end()
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
@@ -201,22 +229,65 @@ class Engine:
         check_not_compiled(found)
         if self.size > 1:
             check_no_deciding_cache(found)
+            if cache := cache_on(found):
+                # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+                self._guidance.stay_together(f"the cache hook {cache}")
 
-    def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_model(called_often(self.model))
         self.adapter.check_call(arguments)
         if self.size > 1:
             check_no_gradients(self.model, arguments)
-        self._shard.segments = self.adapter.segments(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
         self.counter.call(arguments.get("timestep"), sample, text, scheduler)
+        ranks, call = self._begin_call(arguments)
+        ranks.segments = self.adapter.segments(self.model, arguments)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        self.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
-        if self.strategy.coding.keeps_state and self.size > 1:
+        if call.way is Way.ROWS:
+            arguments = self._split().own_rows(arguments, len(sample))
+        ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
+        if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
+        return (), arguments
+
+    def _begin_call(self, arguments: Arguments) -> tuple[SequenceRanks, Call]:
+        """Decides who computes this call, alike on all ranks, and makes these the current ones."""
+        sample = arguments["hidden_states"]
+        form = tuple(sample.shape), sample.dtype, arguments.get("return_dict")
+        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
+        way = self._guidance.way(self.counter, len(sample), form, guided)
+        if way is Way.TOGETHER and self._guidance.pinned and self.rank == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"guidance_parallel {PARTS}: step {self.counter.step} has one guidance branch, so all ranks compute it "
+                f"together; choose auto or 1 for runs without guidance",
+                stacklevel=2,
+            )
+        if self._parts is not None and self.counter.branch == 0:
+            self._parts.drain()
+        if way is Way.TOGETHER:
+            self._ranks, self._call = self._together, Call(way, True, form)
+        else:
+            parts = self._split()
+            own = way is Way.ROWS or parts.keeps(self.counter.branch)
+            self._ranks, self._call = parts.sequence, Call(way, own, form)
+        return self._ranks, self._call
+
+    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, or what stands in its place on ranks that do not compute this call."""
+        call = self._call
+        if call.way is Way.CALLS and not call.own:
+            return self._split().awaited(self._guidance.outputs[call.form], self.transport.device)
+        output = forward(*args, **kwargs)
+        self._guidance.note(call.form, output)
+        if call.way is Way.ROWS:
+            return self._split().all_rows(output)
+        if call.way is Way.CALLS:
+            self._split().send(output)
+        return output
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
@@ -227,16 +298,21 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         device = arguments["hidden_states"].device
-        check_agreement(facts | arguments, device, self.transport)
+        # A part that does not compute a call does not wait for the one that does: each compares its own.
+        apart = self._call.way is Way.CALLS and self.counter.branch > 0
+        if self._call.own or not apart:
+            check_agreement(facts | arguments, device, self._ranks.transport if apart else self.transport)
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
-        batch, branches = len(hidden), self.counter.branch + 1
-        load = Load(self._shard.segments, batch, hidden.element_size(), branches, state_sizes(self.config))
+        ranks, branches = self._ranks, self.counter.branch + 1
+        if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
+            branches = (branches + 1) // 2
+        load = Load(ranks.segments, len(hidden), hidden.element_size(), branches, state_sizes(self.config))
         free = None
-        if load not in self._sized:
-            self._sized.add(load)
+        if (ranks, load) not in self._sized:
+            self._sized.add((ranks, load))
             free = free_memory(hidden.device, self._ranks_on_node)
         if free is None:
             return
@@ -244,8 +320,8 @@ class Engine:
         weights = sum(x.nbytes for x in stored if x.device == hidden.device)
         model: Any = self.model
         shape = shape_of_config(self.family, model.config, sum(x.numel() for x in stored))
-        need = replace(size_run(shape, self.topology, load, self.mesh)[self.rank], weights=weights)
-        check_fits(need, free + weights + self.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
+        need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
+        check_fits(need, free + weights + ranks.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
 
     def _steps(self) -> int | None:
         """How many steps run, from the pipeline or the settings."""
@@ -255,36 +331,35 @@ class Engine:
     @property
     def segments(self) -> Segments:
         """The segments of the model's current call, as its adapter says them."""
-        return self._shard.segments
+        return self._ranks.segments
+
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a segment of the current call, out of all of them: for the adapter's hooks."""
+        return self._ranks.cut(segment, whole, dim)
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
-        self.transport.health.arrive(f"attention {layer}")
-        return self.strategy.attend(qkv, Site(layer, self.counter.branch))
-
-    def _gather(self, x_BLC: Tensor, segment: str) -> Tensor:
-        """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
-        self.transport.health.arrive("the gather of outputs")
-        shares = self._shard.shares(segment)
-        B, _L, C = x_BLC.shape
-
-        def gather() -> Tensor:
-            parts = [x_BLC.new_empty(B, share, C) for share in shares]
-            with self.trace.span("gather", "gather"):
-                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
-            for peer in range(self.size):
-                self.trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
-            return torch.cat(parts, dim=1)
-
-        return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
+        site = Site(layer, self.counter.branch)
+        self._ranks.transport.health.arrive(f"attention {layer}")
+        out_BLHD = self.strategy.attend(qkv, site)
+        if not self._call.own:
+            self.strategy.coding.forget(site)
+        return out_BLHD
 
     # Results of all ranks -------------------------------------------------------------------------------------------
 
-    def bytes(self) -> dict[str, int]:
+    def bytes(self, purpose: str = "attention") -> dict[str, int]:
         """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
-        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end."""
-        return dict(self._current_results().bytes)
+        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
+
+        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
+        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
+        "gather" for the model's output within a part."""
+        of = self._current_results().bytes
+        return {
+            link: of[purpose][link] + (of["unsplit"][link] if purpose == "attention" else 0) for link in LINK_CLASSES
+        }
 
     def drift_profile(self) -> list[dict[str, float | None]]:
         """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
@@ -294,7 +369,8 @@ class Engine:
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        self.strategy.coding.forget_report()
+        for ranks in self._sequences:
+            ranks.strategy.coding.forget_report()
         if self._results is not None:
             self._results = replace(self._results, drift=[])
 
@@ -303,8 +379,15 @@ class Engine:
             return self._results_of_all_ranks()
         return self._results or Results.merged([self._own_results()])
 
-    def _own_results(self) -> tuple[dict[str, int], Any]:
-        return self.trace.bytes(), self.strategy.coding.report()
+    @property
+    def _sequences(self) -> list[SequenceRanks]:
+        """The ranks that this one has shared a sequence with."""
+        found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
+        return [ranks for ranks in found if ranks.connected]
+
+    def _own_results(self) -> tuple[dict[str, dict[str, int]], list[Any]]:
+        reports = [ranks.strategy.coding.report() for ranks in self._sequences]
+        return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, reports
 
     def _results_of_all_ranks(self) -> Results:
         """All ranks call it."""

@@ -11,13 +11,16 @@ from cocodiff.attention.v_major.drift import merge_drift
 
 @dataclass(frozen=True)
 class Results:
-    """bytes: of attention, by link class. drift: of every step, see `Engine.drift_profile`."""
+    """bytes: by purpose and link class. drift: of every step, see `Engine.drift_profile`."""
 
-    bytes: dict[str, int]
+    bytes: dict[str, dict[str, int]]
     drift: list[dict[str, float | None]]
 
     @classmethod
-    def merged(cls, of_ranks: Sequence[tuple[dict[str, int], Any]]) -> Results:
-        """of_ranks: of each rank its bytes and its `DriftNotes.by_step()`."""
-        sums = {link: sum(sent[link] for sent, _ in of_ranks) for link in of_ranks[0][0]}
-        return cls(sums, merge_drift([drift for _, drift in of_ranks]))
+    def merged(cls, of_ranks: Sequence[tuple[dict[str, dict[str, int]], list[Any]]]) -> Results:
+        """of_ranks: of each rank its bytes, and `DriftNotes.by_step()` of every strategy that it ran."""
+        sums = {
+            purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
+            for purpose, links in of_ranks[0][0].items()
+        }
+        return cls(sums, merge_drift([drift for _, drifts in of_ranks for drift in drifts]))

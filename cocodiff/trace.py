@@ -18,6 +18,9 @@ from cocodiff.errors import UserError
 from cocodiff.files import irregular
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
+# What is sent: q, k, v and o, of which calls of guidance that all ranks share are counted apart where it is parallel;
+# the model's output within a part; and between guidance's parts.
+PURPOSES = ("attention", "unsplit", "gather", "guidance")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 
@@ -58,6 +61,10 @@ class Trace:
             with self._lock:
                 self._bytes[purpose, link_class] += payload_bytes
 
+    def counted_as(self, purpose: str) -> CountedAs:
+        """This trace, for bytes of another purpose than the usual one."""
+        return CountedAs(self, purpose)
+
     def note_kernel(self, operation: str, path: str) -> None:
         """Counts an operation that "sycl" or "torch" ran."""
         with self._lock:
@@ -69,7 +76,7 @@ class Trace:
             return dict(self._kernels)
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Bytes sent by this rank per link class: q, k, v and o, or with purpose="gather" the model's output."""
+        """Bytes sent by this rank per link class, for one of PURPOSES."""
         with self._lock:
             return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
 
@@ -93,6 +100,23 @@ class Trace:
                 "bytes": dict(self._bytes),
                 "kernels": dict(self._kernels),
             }
+
+
+class CountedAs(Trace):
+    """Another trace's record. `purpose`: of the bytes that are counted here without one."""
+
+    def __init__(self, trace: Trace, purpose: str) -> None:
+        super().__init__(trace.rank)
+        self._trace, self.purpose = trace, purpose
+
+    def keep(self, span: Span) -> None:
+        self._trace.keep(span)
+
+    def count(self, link_class: str | None, payload_bytes: int, purpose: str | None = None) -> None:
+        self._trace.count(link_class, payload_bytes, purpose or self.purpose)
+
+    def note_kernel(self, operation: str, path: str) -> None:
+        self._trace.note_kernel(operation, path)
 
 
 class _Running:

@@ -77,6 +77,17 @@ def parallel_outputs(transport: Transport, model: Any, case: Case, machine: str,
     return outputs
 
 
+def guided_outputs(transport: Transport, model: Any, case: Case, machine: str, **more: Any) -> list[Tensor]:
+    """One rank's outputs of the second step of a loop that guides: the case's call twice, each by a part of the ranks.
+    The first step, at a higher timestep, shows how many calls a step has."""
+    own, outputs = deepcopy(model), []
+    with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2, machine=machine, **more):
+        for earlier in (0.3, 0.0):
+            inputs = case.inputs()
+            outputs = [own(**inputs | {"timestep": inputs["timestep"] + earlier}).sample for _ in range(2)]
+    return [output + 0 for output in outputs]
+
+
 def check_ranks(of_ranks: list[list[Tensor]], expected: Expected, family: str) -> None:
     """Every variant on every rank gives the same bits, close enough to one process.
 

@@ -11,9 +11,14 @@ from worlds import topology_of
 
 from cocodiff.assemble import build_strategy
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
+from cocodiff.guidance import Parts
 from cocodiff.kernels import Kernels
+from cocodiff.planning.placement import Work
+from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
@@ -40,8 +45,14 @@ def test_a_rank_has_as_many_as_the_table_says(
 
     monkeypatch.setattr(LoopbackTransport, "group", group)
 
+    def sequence_of(part: Topology, transport: Transport) -> SequenceRanks:
+        return SequenceRanks(config, part, transport, Work(4), Trace(), Kernels("torch"))
+
     def work(transport: LoopbackTransport) -> set[str]:
-        build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
+        if config.guidance_parallel == 2:
+            assert Parts(topology, transport, Trace(), sequence_of).sequence.strategy
+        else:
+            build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
         assert transport.world.ranks == tuple(range(8))
         return set(transport._lanes)
 

@@ -145,7 +145,8 @@ class Transport(Ranks, Protocol):
     `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
     """
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def run_ranks(self) -> tuple[int, ...]: ...

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.commands.model_checks import read_shape
+from cocodiff.commands.weights import stored_values
 from cocodiff.config import check_choice, find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
 from cocodiff.models import FAMILIES, families, family_of_class, load_family
@@ -64,4 +65,16 @@ def shape_of_folder(path: Path) -> ModelShape:
         raise UserError(f"{path}: {kind} cannot be made of it ({type(error).__name__}: {text})") from error
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
     shape = shape_of_config(family, model.config, numbers)
-    return replace(shape, name=(path.parents[1] if path.parent.name == "transformer" else path.parent).resolve().name)
+    whole = path.parent.name == "transformer"
+    folder = path.parents[1] if whole else path.parent
+    return replace(shape, name=folder.resolve().name, **(of_other_parts(shape, folder) if whole else {}))
+
+
+def of_other_parts(shape: ModelShape, folder: Path) -> dict[str, Any]:
+    """Facts of a model's text encoders and VAE, from the headers of their weights where there are any."""
+
+    def numbers(part: Path) -> int:
+        return sum(stored_values(part).values())
+
+    encoders, vae = sum(map(numbers, folder.glob("text_encoder*"))), numbers(folder / "vae")
+    return {"encoders": encoders} | ({"vae": replace(shape.vae, parameters=vae)} if shape.vae and vae else {})

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -134,6 +134,21 @@ def replace_attention(adapter: Adapter, model: nn.Module, host: Host, kernels: K
             module.set_processor(before)
         for block in blocks:
             del block.forward
+
+    return put_back
+
+
+def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
+    """Gives a model `compute(forward, ...)` in the place of `forward(...)`; the returned function puts that back, also
+    where somebody has replaced it before."""
+    before, was_replaced = model.forward, "forward" in vars(model)
+    model.forward = wraps(before)(partial(compute, before))
+
+    def put_back() -> None:
+        if was_replaced:
+            model.forward = before
+        else:
+            del model.forward
 
     return put_back
 

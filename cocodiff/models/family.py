@@ -55,6 +55,28 @@ class Pipelines:
 
 
 @dataclass(frozen=True)
+class VaeSize:
+    """What a family's VAE takes, in numbers of whatever dtype: counted on the published architecture, without weights
+    (`tests/test_peaks.py`).
+
+    parameters          numbers that its weights hold
+    decoding, encoding  numbers that live at the peak for each pixel of the image, with a copy of a convolution's input
+                        and output in the layout that it computes in
+    tile                pixels of the side of a tile, where it decodes in tiles
+    """
+
+    parameters: int
+    decoding: int
+    encoding: int
+    tile: int
+
+
+# diffusers' AutoencoderKL as SD3, SD3.5 and FLUX.1 have it: 128, 256, 512 and 512 channels, 16 of latents. At the peak
+# a layer at full resolution is convolved from 256 channels to as many or to 128.
+KL_VAE = VaeSize(parameters=83_819_683, decoding=1216, encoding=768, tile=1024)
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of transformers.
 
@@ -63,6 +85,7 @@ class Family:
     pipelines          for each kind of weights; empty for a transformer that no command runs
     vae_numbers        settings of its VAE that pipelines calculate with
     vae_lists          settings of its VAE that hold a number for each latent channel, and that have to be there
+    vae                what its VAE takes of memory; None where that is not known
 
     Of its models' shape, what their config does not say (`planning.memory.ModelShape` tells of each):
 
@@ -75,6 +98,7 @@ class Family:
     pipelines: tuple[Pipelines, ...] = ()
     vae_numbers: tuple[str, ...] = ("scaling_factor", "shift_factor")
     vae_lists: tuple[str, ...] = ()
+    vae: VaeSize | None = None
     patch: int | None = 2
     text_tokens: int = 512
     rows_per_image: int = 1
@@ -99,7 +123,7 @@ class Family:
 
     def shape_facts(self, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The fields of a ModelShape that the family decides. config: the model's, where there is one."""
-        names = ("text_tokens", "rows_per_image", "branches", "unsharded_copies", "gated_mlp")
+        names = ("text_tokens", "rows_per_image", "branches", "unsharded_copies", "gated_mlp", "vae")
         patch = self.patch if self.patch is not None else (config or {}).get("patch_size")
         sides = {} if patch is None else {"pixels_per_token": VAE_FACTOR * patch}
         return {name: getattr(self, name) for name in names} | sides

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV, nothing
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
-from cocodiff.models.family import Family, Pipelines
+from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT
@@ -124,4 +124,5 @@ FAMILY = Family(
             lacks="FluxFillPipeline's weights only restore; FluxPipeline's (FLUX.1-dev) generate",
         ),
     ),
+    vae=KL_VAE,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
-from cocodiff.models.family import Family, Pipelines
+from cocodiff.models.family import Family, Pipelines, VaeSize
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT
@@ -92,6 +92,8 @@ FAMILY = Family(
     ),
     vae_numbers=(),
     vae_lists=("latents_mean", "latents_std"),
+    # A video's VAE: convolutions over three frames, two of them padding, whose inputs are kept for the next frame
+    vae=VaeSize(parameters=126_892_531, decoding=2117, encoding=1355, tile=256),
     branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
     unsharded_copies=1,  # tokens are cut at the first block
 )

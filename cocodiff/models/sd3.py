@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
-from cocodiff.models.family import Family, Pipelines
+from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT, image_and_text
 from cocodiff.topology.layout import Segments
@@ -70,6 +70,7 @@ FAMILY = Family(
             others=("StableDiffusion3Img2ImgPipeline",),
         ),
     ),
+    vae=KL_VAE,
     patch=None,
     text_tokens=333,  # 77 of CLIP and 256 of T5
     rows_per_image=2,  # classifier-free guidance puts both halves in one call

@@ -3,8 +3,9 @@
 Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
 P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
 scoring reference. They hold whole sequences, so the rows of the text come on top. Activations are an estimate
-(`activations`). Text encoders, the VAE and what the allocator keeps in reserve are not counted. On a CPU a rank also
-has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
+(`activations`). Text encoders and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in
+reserve is not counted. On a CPU a rank also has pages of the libraries of its own (LIBRARIES), and the weights are
+there once for all (`node_memory`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cocodiff.errors import UserError
-from cocodiff.models.family import Family
+from cocodiff.models.family import Family, VaeSize
 from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
@@ -51,6 +52,8 @@ class ModelShape:
                       positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
                       first block, 0 where the call's inputs are
     parameters        numbers that the weights hold
+    encoders          numbers that the weights of all text encoders hold; 0 where that is not known
+    vae               what the VAE takes; None where that is not known
     """
 
     name: str
@@ -67,9 +70,11 @@ class ModelShape:
     rows_per_image: int = 1
     branches: int = 1
     unsharded_copies: int = 0
+    encoders: int = 0
+    vae: VaeSize | None = None
 
     def __post_init__(self) -> None:
-        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies")
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
             if field.type == "int" and (type(value) is not int or value < least):

@@ -107,6 +107,9 @@ class Coding:
     def begin_step(self, moment: Moment) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""
 
+    def forget(self, site: Any) -> None:
+        """The site's next call is made elsewhere: what is kept for it is given back."""
+
     def end(self) -> None:
         """The engine is left: memory is given back."""
 

@@ -5,6 +5,9 @@ drawn out like the links of the emulated machine (`cocodiff emulate --scale`). O
 them in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Times
 are those of the real machine: what was measured, divided by the scale.
 
+With guidance in two parts of the ranks, each part runs a layer of its own branch, and the parts' exchange of outputs,
+measured on its own, is added once a step. The slower part, that of the longer text, decides.
+
 A link efficiency e says that links reach e of their nominal rate: waits are e times as long, times divided by less.
 """
 
@@ -12,22 +15,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cocodiff.comm.part import Part
 from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
-from cocodiff.topology.axes import Mesh
+from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -38,22 +41,49 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV
+    from cocodiff_bench.stand_in import StandIn
 
 FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
 FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
-VARIANTS = {  # name -> exchange, order, selection
-    "flat_serial": ("flat", "joint", "full"),
-    "flat": ("flat", "joint", "full"),
-    "tapa": ("tapa", "joint", "full"),
-    "tapa v_first": ("tapa", "v_first", "full"),
-    "cocodiff": ("tapa", "v_first", "v_major"),
-    "split": ("split", "joint", "full"),
-    "split v_first": ("split", "v_first", "full"),
-    "split v_major": ("split", "v_first", "v_major"),
+
+
+class Variant(NamedTuple):
+    """parts: of the ranks, each of which computes a guidance branch."""
+
+    exchange: str
+    order: str = "joint"
+    selection: str = "full"
+    chunks: int = 1
+    parts: int = 1
+
+
+VARIANTS = {
+    "flat_serial": Variant("flat"),
+    "flat": Variant("flat"),
+    "tapa": Variant("tapa"),
+    "tapa v_first": Variant("tapa", "v_first"),
+    "cocodiff": Variant("tapa", "v_first", "v_major"),
+    "split": Variant("split"),
+    "split v_first": Variant("split", "v_first"),
+    "split v_major": Variant("split", "v_first", "v_major"),
 }
+# Beside those that are measured where none are named.
+MORE_VARIANTS = {
+    "flat chunks": Variant("flat", chunks=2),
+    "split chunks": Variant("split", chunks=2),
+    "guidance flat": Variant("flat", parts=2),
+    "guidance flat v_first": Variant("flat", "v_first", parts=2),
+    "guidance split": Variant("split", parts=2),
+    "guidance split v_first": Variant("split", "v_first", parts=2),
+    "guidance flat chunks": Variant("flat", chunks=2, parts=2),
+    "guidance split chunks": Variant("split", chunks=2, parts=2),
+}
+ALL_VARIANTS = VARIANTS | MORE_VARIANTS
+OUTPUTS = "exchange of outputs"
+OUTPUT_CHANNELS = 64  # of a token, of all families: 16 latent channels of 2 x 2
 OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
@@ -66,7 +96,8 @@ OPTIONS = common.with_common_options(
         type=float,
         many=True,
     ),
-    Option("variants", f"of {', '.join(VARIANTS)}", list(VARIANTS), many=True),
+    Option("text_tokens", "of the two branches' prompts; default: the model's longest", [], type=int, many=True),
+    Option("variants", f"of {', '.join(ALL_VARIANTS)}; by default those without chunks and guidance", many=True),
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
 )
@@ -74,10 +105,15 @@ OPTIONS = common.with_common_options(
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "batch", "steps", "repeats", "ranks")
-    values["variants"] = [name.replace("_v_", " v_") for name in values["variants"]]
+    spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
+    values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or VARIANTS]
     for name in values["variants"]:
-        if name not in VARIANTS:
-            raise UserError(f"--variants {name!r}: choose from {', '.join(VARIANTS)} (A_v_first for 'A v_first')")
+        if name not in ALL_VARIANTS:
+            raise UserError(f"--variants {name!r}: choose from {', '.join(ALL_VARIANTS)} (A_v_first for 'A v_first')")
+        if ranks is not None and ranks % ALL_VARIANTS[name].parts:
+            raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
+    if len(values["text_tokens"]) not in (0, 2) or min(values["text_tokens"], default=0) < 0:
+        raise UserError(f"--text_tokens {values['text_tokens']}: give two numbers, one for each branch")
     for efficiency in values["link_efficiency"]:
         if not 0 < efficiency <= 1:
             raise UserError(f"--link_efficiency {efficiency:g}: give a part of the nominal rate, above 0 up to 1")
@@ -94,39 +130,98 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    from cocodiff_bench.stand_in import StandIn
-
     topology = common.topology_of(values, transport.size)
     shape, scale = load_shape(values["model"]), emulated()["scale"]
-    mesh = Mesh.build(topology)
-    built: dict[str, StandIn] = {}
-    for name in values["variants"]:
-        exchange, order, selection = VARIANTS[name]
-        over: Any = SerialTransport(transport) if name == "flat_serial" else transport
-        config = common.engine_config(values, exchange=exchange, order=order, selection=selection)
-        built[name] = StandIn(config, mesh, over, Trace(transport.rank))
+    texts = values["text_tokens"] or [shape.text_tokens] * 2
+    sharing = {name: Sharing.build(topology, transport, ALL_VARIANTS[name].parts) for name in values["variants"]}
+    built = {name: stand_in(values, name, sharing[name]) for name in values["variants"]}
     together = transport.group(range(transport.size)).barrier
     measured: list[Row] = []
     for size in values["size"]:
-        call = Call.build(shape, topology, size, values["batch"], transport.rank)
+        # A part has its own branch's text; where there are no parts, both branches are measured if they differ.
+        calls = {
+            name: [
+                Call.build(shape, of.topology, size, values["batch"], of.transport.rank, tokens, of.parts)
+                for tokens in (texts[of.part : of.part + 1] if of.parts > 1 else dict.fromkeys(texts))
+            ]
+            for name, of in sharing.items()
+        }
+        outputs = Outputs(shape, topology, size, values["batch"], transport)
         for efficiency in values["link_efficiency"]:
             dilation = scale * efficiency
             variants: dict[str, Callable[[], Any]] = {
-                f"{name}@{fraction}": partial(stand_in.run, call, fraction, dilation)
-                for name, stand_in in built.items()
-                for fraction in (FRACTIONS if stand_in.selective else FRACTIONS[:1])
+                f"{name}@{fraction}": partial(run_all, one, calls[name], fraction, dilation)
+                for name, one in built.items()
+                for fraction in (FRACTIONS if one.selective else FRACTIONS[:1])
             }
+            if any(of.parts > 1 for of in sharing.values()):
+                variants[OUTPUTS] = outputs.exchange
             title = f"bench step {size}x{size}, links at {efficiency:g}"
             seconds = common.measure_in_turns(title, variants, values, transport, barrier=together)
             slowest = common.of_slowest_rank(seconds, transport)
+            computing = {name: statistics.mean(call.layer.total for call in of_name) for name, of_name in calls.items()}
             if transport.rank == 0:
-                of_case = rows_of(values, shape, topology, call, efficiency, dilation, slowest)
+                case = Measured(shape, topology, size, values["batch"], efficiency, texts, dilation, computing)
+                of_case = rows_of(values, case, slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += of_case
     if transport.rank == 0:
         from cocodiff_bench.plots import plot_steps
 
         common.publish(output, values, measured, {"step.png": partial(plot_steps, measured)})
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share one branch's sequence with this one: all, or a part."""
+
+    topology: Topology
+    transport: Any
+    part: int
+    parts: int
+
+    @classmethod
+    def build(cls, topology: Topology, transport: Any, parts: int) -> Sharing:
+        if parts == 1:
+            return cls(topology, transport, 0, 1)
+        axes = Axes.build(topology, guidance=parts)
+        ranks = axes.branch(transport.rank)
+        part = axes.coordinates(transport.rank).guidance
+        return cls(topology.part(ranks), Part(transport, ranks), part, parts)
+
+
+def stand_in(values: Values, name: str, sharing: Sharing) -> StandIn:
+    from cocodiff_bench.stand_in import StandIn
+
+    over: Any = SerialTransport(sharing.transport) if name == "flat_serial" else sharing.transport
+    exchange, order, selection, chunks, _ = ALL_VARIANTS[name]
+    config = common.engine_config(values, exchange=exchange, order=order, selection=selection, chunks=chunks)
+    return StandIn(config, Mesh.build(sharing.topology), over, Trace(over.rank))
+
+
+def run_all(one: StandIn, calls: Sequence[Call], fraction: float, dilation: float) -> None:
+    for call in calls:
+        one.run(call, fraction, dilation)
+
+
+class Outputs:
+    """Guidance's two parts send each other the model's output, every rank to that of the same place."""
+
+    def __init__(self, shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> None:
+        import torch
+
+        self._sent, self._received = (
+            torch.zeros(batch, shape.image_tokens(size), OUTPUT_CHANNELS, dtype=torch.bfloat16) for _ in range(2)
+        )
+        self._group = None
+        if topology.size % 2 == 0:
+            pair = sorted(Axes.build(topology, guidance=2).along("guidance", transport.rank))
+            self._group = transport.group(pair)
+
+    def exchange(self) -> None:
+        assert self._group is not None, "an even number of ranks"
+        peer = 1 - self._group.index
+        self._group.send_recv([(self._sent, peer)], [(self._received, peer)]).wait()
 
 
 # One layer ------------------------------------------------------------------------------------------------------------
@@ -141,11 +236,14 @@ class Call:
     x_BLHD: Tensor
 
     @classmethod
-    def build(cls, shape: ModelShape, topology: Topology, size: int, batch: int, rank: int) -> Call:
+    def build(
+        cls, shape: ModelShape, topology: Topology, size: int, batch: int, rank: int, text_tokens: int, parts: int
+    ) -> Call:
+        """parts: of the ranks, by which a call with both branches in its batch is divided."""
         import torch
 
-        layout = Layout.build(topology, shape.segments(size), shape.heads)
-        B = batch * shape.rows_per_image
+        layout = Layout.build(topology, replace(shape, text_tokens=text_tokens).segments(size), shape.heads)
+        B = batch * max(1, shape.rows_per_image // parts)
         layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
         x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
         return cls(layer, layout, x_BLHD)
@@ -178,17 +276,40 @@ def over_schedule(of_fraction: Mapping[float, float], steps: int) -> float:
     return statistics.mean(at_fraction(measured, fraction) for fraction in stable_fractions(steps))
 
 
-def rows_of(
-    values: Values,
-    shape: ModelShape,
-    topology: Topology,
-    call: Call,
-    efficiency: float,
-    dilation: float,
-    slowest: Mapping[str, list[float]],
-) -> list[Row]:
+@dataclass(frozen=True)
+class Measured:
+    """A case. texts: tokens of both branches' prompts; computing: seconds of a mean layer of rank 0, by variant."""
+
+    shape: ModelShape
+    topology: Topology
+    size: int
+    batch: int
+    efficiency: float
+    texts: Sequence[int]
+    dilation: float
+    computing: Mapping[str, float]
+
+    def layers(self, name: str) -> int:
+        """Of a step, one after the other: a part of the ranks has those of its own branch."""
+        branches = self.shape.branches if ALL_VARIANTS[name].parts == 1 else 1
+        return (self.shape.joint_layers + self.shape.parallel_layers) * branches
+
+    def step_s(self, name: str, measured_s: float) -> float:
+        """Seconds of a step's layers on the real machine. measured_s: of one layer, or of one for each text."""
+        apart = len(set(self.texts)) if ALL_VARIANTS[name].parts == 1 else 1
+        return measured_s / apart * self.layers(name) / self.dilation
+
+    @property
+    def title(self) -> str:
+        texts = f", texts of {self.texts[0]} and {self.texts[1]} tokens" if len(set(self.texts)) > 1 else ""
+        return (
+            f"{self.shape.name} {self.size}x{self.size} batch {self.batch}, {self.topology.size} ranks on "
+            f"{self.topology.nodes} node(s), link efficiency {self.efficiency:g}{texts}"
+        )
+
+
+def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
     """Seconds of a step on the real machine. slowest: of one layer, by variant and fraction."""
-    layers = (shape.joint_layers + shape.parallel_layers) * shape.branches
     seconds: dict[str, list[float]] = {}
     for name in values["variants"]:
         turns = zip(*(slowest[key] for key in slowest if key.startswith(f"{name}@")), strict=True)
@@ -196,18 +317,13 @@ def rows_of(
             over_schedule(dict(zip(FRACTIONS, turn, strict=False)), values["steps"]) if len(turn) > 1 else turn[0]
             for turn in turns
         )
-        seconds[name] = [of_layer * layers / dilation for of_layer in steps]
-    size = (
-        round(next(part.segment.tokens for part in call.layout.parts if part.segment.name == IMAGE) ** 0.5)
-        * shape.pixels_per_token
-    )
-    case = (
-        f"{shape.name} {size}x{size} batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s), "
-        f"link efficiency {efficiency:g}"
-    )
-    found = common.rows(case, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
+        seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
+        if ALL_VARIANTS[name].parts > 1:
+            once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
+            seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
+    found = common.rows(case.title, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
     for row in found:
-        row["compute_s"] = call.layer.total * layers
+        row["compute_s"] = case.computing[row["variant"]] * case.layers(row["variant"])
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import Site
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
@@ -32,13 +32,17 @@ class WaitingKernels(Kernels):
 
 
 class Timed(LocalAttention):
-    """A wait of so many seconds in attention's place."""
+    """A wait in attention's place: `seconds` for all queries and keys, `pairs` of them, and less for fewer."""
 
-    seconds = 0.0
+    seconds, pairs = 0.0, 1
 
     def whole(self, q_BSGD: Tensor, _k: Tensor, _v: Tensor, _mask: Tensor | None = None) -> Tensor:
         time.sleep(self.seconds)
         return torch.empty_like(q_BSGD)
+
+    def part(self, q_BTGD: Tensor, k_BUGD: Tensor, _v: Tensor, _mask: Tensor | None = None) -> Partial:
+        time.sleep(self.seconds * q_BTGD.shape[1] * k_BUGD.shape[1] / self.pairs)
+        return Partial(torch.empty_like(q_BTGD), torch.zeros(q_BTGD.shape[:3]))
 
 
 class StandIn:
@@ -54,6 +58,7 @@ class StandIn:
         """One layer with this part of the tokens staying behind, all that computes so many times longer."""
         self._step += 1
         self._attention.seconds, self._kernels.score_s = call.layer.attention * dilation, call.layer.score * dilation
+        self._attention.pairs = sum(call.layout.rows) ** 2
         self._strategy.coding.begin_step(Moment(0, self._step, 1))
         self._strategy.coding.hold_at(fraction or None)
         self._strategy.attend(call.qkv(dilation), Site("layer"))

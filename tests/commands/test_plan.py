@@ -63,6 +63,23 @@ def test_what_does_not_fit_says_why(plan):
     assert "does not fit: " in shown and "V-Major's cache is too much" in shown
 
 
+def test_text_encoders_and_vae(plan, tmp_path):
+    """Qwen-Image at 3072: decoding on one rank does not fit a tile of Aurora, decoding in tiles does."""
+    words = ("--memory", "--model", "qwen-image", "--batch", "2", "--preset", "tapa")
+    told, shown = plan(*words, "--size", "3072")
+    peaks, rank = told["peaks_mib"], told["memory_mib"]["rank"]
+    assert peaks["text_encoders"] * 2**20 == 2 * 8292166656
+    one, tiled = peaks["vae"]["one"], peaks["vae"]["tiled"]
+    assert one["decoding_rank"] == one["decoding_node"] == 2117 * 3072**2 * 2 * 2 / 2**20
+    assert one["fullest_rank"] == pytest.approx(rank["weights"] + peaks["vae_weights"] + one["decoding_rank"])
+    assert one["fullest_when"] == "decoding" and tiled["fullest_when"] == "denoising" and told["fits"]
+    assert not one["fits"] and not peaks["vae"]["all"]["fits"] and tiled["fits"] and tiled["decoders_node"] == 12
+    assert "vae one or all: " in shown and "MiB at the fullest, decoding: does not fit" in shown
+    (tmp_path / "mine.yaml").write_text("name: mine\nheads: 12\nhead_dim: 8\njoint_layers: 3\nparameters: 1000\n")
+    told, shown = plan("--memory", "--model", tmp_path / "mine.yaml")
+    assert told["peaks_mib"] is None and "text encoders and VAE: not known" in shown
+
+
 def test_a_machine_that_tells_no_memory(plan):
     told, shown = plan("--memory", "--model", "sd3.5", "--machine", "local", "--ranks", "4")
     assert told["fits"] is None and told["largest_batch"] is None and told["memory_mib"]["tile"] is None

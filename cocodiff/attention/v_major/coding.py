@@ -110,6 +110,9 @@ class VMajor(Coding):
             self.drift.sync_to_host()
         self.moment = moment
 
+    def forget(self, site: Site) -> None:
+        self._caches.pop(site, None)
+
     def end(self) -> None:
         self._caches.clear()
 

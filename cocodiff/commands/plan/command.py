@@ -112,7 +112,7 @@ def run_plan(values: dict[str, Any]) -> None:
         batches = -(-values["images"] // values["batch"])
         choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
     deal = one_replica(topology, work) if choice is None else choice.taken.deal
-    sizes = size(topology, work, deal)
+    sizes = size(topology, work, deal, values["size"])
     plan = as_json(values, shape, topology, work.load, sizes)
     plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
     say("\n".join(table(values, shape, topology, work.load, sizes)))

@@ -10,22 +10,26 @@ from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.planning.deal_prices import Workload, parts_of
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.memory import MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.planning.peaks import Peaks, size_peaks
 from cocodiff.topology.machine import Topology
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A plan's memory, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
-    tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too."""
+    tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too.
+    peaks: of text encoders and VAE; None where the model's VAE is not known."""
 
     site: RankMemory
     rank: RankMemory
     node: RankMemory
     tile: int | None
     largest: int | None
+    peaks: Peaks | None = None
 
 
-def size(topology: Topology, work: Workload, deal: Deal) -> Sizes:
+def size(topology: Topology, work: Workload, deal: Deal, side: int) -> Sizes:
+    """side: of the image, in pixels."""
     found: dict[int, RankMemory] = {}
     sites: dict[int, RankMemory] = {}
     largest_of_parts = []
@@ -41,7 +45,9 @@ def size(topology: Topology, work: Workload, deal: Deal) -> Sizes:
     fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
     nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
     node = max(nodes, key=lambda node: node.total)
-    return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None))
+    batch = max(1, work.load.batch // work.shape.rows_per_image)
+    peaks = size_peaks(work.shape, topology, side, batch, work.load.itemsize, deal.replicas)
+    return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
 
 
 def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> list[str]:
@@ -61,11 +67,64 @@ def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: L
     for name in ("weights", "activations", "total"):
         about = f"{name} (estimate)" if name == "activations" else name
         lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
+    lines += peak_lines(sizes, ranks_of_node(topology))
     if sizes.tile is None:
         return [*lines, f"machine {topology.machine.name} does not say how much memory a rank has"]
     reason = misfit(rank, sizes.tile)
-    left = f"fits: {mib(sizes.tile - rank.total)} of {mib(sizes.tile)} MiB of a tile are left for text encoders and VAE"
-    return [*lines, left if reason is None else f"does not fit: {reason}", f"largest batch that fits: {sizes.largest}"]
+    left = f"fits: {mib(sizes.tile - rank.total)} of {mib(sizes.tile)} MiB of a tile are left"
+    lines += [left if reason is None else f"does not fit: {reason}", f"largest batch that fits: {sizes.largest}"]
+    return lines + verdicts(sizes, sizes.tile)
+
+
+def ranks_of_node(topology: Topology) -> int:
+    """Of the node that has most."""
+    return max(sum(place.node == node for place in topology.places) for node in range(topology.nodes))
+
+
+def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
+    """Rows of text encoders and VAE. ranks: of a node."""
+    if sizes.peaks is None:
+        return ["text encoders and VAE: not known of a model file that names no family"]
+    peaks = sizes.peaks
+    rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
+    rows += [(f"VAE: encoding, {how}", peaks.of_vae[how].encoding, ranks) for how in ("one", "tiled")]
+    rows += [(f"VAE: decoding, {how}", peak.decoding, peak.decoders) for how, peak in peaks.of_vae.items()]
+    return [f"{name:<28}{'':>12}{mib(one):>12}{mib(one * times):>12}" for name, one, times in rows]
+
+
+def verdicts(sizes: Sizes, tile: int) -> list[str]:
+    """What a rank takes at its fullest with text encoders and VAE, for each setting of `vae` that differs."""
+    found: dict[str, list[str]] = {}
+    for how in sizes.peaks.of_vae if sizes.peaks is not None else ():
+        when, need = fullest_moment(sizes, how)
+        told = f"{mib(need)} MiB at the fullest, {when}: {'fits' if need <= tile else 'does not fit'}"
+        found.setdefault(told, []).append(how)
+    return [f"with text encoders and VAE, vae {' or '.join(settings)}: {told}" for told, settings in found.items()]
+
+
+def fullest_moment(sizes: Sizes, how: str) -> tuple[str, int]:
+    """What a run does when its fullest rank holds most, and how much that is. how: the setting `vae`."""
+    assert sizes.peaks is not None, "of a model whose VAE is known"
+    return max(sizes.peaks.of_rank(sizes.rank, how).items(), key=lambda moment: moment[1])
+
+
+def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
+    if sizes.peaks is None:
+        return None
+    peaks, of_vae = sizes.peaks, {}
+    for how, peak in peaks.of_vae.items():
+        when, need = fullest_moment(sizes, how)
+        of_vae[how] = {
+            "encoding_rank": peak.encoding / MIB,
+            "encoding_node": peak.encoding * ranks / MIB,
+            "decoding_rank": peak.decoding / MIB,
+            "decoding_node": peak.decoding * peak.decoders / MIB,
+            "decoders_node": peak.decoders,
+            "fullest_rank": need / MIB,
+            "fullest_when": when,
+            "fits": None if sizes.tile is None else need <= sizes.tile,
+        }
+    return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
 
 
 def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> dict[str, Any]:
@@ -96,4 +155,5 @@ def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load:
         },
         "fits": None if sizes.tile is None else sizes.rank.total <= sizes.tile,
         "largest_batch": sizes.largest,
+        "peaks_mib": peaks_json(sizes, ranks_of_node(topology)),
     }

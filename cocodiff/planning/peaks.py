@@ -1,0 +1,93 @@
+"""What a run takes of memory before and after denoising: text encoders and the VAE. Pure arithmetic, in bytes.
+
+Rank 0 of the run alone loads the text encoders, all at once, before the transformer is on its device; they are gone
+before the first step (`commands/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to be
+restored. Latents are decoded as the setting `vae` says, meanwhile the coding keeps its caches. Encoding and decoding
+are estimates (`models.family.VaeSize`): attention in the VAE is taken to be fused, and activations of the text encoders
+are left out as small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cocodiff.models.family import VaeSize
+from cocodiff.planning.memory import ModelShape, RankMemory
+from cocodiff.topology.axes import cut
+from cocodiff.topology.machine import Topology
+
+VAE_SETTINGS = ("one", "all", "tiled")
+CHANNELS = 3  # of an image
+STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
+
+
+class VaePeak(NamedTuple):
+    """Bytes of activations. encoding: of every rank, while it encodes the image to be restored. decoding: of a rank
+    that decodes. decoders: the most ranks of one node that do so at the same time."""
+
+    encoding: int
+    decoding: int
+    decoders: int
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """encoders: bytes of rank 0's text encoders. vae: bytes of the VAE's weights. of_vae: by its setting."""
+
+    encoders: int
+    vae: int
+    of_vae: Mapping[str, VaePeak]
+
+    def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
+        """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
+        kept, peak = step.weights + step.libraries + self.vae, self.of_vae[vae]
+        return {
+            "text encoding": self.encoders,
+            "image encoding": kept + peak.encoding,
+            "denoising": step.total + self.vae,
+            "decoding": kept + step.cache + peak.decoding,
+        }
+
+
+def size_peaks(
+    shape: ModelShape, topology: Topology, side: int, images: int, itemsize: int, replicas: int = 1
+) -> Peaks | None:
+    """The peaks around a run of square images. None where the model's VAE is not known.
+
+    side: in pixels. images: of one call. replicas: sets of ranks, all of which decode at the same time.
+    Raises UserError where so many replicas do not divide the ranks.
+    """
+    vae = shape.vae
+    if vae is None:
+        return None
+    sets = cut(topology, tuple(range(topology.size)), replicas, "replicas")
+    tiles = len(tile_sides(side, vae.tile)) ** 2
+    most = {"one": 1, "all": topology.size, "tiled": tiles}
+
+    def peak(how: str) -> VaePeak:
+        decoders = [topology.places[rank].node for ranks in sets for rank in ranks[: most[how]]]
+        encoding, decoding = _activations(vae, side, how, len(sets[0]))
+        unit = images * itemsize
+        return VaePeak(encoding * unit, decoding * unit, max(decoders.count(node) for node in range(topology.nodes)))
+
+    return Peaks(shape.encoders * itemsize, vae.parameters * itemsize, {how: peak(how) for how in VAE_SETTINGS})
+
+
+def _activations(vae: VaeSize, side: int, how: str, ranks: int) -> tuple[int, int]:
+    """Numbers of one image at the peaks of encoding and decoding it. ranks: that share it."""
+    if how != "tiled":
+        return vae.encoding * side**2, vae.decoding * side**2
+    sides = tile_sides(side, vae.tile)
+    decoded, own = CHANNELS * sum(sides) ** 2, CHANNELS * sides[0] ** 2 * math.ceil(len(sides) ** 2 / ranks)
+    # A rank's last tile, beside those that it has decoded; or all tiles, its own twice, and the image (`decoding.py`).
+    blending = decoded + own + CHANNELS * side**2
+    return vae.encoding * sides[0] ** 2, max(vae.decoding * sides[0] ** 2 + own, blending)
+
+
+def tile_sides(side: int, tile: int) -> list[int]:
+    """Pixels of the tiles along one side of an image."""
+    starts = range(0, side, int(tile * STRIDE)) if side > tile else range(1)
+    return [min(tile, side - start) for start in starts]

@@ -1,0 +1,81 @@
+"""The ranks that share one sequence, as one of them sees it: its transport and attention, which tokens are its own, and
+how what the ranks have computed becomes whole again."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cocodiff.assemble import build_strategy, mesh_of
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.comm.transport import Transport
+from cocodiff.config import Config
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels import Kernels
+from cocodiff.planning.placement import Work
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Segments, slices
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import Trace
+
+
+class SequenceRanks:
+    """segments: of the model's current call, with the tokens of all these ranks. It is set before each call.
+
+    Mesh and strategy are made when they are first used, by all ranks at once: they cost groups and lanes."""
+
+    def __init__(
+        self, config: Config, topology: Topology, transport: Transport, work: Work, trace: Trace, kernels: Kernels
+    ) -> None:
+        """topology, transport: of these ranks. work: the attention that a mesh is chosen by. trace: counts what this
+        rank sends."""
+        self._config, self._work, self._trace, self._kernels = config, work, trace, kernels
+        self.topology, self.transport = topology, transport
+        self.rank, self.size = transport.rank, transport.size
+        self.segments: Segments = ()
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Raises UserError for a mesh that ranks and heads do not allow."""
+        return mesh_of(self._config, self.topology, self._work)
+
+    @cached_property
+    def strategy(self) -> Ulysses:
+        return build_strategy(self._config, self.mesh, self.transport, self._trace, self._kernels)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the strategy was made."""
+        return "strategy" in vars(self)
+
+    def shares(self, segment: str) -> tuple[int, ...]:
+        """Every rank's tokens of a segment."""
+        return {one.name: one for one in self.segments}[segment].shares(self.topology)
+
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a segment, out of all of them along a dimension."""
+        shares = self.shares(segment)
+        if whole.shape[dim] != sum(shares):
+            raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
+        own = slices(shares)[self.rank]
+        return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
+
+    def gather(self, x_BLC: Tensor, segment: str) -> Tensor:
+        """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
+        if self.size == 1:
+            return x_BLC
+        self.transport.health.arrive("the gather of outputs")
+        shares = self.shares(segment)
+        B, _L, C = x_BLC.shape
+
+        def gather() -> Tensor:
+            parts = [x_BLC.new_empty(B, share, C) for share in shares]
+            with self._trace.span("gather", "gather"):
+                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
+            for peer in range(self.size):
+                self._trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
+            return torch.cat(parts, dim=1)
+
+        return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
