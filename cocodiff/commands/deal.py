@@ -35,20 +35,23 @@ def deal_of(
     batches: int | None = None,
     batch: int = 1,
     steps: int | None = None,
+    least: int = 1,
 ) -> Deal:
     """The deal of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's. Rank 0 says what was taken and why; with dry_run also
-    memory and predicted time, also where there is no choice. All ranks find the same.
+    steps: denoising steps of a call, instead of the option's. least: ranks that share an image at least.
+
+    Rank 0 says what was taken and why; with dry_run also memory and predicted time, also where there is no choice. All
+    ranks find the same. The deal's guidance is for presets whose guidance_parallel is auto.
     Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
     """
     two = guides(request)
     replicas, guidance = pinned(values, presets)
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
-    possible = deals_of(ranks, two, replicas, guidance)
+    possible = deals_of(ranks, two, replicas, guidance, least)
     if len(possible) == 1 and not values["dry_run"]:
         return possible[0]
     from cocodiff.planning.deal_choice import choose
@@ -56,7 +59,9 @@ def deal_of(
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    choice = choose(Pricer(topology), works, images, images if batches is None else batches, replicas, guidance)
+    choice = choose(
+        Pricer(topology), works, images, images if batches is None else batches, replicas, guidance, least=least
+    )
     if detect().speaks:
         say(choice.line() + ("" if two or guidance != 2 else "; guidance_parallel 2: the run has one branch"))
         if values["dry_run"]:

@@ -90,8 +90,8 @@ class Choice:
         taken, following, machine = self.taken, self.following, self.topology.machine.name
         told = f"ranks dealt to {taken}"
         if len(self.listed) == 1:
-            why = "no other deal is possible" if self.reason or not taken.batch_s else f"{_seconds(taken)} predicted"
-            return f"{told}: {why}"
+            predicted = "" if taken.batch_s is None else f", {_seconds(taken)} by prediction"
+            return f"{told}: with what is given there is no other deal{predicted}"
         misfits = sum(one.fits is False for one in self.listed)
         kept_out = f" ({misfits} of {len(self.listed)} deals do not fit the memory)" if misfits else ""
         if self.reason:
@@ -117,18 +117,19 @@ def choose(
     replicas: int | None = None,
     guidance: int | None = None,
     time_all: bool = False,
+    least: int = 1,
 ) -> Choice:
     """The deal of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
 
-    works: of one model, one for each preset; their times add up. replicas, guidance: what is pinned. time_all: also
-    what the model's arithmetic alone shows to be slower. Where the machine tells no rates, replicas come first, up to
-    one for each batch, then guidance; the ranks of a part share a sequence as the settings say.
+    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. time_all:
+    also what the model's arithmetic alone shows to be slower. Where the machine tells no rates, replicas come first, up
+    to one for each batch, then guidance; the ranks of a part share a sequence as the settings say.
     Raises UserError where no deal is possible.
     """
     topology, guides = pricer.topology, any(work.guides for work in works)
     refused: dict[Deal, UserError] = {}
     sized: list[PricedDeal] = []
-    for deal in deals_of(topology.size, guides, replicas, guidance):
+    for deal in deals_of(topology.size, guides, replicas, guidance, least):
         try:
             sized.append(size_deal(pricer, works, deal, images, batches))
         except UserError as error:
@@ -162,8 +163,8 @@ def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int
 
 def by_rule(sized: Sequence[PricedDeal]) -> PricedDeal:
     """Replicas first, as long as each has a batch to make, then guidance."""
-    useful = [one for one in sized if one.deal.replicas <= one.batches] or sized
-    return max(useful, key=lambda one: one.deal)
+    most = max(sized[0].batches, min(one.deal.replicas for one in sized))
+    return max((one for one in sized if one.deal.replicas <= most), key=lambda one: one.deal)
 
 
 def time_deals(

@@ -139,6 +139,7 @@ class Pricer:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._latencies = Latencies.of(topology.machine)
+        self._dealt: dict[tuple[Workload, Deal], list[list[Part]]] = {}
         self._topologies: dict[Hashable, Topology] = {}
         self._meshes: dict[Hashable, Mesh] = {}
         self._needs: dict[Hashable, RankMemory] = {}
@@ -167,10 +168,12 @@ class Pricer:
 
     def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
         """As `parts_of`; all that are alike have the topology of the first of them."""
-        return [
-            [part._replace(topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
-            for of_replica in parts_of(self.topology, work, deal)
-        ]
+        if (work, deal) not in self._dealt:
+            self._dealt[work, deal] = [
+                [part._replace(topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
+                for of_replica in parts_of(self.topology, work, deal)
+            ]
+        return self._dealt[work, deal]
 
     def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
         """One of all parts that are alike."""

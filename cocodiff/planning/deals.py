@@ -17,17 +17,16 @@ class Deal(NamedTuple):
     replicas: int = 1
     guidance: int = 1
 
-    @property
-    def parts(self) -> int:
-        return self.replicas * self.guidance
-
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def deals_of(ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None) -> list[Deal]:
-    """Every deal of so many ranks, replicas ascending. replicas, guidance: one that is pinned.
+def deals_of(
+    ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
+) -> list[Deal]:
+    """Every deal of so many ranks, replicas ascending. replicas, guidance: one that is pinned. least: ranks that are
+    to share a sequence at least.
 
     guides: whether the run has two branches of guidance. Without them all ranks of a replica compute the one that there
     is, also where guidance is pinned. Raises UserError for pinned numbers that the ranks do not allow.
@@ -44,7 +43,13 @@ def deals_of(ranks: int, guides: bool, replicas: int | None = None, guidance: in
         for parts in branches
         if ranks // sets % parts == 0
     ]
+    shared = [deal for deal in found if ranks // (deal.replicas * deal.guidance) >= least]
+    rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
     if not found:
-        rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
         raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")
-    return found
+    if not shared:
+        raise UserError(
+            f"of the ranks ({rest}) {least} or more have to share an image, and fewer would with what is given: start "
+            f"more, or have fewer replicas or guidance_parallel 1"
+        )
+    return shared

@@ -117,6 +117,40 @@ def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     assert "to 3    plane" in (tmp_path / "plan" / "explain.txt").read_text()
 
 
+def test_deals_of_a_job(plan, tmp_path):
+    (tmp_path / "toy.yaml").write_text(TOY + "branches: 2\n")
+    words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "10", "--preset", "tapa")
+    told, shown = plan(*words, "--images", "6", "--compare")
+    deals = told["deals"]
+    assert [(row["replicas"], row["guidance"]) for row in deals] == [
+        *((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2), (12, 1))
+    ]
+    taken = [row for row in deals if row["taken"]]
+    assert len(taken) == 1 and taken[0]["job_s"] == min(row["job_s"] for row in deals) and told["images"] == 6
+    assert told["case"]["replicas"] == taken[0]["replicas"] and told["time"]["image_s"] == taken[0]["image_s"]
+    for row in deals:
+        assert row["replicas"] * row["guidance"] * row["ranks"] == 12 and row["fits"]
+        assert row["job_s"] == pytest.approx(row["image_s"] * -(-6 // row["replicas"]))
+        assert row["images_per_hour"] == pytest.approx(6 * 3600 / row["job_s"])
+        assert (sum(row["output_bytes_per_image"].values()) > 0) == (row["guidance"] == 2)
+    assert "compare" not in told and not (tmp_path / "plan" / "plan.png").exists()
+    assert shown.count("<- taken") == 1 and "ranks dealt to " in shown and "images/h" in shown
+    chosen, shown = plan(*words, "--images", "6")
+    assert chosen["case"] == told["case"] and "images/h" not in shown and "next best: " in shown
+    split, _ = plan(*words)
+    assert split["case"]["guidance_parallel"] == 2 and split["time"]["image_s"] == deals[1]["image_s"]
+    apart, _ = plan(*words, "--guidance_parallel", "1")
+    assert apart["time"]["bytes_per_image"] == deals[0]["bytes_per_image"]
+    unequal, _ = plan(*words, "--guidance_parallel", "1", "--negative_tokens", "0")
+    assert unequal["time"]["step_s"] < apart["time"]["step_s"]
+
+
+def test_deals_on_a_machine_that_tells_no_rates(plan):
+    told, shown = plan("--model", "sd3.5", "--machine", "local", "--ranks", "4", "--images", "3", "--compare")
+    assert [row["taken"] for row in told["deals"]] == [False, False, False, True, False]  # 2 replicas, 2 branches each
+    assert {row["job_s"] for row in told["deals"]} == {None} and "replicas first" in shown
+
+
 def test_a_machine_that_tells_no_rates_has_no_times(plan):
     told, shown = plan("--model", "sd3.5", "--machine", "local", "--ranks", "2")
     assert "time" not in told and "does not say how fast its device and its links are: no times" in shown
@@ -167,6 +201,8 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--model", "sd3.5", "--images", "2", "--memory"), "--images asks for the time of a job"),
+        (("--model", "sd3.5", "--negative_tokens", "9"), "--negative_tokens 9: sd3.5 does not call"),
         ((), "--model is missing: "),
         (("--memory",), "--model is missing: "),
         (("--model", "flux.1", "--steps", "0"), "--steps 0: at least 1 is needed"),

@@ -119,6 +119,8 @@ def run_plan(values: dict[str, Any]) -> None:
     if choice is not None:
         plan |= deals_as_json(choice)
         say("\n".join(deals_table(choice) if values["compare"] else [choice.line()]))
+    elif config.guidance_parallel == 2 and not work.guides:
+        say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
     elif deal.guidance > 1:
         say(f"guidance_parallel {deal.guidance}: each branch on {topology.size // deal.guidance} rank(s)")
     unknown = None if values["memory"] else untimed(topology.machine)

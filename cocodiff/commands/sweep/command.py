@@ -94,7 +94,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if values["dry_run"]:
         images = sweep.settings["lines"] // (len(grid.steps) * len(grid.points))
         steps, batch = sum(grid.steps), values["batch"] or 1
-        deal_of(values, sweep.request, [one.config for one in grid.points], ranks, images, batch=batch, steps=steps)
+        least = 2 if any(point.lossy for point in grid.points) else 1
+        configs = [point.config for point in grid.points]
+        deal_of(values, sweep.request, configs, ranks, images, batch=batch, steps=steps, least=least)
         return 0
     if launch.speaks and not values["quiet"]:
         note(f"{sweep.settings['lines']} runs; importing torch and diffusers, loading the model: {values['model']}")

@@ -1,0 +1,97 @@
+"""Which deal of its ranks a command takes: what --dry_run says of a model that has configs and no weights, and pins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import sd3_transformer
+
+from cocodiff.cli import main
+from cocodiff.commands.deal import deal_of, guides
+from cocodiff.commands.pipelines import EMBEDDED, Request
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+from cocodiff.models.family import GENERATE, INPAINT
+
+SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))
+ENCODER = {"text_encoder": ["transformers", "CLIPTextModelWithProjection"]}
+
+
+def index_of(folder: Path, pipeline: str, **more: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **more}))
+    return folder
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    """A model without a single weight."""
+    sd3_transformer(12, layers=3, patch_size=2).save_config(tmp_path / "sd3" / "transformer")
+    return index_of(tmp_path / "sd3", "StableDiffusion3Pipeline", **ENCODER)
+
+
+def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, capsys):
+    out = configs.parent / "out"
+    words = ["generate", "--model", configs, "--prompt", "a", "b", "c", "--ranks", 12, "--out", out, "--dry-run"]
+    assert main([str(word) for word in [*words, "--machine", "aurora"]]) == 0
+    first, deal, memory, time, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("cocodiff ") and deal.startswith("ranks dealt to ") and "next best: " in deal
+    assert memory.startswith("memory of the fullest rank: ") and memory.endswith(" of 65536 MiB")
+    assert time.startswith("predicted, denoising alone: ") and " for each of 3 call(s)" in time
+    assert last == "dry run: nothing was started or written" and not out.exists()
+    assert main([str(word) for word in words]) == 0
+    shown = capsys.readouterr().out
+    assert "ranks dealt to 3 replicas of 4 ranks, each guidance branch on 2 of them (Ulysses 2): replicas f" in shown
+    assert "machine local does not say how much memory a rank has" in shown and "are: no times" in shown
+
+
+def test_a_dry_run_of_slices(tmp_path, capsys):
+    out, files = str(tmp_path / "out"), [str(path) for path in SAMPLES]
+    assert main(["inpaint", "--input", *files, "--ranks", "12", "--out", out, "--dry_run"]) == 0
+    assert f"ranks dealt to {len(files)} replicas of {12 // len(files)} ranks (U" in capsys.readouterr().out
+    assert not Path(out).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "images", "expected"),
+    [
+        ({}, 1, (1, 2)),
+        ({}, 4, (4, 1)),
+        ({"parallel": "off"}, 4, (1, 1)),
+        ({"parallel": "off", "replicas": 2, "guidance_parallel": 2}, 4, (2, 2)),
+        ({"replicas": 2}, 4, (2, 2)),
+        ({"guidance_parallel": 2}, 4, (2, 2)),
+        ({"guidance_parallel": 1}, 1, (1, 1)),
+    ],
+)
+def test_pins(configs, settings, images, expected):
+    values = {"parallel": "auto", "dry_run": False, "dtype": "auto", "machine": "local", "device": "auto", "steps": 2}
+    config = Config.preset("tapa", guidance_parallel=settings.pop("guidance_parallel", "auto"))
+    request = Request(str(configs), GENERATE)
+    assert deal_of(values | settings, request, [config], 4, images) == expected
+    alone = Request(EMBEDDED, INPAINT)
+    assert deal_of(values | settings, alone, [config], 4, images)[1] == 1
+    with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
+        deal_of(values | {"replicas": 3}, request, [config], 4, images)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "more", "guidance", "expected"),
+    [
+        ("StableDiffusion3Pipeline", ENCODER, None, True),
+        ("StableDiffusion3Pipeline", {}, None, False),
+        ("StableDiffusion3Pipeline", {}, 4.0, True),
+        ("QwenImagePipeline", ENCODER, None, True),
+        ("QwenImagePipeline", ENCODER, 1.0, False),
+        ("FluxPipeline", ENCODER, 3.5, False),
+        ("FluxFillPipeline", ENCODER, None, False),
+        ("Flux2KleinPipeline", ENCODER, None, True),
+        ("Flux2KleinPipeline", {**ENCODER, "is_distilled": True}, 4.0, False),
+    ],
+)
+def test_who_guides(tmp_path, pipeline, more, guidance, expected):
+    model = index_of(tmp_path / "model", pipeline, **more)
+    assert guides(Request(str(model), GENERATE, ("",), guidance)) is expected

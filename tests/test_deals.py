@@ -1,0 +1,144 @@
+"""Deals of ranks to replicas and guidance: their prices against hand arithmetic, and which of them is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from worlds import topology_of
+
+from cocodiff.commands.model_shapes import load_shape
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.deal_choice import choose
+from cocodiff.planning.deal_prices import OUTPUT_CHANNELS, Pricer, Workload
+from cocodiff.planning.deals import Deal, deals_of
+from cocodiff.planning.layers import Case
+from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.steps import Recording
+from cocodiff.topology.axes import Axes
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Topology
+
+AURORA = topology_of("aurora", 12)
+TOY = ModelShape("toy", heads=24, head_dim=64, joint_layers=2, parameters=10**6, text_tokens=24, branches=2)
+
+
+def work_of(shape: ModelShape = TOY, image: int = 1008, preset: str = "flat", steps: int = 10) -> Workload:
+    load = Load(image_and_text(image, shape.text_tokens), shape.rows_per_image, 2, shape.branches)
+    return Workload(shape, load, Config.preset(preset), steps)
+
+
+def on_machine(topology: Topology, **device: float) -> Topology:
+    """The same ranks on a machine whose device is another."""
+    machine = topology.machine
+    return replace(topology, machine=replace(machine, device=replace(machine.device, **device)))
+
+
+def test_every_deal_that_divides_the_ranks():
+    assert deals_of(4, guides=True) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+    assert deals_of(4, guides=False, guidance=2) == [(1, 1), (2, 1), (4, 1)]
+    assert deals_of(12, guides=True, replicas=3) == [(3, 1), (3, 2)]
+    assert deals_of(6, guides=True, guidance=2) == [(1, 2), (3, 2)]
+    assert deals_of(4, guides=True, least=2) == [(1, 1), (1, 2), (2, 1)]
+    with pytest.raises(UserError, match=r"of the ranks \(1 of a replica\) 2 or more have to share an image"):
+        deals_of(4, guides=True, replicas=4, least=2)
+    with pytest.raises(UserError, match=r"replicas 5 does not divide 12 ranks: choose one of 1, 2, 3, 4, 6, 12"):
+        deals_of(12, guides=True, replicas=5)
+    with pytest.raises(UserError, match=r"guidance_parallel 2 does not divide the ranks \(3 of a replica\)"):
+        deals_of(12, guides=True, replicas=4, guidance=2)
+
+
+def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outputs():
+    """On one Aurora node a branch has a plane: 6 ranks with a link between any two. Flat sends each of the other five a
+    sixth of a rank's rows; outputs go to the sibling, 64 channels of every image token."""
+    work, latency_s = work_of(), 10e-6
+    step = Pricer(AURORA).step(work, Deal(1, 2))
+    one = replace(work.load, branches=1)
+    plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
+    alone = Recording(Case(TOY, plane, work.config, one, 10)).plan(Network(plane), Latencies.of(AURORA.machine))
+    output = 1008 * OUTPUT_CHANNELS * 2
+    assert step.plan.step_s == pytest.approx(alone.step_s + output / 185e9 + latency_s)
+    attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
+    assert step.plan.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
+    assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
+
+
+def test_halves_of_a_batch_and_calls_are_guidance_alike():
+    """A model that calls once with two rows, and one that calls twice: a branch is the same work."""
+    batched = work_of(replace(TOY, branches=1, rows_per_image=2))
+    pricer, deal = Pricer(AURORA), Deal(2, 2)
+    assert pricer.step(batched, deal) == pricer.step(work_of(), deal)
+    assert pricer.need(batched, deal) == pricer.need(work_of(), deal)
+
+
+def test_of_unequal_texts_the_longer_branch_decides():
+    pricer = Pricer(AURORA)
+    long, short = (work_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
+    unequal = replace(long, negative=short.load.segments)
+    times = [pricer.step(work, Deal(1, 2)).plan.step_s for work in (long, short, unequal)]
+    assert times[1] < times[0] == times[2]
+    in_turn = [pricer.step(work, Deal(1, 1)).plan.step_s for work in (long, short, unequal)]
+    assert in_turn[2] == pytest.approx((in_turn[0] + in_turn[1]) / 2)
+
+
+def test_two_nodes_with_a_branch_each_send_nothing_but_outputs_between_them():
+    two = topology_of("aurora", 24)
+    step = Pricer(two).step(work_of(preset="split"), Deal(1, 2))
+    assert step.plan.bytes["node"] == 0 < step.outputs["node"]
+    assert Pricer(two).step(work_of(preset="split"), Deal(1, 1)).plan.bytes["node"] > 0
+
+
+@pytest.mark.parametrize("model", ["sd3.5", "qwen-image"])
+@pytest.mark.parametrize("ranks", [12, 96])
+def test_auto_is_the_best_of_all_deals(ranks, model):
+    shape = load_shape(model)
+    work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))
+    for images in (1, 12, 2000):
+        every = choose(pricer, [work], images, images, time_all=True)
+        auto = choose(pricer, [work], images, images)
+        jobs = {one.deal: one.job_s for one in every.listed}
+        assert len(jobs) == len(deals_of(ranks, guides=True)) and not every.refused
+        assert auto.taken.job_s == jobs[auto.taken.deal] <= 1.05 * min(jobs.values())
+        assert auto.following is not None and auto.following == every.following
+        assert f"next best: {auto.following}, " in auto.line() and "the least time by prediction" in auto.line()
+        assert auto.taken.rounds * auto.taken.deal.replicas >= images
+
+
+def test_memory_comes_first():
+    """A tile that holds a third of the activations that one rank alone would have."""
+    work = work_of(image=4096)
+    alone, together = (Pricer(AURORA).need(work, deal) for deal in (Deal(12, 1), Deal(1, 1)))
+    assert choose(Pricer(AURORA), [work], 120, 120).taken.deal.replicas == 12
+    tight = on_machine(AURORA, memory_gib=(alone.weights + alone.activations / 3) / 2**30)
+    choice = choose(Pricer(tight), [work], 120, 120)
+    assert (
+        choice.taken.fits and choice.taken.ulysses * choice.taken.ring > 1 and "do not fit the memory" in choice.line()
+    )
+    choice.check_fits()
+    none = choose(Pricer(on_machine(AURORA, memory_gib=together.weights / 2**30)), [work], 120, 120)
+    assert none.taken.need.total == min(one.need.total for one in none.listed) and not none.taken.fits
+    with pytest.raises(UserError, match=r"the deal that needs least, .*replica.* activations .* MiB are there"):
+        none.check_fits()
+
+
+@pytest.mark.parametrize(
+    ("images", "pins", "taken"),
+    [(1, {}, (1, 2)), (3, {}, (3, 2)), (5, {}, (4, 1)), (100, {}, (12, 1)), (100, {"guidance": 2}, (6, 2)),
+     (1, {"replicas": 2, "guidance": 1}, (2, 1)), (1, {"replicas": 4}, (4, 1))],
+)  # fmt: skip
+def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
+    choice = choose(Pricer(topology_of("local", 12)), [work_of()], images, images, **pins)
+    assert choice.taken.deal == taken and choice.taken.fits is None
+    assert len(choice.listed) == 1 or "machine local does not say what others would take" in choice.line()
+
+
+def test_what_cannot_be_says_why():
+    """A table of chunks knows one and two nodes; more ranks than tokens are no deal of theirs."""
+    work = replace(work_of(), config=Config.preset("flat", chunks="auto"))
+    choice = choose(Pricer(topology_of("aurora", 36)), [work], 1, 1, guidance=1)
+    assert list(choice.refused) == [(1, 1)] and "chunks auto" in str(choice.refused[Deal(1, 1)])
+    few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)
+    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.deal == (2, 2)
