@@ -28,7 +28,8 @@ from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
 
 SMALL_MODEL = 256  # pixels on a side
-COPIED_TOGETHER = 64  # slices without masked voxels in a batch
+TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
+COPIED_TOGETHER = 64  # the same of slices without masked voxels
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
 
@@ -115,7 +116,7 @@ class Restorer:
         """How many slices [Y, X] may share the model's calls: those of a small model whose tiles fit into one."""
         native = self.inpainter.native_size
         tiles = math.prod(-(-side // native) for side in shape)
-        return max(1, self.batch // tiles) if native <= SMALL_MODEL else 1
+        return min(TOGETHER, max(1, self.batch // tiles)) if native <= SMALL_MODEL else 1
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
         """Denoising steps of all tiles of these slices together, in one mode."""
