@@ -90,15 +90,15 @@ class Replica:
                 return
             yield number
 
-    def check_shared(self, journals: Journals, out: str) -> None:
-        """All ranks call it. Raises UserError where a leader does not see what rank 0 writes."""
+    def check_shared(self, journals: Journals, out: str, patience_s: float = VISIBLE_S) -> None:
+        """All ranks call it. Raises UserError where a leader does not see within `patience_s` what rank 0 writes."""
         if self.count == 1:
             return
         token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
         if token:
             journals.show(token)
         token = self.whole.broadcast_object(token)
-        seen = self.whole.gather_object(not self.leads or _appears(journals, token))
+        seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
         blind = [rank for rank, saw in enumerate(seen or []) if not saw]
         blind = self.whole.broadcast_object(blind)
         if blind:
@@ -108,8 +108,8 @@ class Replica:
             )
 
 
-def _appears(journals: Journals, token: str) -> bool:
-    deadline = time.monotonic() + VISIBLE_S
+def _appears(journals: Journals, token: str, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
     while not journals.sees(token):
         if time.monotonic() > deadline:
             return False
