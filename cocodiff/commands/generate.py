@@ -65,7 +65,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
-    deal = deal_of(values, ranks)
+    deal = deal_of(values, ranks, presets.values())
     check_model(request, ranks // deal.replicas)
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     return Job(values, request, presets, output, started, deal)

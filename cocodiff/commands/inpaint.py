@@ -79,7 +79,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    deal = deal_of(values, ranks)
+    deal = deal_of(values, ranks, presets.values())
     check_model(request, ranks // deal.replicas)
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from cocodiff.commands.options import Option
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.record import as_read, first_difference
 from cocodiff.commands.terminal import JobBar, say
-from cocodiff.config import load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.planning.deals import Deal
 from cocodiff.topology.axes import Axes
@@ -39,12 +39,35 @@ RESUME = Option(
 )
 
 
-def deal_of(values: dict[str, Any], ranks: int) -> Deal:
-    """How ranks are dealt. Raises UserError for replicas that do not divide them."""
+def deal_of(values: dict[str, Any], ranks: int, configs: Iterable[Config]) -> Deal:
+    """How ranks are dealt. Raises UserError for replicas that do not divide them, and for replicas whose ranks sit
+    differently where results depend on that: an image would depend on who has made it."""
     wanted = REPLICAS.checked(values["replicas"])
     replicas = 1 if wanted == "auto" else int(wanted)
-    axes_of(values["machine"], ranks, replicas)
+    axes = axes_of(values["machine"], ranks, replicas)
+    if any(map(_depends_on_seats, configs)) and len({seats(axes, of_replica) for of_replica in axes.branches}) > 1:
+        raise UserError(
+            f"--replicas {replicas} of {ranks} ranks: their ranks sit differently on cards and nodes, so that with "
+            f"rings, chunks or scoring by card an image would depend on which replica makes it: choose another number"
+        )
     return Deal(replicas=replicas)
+
+
+def _depends_on_seats(config: Config) -> bool:
+    by_card = config.selection != "full" and config.scoring == "card"
+    return by_card or config.chunks != 1 or config.ring not in (1, "auto")
+
+
+def seats(axes: Axes, branches: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
+    """Node, card and plane of every rank of a replica, each counted from its first."""
+    places = [axes.topology.places[rank] for rank in sorted(sum(map(tuple, branches), ()))]
+    numbers: dict[tuple[str, int], int] = {}
+
+    def counted(kind: str, number: int) -> int:
+        known = sum(1 for other, _ in numbers if other == kind)
+        return numbers.setdefault((kind, number), known)
+
+    return tuple((counted("node", p.node), counted("card", p.card), counted("plane", p.plane)) for p in places)
 
 
 def axes_of(machine: str, ranks: int, replicas: int) -> Axes:
@@ -64,15 +87,15 @@ def threads() -> str | None:
 
 
 class Replica:
-    """This rank's replica. transport: that of its ranks; number: among the replicas; leads: whether this rank is the
-    one that claims batches and writes."""
+    """This rank's replica. transport: that of its ranks; seats: where they sit; leads: whether this rank is the one
+    that claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         from cocodiff.comm.part import Part  # torch
 
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
-        self.number = axes.coordinates(whole.rank).replica
+        self.seats = seats(axes, axes.branches[axes.coordinates(whole.rank).replica])
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
 

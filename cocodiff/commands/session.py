@@ -205,6 +205,7 @@ def describe(job: Job, session: Session) -> dict[str, Any]:
     return {
         "cocodiff": __version__,
         "ranks of a replica": session.replica.transport.size,
+        "their nodes, cards and planes": session.replica.seats,
         "OMP_NUM_THREADS": threads(),
         **{name: job.values[name] for name in REMEMBERED if name in job.values},
         "steps": job.values["steps"],

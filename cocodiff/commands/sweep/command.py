@@ -99,7 +99,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts({"steps": grid.steps}, "steps")
     check_strength(values["strength"], grid.steps)
-    deal = deal_of(values, ranks)
+    deal = deal_of(values, ranks, [point.config for point in grid.points])
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == deal.replicas and lossy:
         raise UserError(
