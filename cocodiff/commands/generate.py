@@ -86,7 +86,7 @@ def deal(job: Job, ranks: int) -> Job:
     least = 2 if ranks > 1 and any(config.selection != "full" for config in configs) else 1
     images = max(1, len(values["prompt"]))
     chosen = deal_of(values, job.request, configs, ranks, images, least=least)
-    check_model(job.request, ranks // chosen.parts, weights=not values["dry_run"])
+    check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
 
 
