@@ -11,13 +11,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
 
-from launching import end_group
+from launching import TESTS, end_group
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["warm_imports"])
 COCODIFF = "cocodiff.cli"
+
+
+def start_server() -> None:
+    """Starts the server that has imported everything, unless it runs. Python 3.11 gives it no sys.path, and it passes
+    over what it cannot import without a word, so it must find this folder by its environment."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [before])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 class Started:
@@ -29,6 +43,7 @@ class Started:
         """stderr: None for the file of stdout. module: whose `main` is called, with the words in `sys.argv`."""
         files = str(stdout), None if stderr is None else str(stderr)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        start_server()
         arguments = module, [str(word) for word in words], files, environment, str(Path.cwd())
         self._process = FORKS.Process(target=_run, args=arguments)
         self._process.start()
