@@ -58,6 +58,7 @@ def deal_of(
     from cocodiff.planning.deal_prices import Pricer
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
+    images = max(1, images)
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
     choice = choose(
         Pricer(topology), works, images, images if batches is None else batches, replicas, guidance, least=least
