@@ -140,12 +140,13 @@ def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
 
 
 def test_what_cannot_be_says_why():
-    """A table of chunks knows one and two nodes; more ranks than tokens are no deal of theirs."""
+    """A table of chunks knows one and two nodes; chunks on ranks that sit differently; more ranks than tokens."""
     work = replace(work_of(), config=Config.preset("flat", chunks="auto"))
     choice = choose(Pricer(topology_of("aurora", 36)), [work], 1, 1, guidance=1)
     assert choice.taken.deal.replicas > 1 and "chunks auto" in str(choice.refused[Deal(1, 1)])
     apart = replace(work_of(preset="flat"), config=Config.preset("flat", chunks=2))
     choice = choose(Pricer(topology_of("aurora", 24)), [apart], 3, 3)
-    assert list(choice.refused) == [(3, 1), (3, 2)] and "sit differently" in str(choice.refused[Deal(3, 1)])
+    assert set(choice.refused) == {(3, 1), (3, 2), (6, 1)}  # cards of a node have their planes in two orders
+    assert "sit differently" in str(choice.refused[Deal(3, 1)])
     few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)
     assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.deal == (2, 2)
