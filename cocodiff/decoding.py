@@ -59,9 +59,9 @@ class TiledVAE(StandIn):
     its part of these calls and sent the results to all, one that returns these in order. An image no larger than a tile
     is one call, which rank 0 makes.
 
-    Memory: a rank never decodes more than one tile at a time. Beside that it holds, in pixels, all decoded tiles (at
-    overlaps of a quarter up to 1.8 images), those of its own twice while they are sent, and the image. Encoding is
-    tiled as well, but every rank does all of it.
+    Memory: a rank decodes one tile at a time, beside those that it has decoded. Then it holds all ranks' tiles (with
+    overlaps of a quarter up to 1.8 images), and with them its own twice more while they are sent, or the image once
+    they are blended. Encoding is tiled as well, but every rank does all of it.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -75,3 +76,9 @@ def test_every_page_is_linked_from_another():
     named = "".join(path.read_text() for path in DOCUMENTS)
     alone = [path for path in (ROOT / "docs").rglob("*.md") if path not in linked and path.name not in named]
     assert alone == []
+
+
+def test_the_picture_of_the_axes_is_drawn_from_the_axes():
+    script = runpy.run_path(str(ROOT / "docs" / "axes.py"))
+    drawn = (ROOT / "docs" / "axes.svg").read_text()
+    assert drawn == script["picture"]() + "\n", "python docs/axes.py > docs/axes.svg draws it again"

@@ -61,7 +61,7 @@ class VaeSize:
 
     parameters          numbers that its weights hold
     decoding, encoding  numbers that live at the peak for each pixel of the image, with a copy of a convolution's input
-                        and output in the layout that it computes in
+                        in the layout that it computes in
     tile                pixels of the side of a tile, where it decodes in tiles
     """
 
@@ -72,8 +72,8 @@ class VaeSize:
 
 
 # diffusers' AutoencoderKL as SD3, SD3.5 and FLUX.1 have it: 128, 256, 512 and 512 channels, 16 of latents. At the peak
-# a layer at full resolution is convolved from 256 channels to as many or to 128.
-KL_VAE = VaeSize(parameters=83_819_683, decoding=1216, encoding=768, tile=1024)
+# a layer of 256 channels at full resolution is convolved.
+KL_VAE = VaeSize(parameters=83_819_683, decoding=960, encoding=640, tile=1024)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,6 @@ FAMILY = Family(
         Pipelines("Flux2KleinPipeline", "Flux2KleinInpaintPipeline", ("prompt_embeds", ""), negative=""),
     ),
     vae_numbers=("batch_norm_eps",),
-    vae=VaeSize(parameters=84_046_115, decoding=1216, encoding=768, tile=1024),  # the layers of AutoencoderKL
+    vae=VaeSize(parameters=84_046_115, decoding=960, encoding=640, tile=1024),  # the layers of AutoencoderKL
     gated_mlp=True,
 )

@@ -82,8 +82,8 @@ def _activations(vae: VaeSize, side: int, how: str, ranks: int) -> tuple[int, in
         return vae.encoding * side**2, vae.decoding * side**2
     sides = tile_sides(side, vae.tile)
     decoded, own = CHANNELS * sum(sides) ** 2, CHANNELS * sides[0] ** 2 * math.ceil(len(sides) ** 2 / ranks)
-    # A rank's last tile, beside those that it has decoded; or all tiles, its own twice, and the image (`decoding.py`).
-    blending = decoded + own + CHANNELS * side**2
+    # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
+    blending = decoded + max(2 * own, CHANNELS * side**2)
     return vae.encoding * sides[0] ** 2, max(vae.decoding * sides[0] ** 2 + own, blending)
 
 

@@ -34,18 +34,19 @@ from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_o
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values, engine_config, meet
 
-RANDOM = "random"
+RANDOM, VAE = "random", "vae"
 SAMPLE_S = 0.05
 HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED, LAYERS = 64, 16, 4096, 2048, 12
 OPTIONS = common.with_common_options(
     Option(
         "model",
-        "embedded (a whole pipeline call), or random: a transformer of SD3's kind",
+        "embedded (a whole pipeline call), random (a transformer of SD3's kind) or vae (decoding, by SD3.5's VAE)",
         RANDOM,
-        choices=(RANDOM, EMBEDDED),
+        choices=(RANDOM, EMBEDDED, VAE),
     ),
     Option("billions", "parameters of the random one, in billions", 1.0, type=float),
-    Option("size", "side of the image in pixels, for the random one", 1024, type=int),
+    Option("size", "side of the image in pixels, for the random one and the VAE", 1024, type=int),
+    Option("tile", "side of the VAE's tiles in pixels, for vae tiled", 256, type=int),
     Option("text_tokens", "tokens of its prompt", 333, type=int),
     Option("batch", "batch rows of a call", 1, type=int),
     Option("preset", "what runs", "tapa"),
@@ -101,8 +102,13 @@ def proportional(process: int) -> dict[str, int]:
 
 
 def check(values: Values, ranks: int | None) -> None:
-    check_counts(values, "size", "batch", "steps", "ranks")
+    check_counts(values, "size", "tile", "batch", "steps", "ranks")
     engine_config(values, values["preset"])
+    if values["model"] == VAE:
+        for name, least in (("size", 8), ("tile", 32)):
+            if values[name] % least:
+                of = "tiles need" if name == "tile" else "images need"
+                raise UserError(f"--{name} {values[name]}: the VAE's {of} a multiple of {least} pixels a side")
     if values["preset"] not in preset_names() or not values["billions"] > 0:
         raise UserError(f"--billions {values['billions']:g}: give a number above 0")
     if not Path("/proc/self/smaps_rollup").exists():
@@ -122,6 +128,8 @@ def imports(values: Values) -> None:
         import_before_fork(Request(EMBEDDED, INPAINT))
     for name in ("diffusers.models.transformers.transformer_sd3", "cocodiff.engine", "safetensors.torch"):
         import_module(name)
+    if values["model"] == VAE:
+        import_module("diffusers.models.autoencoders.autoencoder_kl")
     gc.collect()
     gc.freeze()
 
@@ -136,7 +144,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         if transport.rank == 0:
             before.sample()
         meet(transport)
-        call, predicted = (embedded if values["model"] == EMBEDDED else random_one)(values, transport, folder)
+        call, predicted = measured_call(values, transport, folder)
         meet(transport)
         started = time.monotonic()
         with sampler.open() if transport.rank == 0 else nullcontext():
@@ -145,6 +153,15 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             meet(transport)
         if transport.rank == 0:
             report(values, output, transport.size, before, sampler, predicted, time.monotonic() - started)
+
+
+def measured_call(values: Values, transport: Any, folder: Path) -> tuple[Callable[[], None], RankMemory]:
+    """What a step is, and what it is predicted to take. folder: of the random transformer."""
+    if values["model"] == VAE:
+        from cocodiff_bench.vae import decoding
+
+        return decoding(values, transport)
+    return embedded(values, transport) if values["model"] == EMBEDDED else random_one(values, transport, folder)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -247,7 +264,7 @@ def count(model: Any) -> int:
     return sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
 
 
-def embedded(values: Values, transport: Any, _folder: Path) -> tuple[Callable[[], None], RankMemory]:
+def embedded(values: Values, transport: Any) -> tuple[Callable[[], None], RankMemory]:
     """One call of the embedded model's pipeline."""
     import torch
 
@@ -290,7 +307,8 @@ def report(
     }
     foreseen = {name: getattr(predicted, name) / MIB for name in ("weights", "activations", "cache", "libraries")}
     row = {
-        "case": f"{values['model']}, {ranks} rank(s), preset {values['preset']}",
+        "case": f"{values['model']}, {ranks} rank(s), "
+        + (f"vae {values['vae'] or 'one'}" if values["model"] == VAE else f"preset {values['preset']}"),
         "measured_mib": measured / MIB,
         "imports_mib": before.peak / MIB,
         "measured_parts_mib": parts,

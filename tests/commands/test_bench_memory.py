@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 from cocodiff_bench.memory import HEAD_DIM, LAYERS, Sampler, check, heads_of, proportional
+from cocodiff_bench.vae import decoding
 from launching import run
 
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.errors import UserError
 from cocodiff.planning.memory import LIBRARIES, MIB, RankMemory, node_memory
 
@@ -52,6 +55,7 @@ def test_sizes_and_mistakes():
         assert 36 * LAYERS * width**2 == pytest.approx(billions * 1e9, rel=0.35)
     values = {
         "size": 64,
+        "tile": 256,
         "batch": 1,
         "steps": 1,
         "ranks": 40,
@@ -68,3 +72,18 @@ def test_sizes_and_mistakes():
         check(values, 40)
     with pytest.raises(UserError, match=r"--billions 0: give a number above 0"):
         check(values | {"billions": 0.0}, 2)
+    with pytest.raises(UserError, match=r"--tile 40: the VAE's tiles need a multiple of 32 pixels"):
+        check(values | {"model": "vae", "tile": 40}, 2)
+
+
+def test_decoding_in_tiles_with_the_real_vae(one_thread_a_rank):
+    values = {"vae": "tiled", "dtype": "bf16", "size": 64, "tile": 32, "batch": 1, "machine": "local"}
+
+    def work(transport: Any) -> RankMemory:
+        call, predicted = decoding(values, transport)
+        call()
+        return predicted
+
+    (predicted,) = run_ranks(1, work)
+    tiles = 3 * 9 * 32**2  # nine of them
+    assert predicted == RankMemory(2 * 83819683, 2 * (960 * 32**2 + tiles), libraries=LIBRARIES)

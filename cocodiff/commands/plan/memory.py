@@ -84,7 +84,7 @@ def ranks_of_node(topology: Topology) -> int:
 def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
     """Rows of text encoders and VAE. ranks: of a node."""
     if sizes.peaks is None:
-        return ["text encoders and VAE: not known of a model file that names no family"]
+        return ["text encoders and VAE: not known of this model"]
     peaks = sizes.peaks
     rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
     rows += [(f"VAE: encoding, {how}", peaks.of_vae[how].encoding, ranks) for how in ("one", "tiled")]
