@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
+from cocodiff.commands.replicas import check_seats
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, load_machine
+from cocodiff.errors import UserError
 from cocodiff.files import read_json
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import VAE_FACTOR
@@ -43,32 +45,60 @@ def deal_of(
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
     steps: denoising steps of a call, instead of the option's. least: ranks that share an image at least.
 
-    Rank 0 says what was taken and why; with dry_run also memory and predicted time, also where there is no choice. All
-    ranks find the same. The deal's guidance is for presets whose guidance_parallel is auto.
+    Several presets are compared on all ranks, unless replicas are given. Rank 0 says what was taken and why; with
+    dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The deal's guidance
+    is for presets whose guidance_parallel is auto.
     Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
     """
     two = guides(request)
     replicas, guidance = pinned(values, presets)
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
-    possible = deals_of(ranks, two, replicas, guidance, least)
+    compares = replicas is None and len(presets) > 1
+    possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
     if len(possible) == 1 and not values["dry_run"]:
-        return possible[0]
+        return _checked(values, ranks, possible[0], presets)
     from cocodiff.planning.deal_choice import choose
     from cocodiff.planning.deal_prices import Pricer
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
+    pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
     images = max(1, images)
-    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    choice = choose(
-        Pricer(topology), works, images, images if batches is None else batches, replicas, guidance, least=least
-    )
+    count = images if batches is None else max(1, batches)
+    choice = choose(pricer, works, images, count, 1 if compares else replicas, guidance, least=least)
+    if replicas is None and not _alike(values, ranks, choice.taken.deal, presets):
+        choice = choose(pricer, works, images, count, 1, guidance, least=least)
     if detect().speaks:
-        say(choice.line() + ("" if two or guidance != 2 else "; guidance_parallel 2: the run has one branch"))
+        about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
+        about += "; presets are compared on all ranks" if compares else ""
+        say(choice.line() + about)
         if values["dry_run"]:
             say("\n".join(dry_lines(choice)))
     choice.check_fits()
-    return choice.taken.deal
+    return _checked(values, ranks, choice.taken.deal, presets)
+
+
+def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -> dict[str, Config]:
+    """The presets with the deal's guidance, but for those that pin their own in a run that guides."""
+    two = guides(request)
+    return {
+        name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=deal.guidance)
+        for name, config in presets.items()
+    }
+
+
+def _checked(values: dict[str, Any], ranks: int, deal: Deal, presets: Sequence[Config]) -> Deal:
+    check_seats(values["machine"], ranks, deal, presets)
+    return deal
+
+
+def _alike(values: dict[str, Any], ranks: int, deal: Deal, presets: Sequence[Config]) -> bool:
+    """Whether all replicas make the same image of the same slice."""
+    try:
+        check_seats(values["machine"], ranks, deal, presets)
+    except UserError:
+        return False
+    return True
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
@@ -120,12 +150,21 @@ def image_tokens(values: dict[str, Any], model: str, path: Path, shape: ModelSha
     """Of the image that is made: the model's own size, or height and width where they are given. path: of the
     transformer's config."""
     patch = shape.pixels_per_token // VAE_FACTOR
-    own = read_json(path).get("sample_size", OWN_SIDE) // patch
-    sides = [own, own]
+    sides = [own_latents(path) // patch] * 2
     for axis, name in enumerate(("height", "width")):
         if values.get(name):
             sides[axis] = max(1, values[name] // (vae_factor(model) * patch))
     return sides[0] * sides[1]
+
+
+def own_latents(path: Path) -> int:
+    """Latent pixels of a side of the model's own size."""
+    return int(read_json(path).get("sample_size", OWN_SIDE))
+
+
+def own_pixels(model: str) -> int:
+    """Pixels of a side of the model's own size."""
+    return own_latents(transformer_config(model)) * vae_factor(model)
 
 
 def vae_factor(model: str) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.deal import deal_of
+from cocodiff.commands.deal import deal_of, with_guidance
 from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import (
     DEAL_OPTIONS,
+    RESUME,
     RUN_OPTIONS,
     Option,
     check_counts,
@@ -25,7 +28,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
-from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.commands.terminal import JobBar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.family import GENERATE
@@ -49,6 +52,7 @@ OPTIONS = (
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
     *DEAL_OPTIONS,
     *RUN_OPTIONS,
 )
@@ -61,10 +65,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
-    if values["dry_run"]:
-        deal_of(values, job.request, [*job.presets.values()], ranks, images=max(1, len(values["prompt"])))
-        return 0
-    return run_job(job, launch, work)
+    job = deal(job, ranks)
+    return 0 if values["dry_run"] else run_job(job, launch, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
@@ -73,8 +75,19 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
-    check_model(request, ranks, weights=not values["dry_run"])
-    return Job(values, request, presets, OutputFolder(values["out"], values["overwrite"]), started)
+    check_model(request, 1, weights=not values["dry_run"])
+    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+    return Job(values, request, presets, output, started)
+
+
+def deal(job: Job, ranks: int) -> Job:
+    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+    values, configs = job.values, [*job.presets.values()]
+    least = 2 if ranks > 1 and any(config.selection != "full" for config in configs) else 1
+    images = max(1, len(values["prompt"]))
+    chosen = deal_of(values, job.request, configs, ranks, images, least=least)
+    check_model(job.request, ranks // chosen.parts, weights=not values["dry_run"])
+    return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
 
 
 @dataclass(frozen=True)
@@ -90,21 +103,27 @@ class Image:
 
 
 def work(job: Job, transport: Any) -> None:
-    """One rank's part: every prompt in every mode. Rank 0 compares and writes."""
+    """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
     import torch
+    from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.slices import safe_stem, unique_names
 
     session = open_session(job, transport)
     sides = image_sides(session)
     prompts = job.request.prompts or ("",)
     names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in prompts])
+    settings = {"prompts": list(prompts), "sides": list(sides)}
+    with session.queue(lambda: settings, [1] * len(prompts), "images") as queue, torch.no_grad():
+        for number in queue:
+            queue.bar.begin(1, job.values["steps"] * len(session.engines))
+            images = {mode: paint(session, mode, number, sides, queue.bar) for mode in session.engines}
+            if session.replica.leads:
+                save(session, names[number], images)
+                queue.add(number, [json_ready(row) for row in judge(session, names[number], images)])
     rows, pictures = [], []
-    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        with torch.no_grad():
-            images = {mode: paint(session, mode, number, name, sides) for mode in session.engines}
-        if session.folder is not None:
-            rows += judge(session, name, images)
-            pictures.append(keep(session, name, prompt, images))
+    if session.folder is not None:
+        rows = queue.rows()
+        pictures = [shown(session, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
     finish(session, rows, pictures, title="Generated images")
 
 
@@ -125,22 +144,21 @@ def image_sides(session: Session) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def paint(session: Session, mode: str, prompt: int, name: str, sides: tuple[int, int]) -> Image:
-    """One image in one mode, on all ranks."""
+def paint(session: Session, mode: str, prompt: int, sides: tuple[int, int], bar: JobBar) -> Image:
+    """One image in one mode, on all ranks of the replica."""
     import torch
     from cocodiff_eval.finite import check_finite
     from cocodiff_eval.pipeline_inpainter import drawing_from, silent
 
     pipe, values, engine = session.model.pipe, session.job.values, session.engines[mode]
-    bar = progress_bar(f"{name} {mode}", values["steps"], session.shows_bars)
 
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
             check_finite(pipe, tensors["latents"])
-        bar.update()
+        bar.advance(1)
         return tensors
 
-    with bar, silent(pipe), drawing_from(values["seed"]), measured(engine) as cost:
+    with silent(pipe), drawing_from(values["seed"]), measured(engine) as cost:
         image_YXC = pipe(
             height=sides[0],
             width=sides[1],
@@ -183,13 +201,25 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
     return rows
 
 
-def keep(session: Session, name: str, prompt: str, images: dict[str, Image]) -> Any:
-    """Saves the presets' images; returns them for the report."""
+def image_files(session: Session, name: str) -> dict[str, Path]:
+    """The file of an image in each preset."""
+    return {mode: session.images / f"{name}_{mode}.png" for mode in session.job.presets}
+
+
+def save(session: Session, name: str, images: dict[str, Image]) -> None:
+    from PIL import Image as Pillow
+
+    for mode, path in image_files(session, name).items():
+        with path.open("wb") as file:
+            Pillow.fromarray(images[mode].image8_YXC).save(file, "PNG")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def shown(session: Session, name: str, prompt: str) -> Any:
+    """The presets' images as saved, for the report."""
     from cocodiff_eval.report import Generated
     from PIL import Image as Pillow
 
-    assert session.folder is not None
-    shown = {mode: images[mode].image8_YXC for mode in session.job.presets}
-    for mode, image8_YXC in shown.items():
-        Pillow.fromarray(image8_YXC).save(session.folder / "images" / f"{name}_{mode}.png")
-    return Generated(name, prompt, shown)
+    found = {mode: np.asarray(Pillow.open(path)) for mode, path in image_files(session, name).items()}
+    return Generated(name, prompt, found)

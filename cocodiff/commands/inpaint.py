@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.commands.deal import deal_of
+from cocodiff.commands.deal import deal_of, own_pixels, with_guidance
 from cocodiff.commands.options import (
     DEAL_OPTIONS,
+    RESUME,
     RUN_OPTIONS,
     Option,
     check_counts,
@@ -22,6 +24,7 @@ from cocodiff.commands.options import (
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
+from cocodiff.commands.record import described_inputs
 from cocodiff.commands.session import DTYPES, Job, finish, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
@@ -49,9 +52,11 @@ OPTIONS = (
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
     *DEAL_OPTIONS,
     *RUN_OPTIONS,
 )
@@ -66,9 +71,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
+    job = deal(job, tasks, ranks)
     if values["dry_run"]:
-        images = sum(bool(task.mask.read(index).any()) for task in tasks for index in range(len(task.stack)))
-        deal_of(values, job.request, [*job.presets.values()], ranks, images, batch=values["batch"] or 1)
         return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return run_job(job, launch, partial(work, tasks), compared)
@@ -76,15 +80,36 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "batch", "ranks")
+    check_counts(values, "steps", "batch", "ranks", "exact_slices")
     check_strength(values["strength"], [values["steps"]])
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    check_model(request, ranks, weights=not values["dry_run"])
-    output = OutputFolder(values["out"], values["overwrite"])
+    check_model(request, 1, weights=not values["dry_run"])
+    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return Job(values, request, presets, output, started)
+
+
+def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
+    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+    from cocodiff.commands.restore_stack import SMALL_MODEL, slices_together, tiles_in_a_call
+
+    values, native, presets = job.values, own_pixels(job.request.model), [*job.presets.values()]
+    batch = tiles_in_a_call(values["batch"], native)
+    counts = [(len(task.stack), slices_together(task.stack.shape[1:], native, batch)) for task in tasks]
+    chosen = deal_of(
+        values,
+        job.request,
+        presets,
+        ranks,
+        images=sum(slices for slices, _ in counts),
+        batches=sum(-(-slices // together) for slices, together in counts),
+        batch=batch if native <= SMALL_MODEL else 1,
+        least=2 if any(config.selection != "full" for config in presets) and ranks > 1 else 1,
+    )
+    check_model(job.request, ranks // chosen.parts, weights=not values["dry_run"])
+    return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
@@ -116,19 +141,55 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
 
 
 def work(tasks: list[Any], job: Job, transport: Any) -> None:
-    """One rank's part: the model once, then every stack under every mask in every preset. Rank 0 judges and writes."""
+    """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
     import torch
+    from cocodiff_eval.metrics import json_ready
 
-    from cocodiff.commands.restore_stack import Restorer, restore_stack
+    from cocodiff.commands.restore_stack import (
+        Restorer,
+        batches_of,
+        pictures_of,
+        restore_batch,
+        result_files,
+        slices_together,
+    )
 
     values, session = job.values, open_session(job, transport)
-    presets, bars = list(job.presets), session.shows_bars
-    restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact, bars)
+    presets = list(job.presets)
+    restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
+    masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    batches: list[Any] = []
+    for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
+        together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
+        batches += batches_of(number, of_task, together, values["exact_slices"])
+    settings = partial(describe_inputs, tasks, values)
+    with session.queue(settings, [len(batch.indices) for batch in batches], "slices") as queue, torch.no_grad():
+        if session.folder is not None:
+            for task in tasks:
+                for file in result_files(task, presets, session.images).values():
+                    if not file.path.exists():
+                        file.create()
+        transport.broadcast_object(None)  # the files are there
+        restorer.inpainter.on_step = queue.bar.advance
+        for number in queue:
+            batch = batches[number]
+            leads, task = session.replica.leads, tasks[batch.task]
+            rows = restore_batch(task, batch, restorer, session.images, leads, queue.bar)
+            if leads:
+                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
     rows, pictures = [], []
-    with torch.no_grad():
-        for task in tasks:
-            done = restore_stack(task, restorer, session.folder)
-            rows += done.rows
-            pictures += done.pictures
+    if session.folder is not None:
+        rows = [row for _, _, row in sorted(queue.rows(), key=lambda found: found[:2])]
+        for task, of_task in zip(tasks, masked, strict=True):
+            pictures += pictures_of(task, of_task, presets, session.images)
     counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
     finish(session, rows, pictures, slice_counts=counts)
+
+
+def find_masked(tasks: list[Any]) -> list[list[bool]]:
+    """Which slices of each task have something to restore."""
+    return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
+
+
+def describe_inputs(tasks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
+    return {"exact_slices": values["exact_slices"], "inputs": described_inputs(tasks)}

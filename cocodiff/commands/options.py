@@ -28,7 +28,23 @@ DEAL_OPTIONS = (
         "auto",
         choices=("auto", "off"),
     ),
+    Option(
+        "replicas",
+        "sets of ranks that each work on images of their own: a number that divides the ranks, or auto",
+        "auto",
+        type=int | str,
+        choices=("auto",),
+        least=1,
+        wanted="a number that divides the ranks, or auto",
+    ),
     Option("dry_run", "say the deal of the ranks, memory and predicted time, and start nothing", False, type=bool),
+)
+RESUME = Option(
+    "resume",
+    "go on with what a run into the same folder that did not end has finished, with the same settings and inputs; "
+    "where there is none, start afresh",
+    False,
+    type=bool,
 )
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.

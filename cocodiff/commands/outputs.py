@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.commands.journal import FOLDER, Journals
 from cocodiff.errors import OwnRankError, UserError
 
 MARK = "run.yaml"
@@ -119,21 +120,24 @@ class OutputFolder:
     the next start completes a move that was cut short. Links are followed and stay.
 
     All ranks make the same object. `held` keeps other runs out; its owner is the process that ranks are forked from, or
-    rank 0 under a launcher. Only rank 0 writes. Whoever outlives a failed run calls `discard`.
+    rank 0 under a launcher. Rank 0 opens and publishes. Whoever outlives a failed run calls `discard`, which keeps the
+    hidden folder where journals in it tell of finished batches: `resume` goes on there.
     """
 
-    def __init__(self, out: str, overwrite: bool) -> None:
-        """Checks that results may go to `out`, and writes nothing. Raises UserError where they may not."""
-        self._out, self._overwrite = shown(out), overwrite
+    def __init__(self, out: str, overwrite: bool, resume: bool = False) -> None:
+        """Checks that results may go to `out`, and writes nothing. Raises UserError where they may not, or where a run
+        that did not end has left finished batches there and neither `overwrite` nor `resume` says what becomes of them.
+        With both, they are kept."""
+        self.out, self.overwrite, self.resume = shown(out), overwrite, resume
         self.run = secrets.token_hex(8)
-        with refusing(self._out):
+        with refusing(self.out):
             self.final = Path(out).resolve()
             self._inside = self.final.is_dir()
             hidden = (_PARTIAL, _LOCK) if self._inside else (f".{self.final.name}.partial", f".{self.final.name}.lock")
             place = self.final if self._inside else self.final.parent
             self.partial, self._lock_file = (place / name for name in hidden)
         check_place(out, self.final, self.partial)
-        with refusing(self._out):
+        with refusing(self.out):
             self._check_free()
             if self._lock_file.is_file():  # so that nobody prepares a run for nothing; `held` is what counts
                 lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -141,15 +145,37 @@ class OutputFolder:
                     self._lock(lock, fcntl.LOCK_SH)
                 finally:
                     os.close(lock)
+            self._check_leftover()
+
+    @property
+    def journals(self) -> Journals:
+        return Journals(self.partial)
+
+    def _check_leftover(self) -> bool:
+        """Whether what a run that did not end has finished is kept, for this one to go on with."""
+        manifest, kept = Manifest.read(self.partial), self.journals.kept()
+        if manifest is None or manifest.ready or kept is None:
+            return False
+        if not self.resume and not self.overwrite:
+            raise UserError(
+                f"--out {self.out}: a run that did not end has finished {kept} there: go on with --resume, or start "
+                f"afresh with --overwrite"
+            )
+        return self.resume
+
+    def _replaces(self) -> bool:
+        """Whether results that are there already may be replaced: a run that goes on may do what it might before."""
+        header = self.journals.header() if self.resume else None
+        return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
         if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
             return
-        if not self._overwrite:
-            raise UserError(f"--out {self._out} exists already: choose another folder, or replace it with --overwrite")
+        if not self._replaces():
+            raise UserError(f"--out {self.out} exists already: choose another folder, or replace it with --overwrite")
         if Manifest.read(self.final) is None:
             raise UserError(
-                f"--out {self._out} holds no {MANIFEST}, so it is not ours to overwrite: choose another folder, or "
+                f"--out {self.out} holds no {MANIFEST}, so it is not ours to overwrite: choose another folder, or "
                 f"delete it yourself if it holds results of an older version"
             )
 
@@ -160,7 +186,7 @@ class OutputFolder:
         for path in paths if replaced else ():
             if "\0" not in path and Path(path.split(":/")[0]).resolve() in replaced:
                 raise UserError(
-                    f"{path} is among the results in --out {self._out}, which --overwrite would replace: "
+                    f"{path} is among the results in --out {self.out}, which --overwrite would replace: "
                     f"choose another folder"
                 )
 
@@ -168,12 +194,12 @@ class OutputFolder:
     def held(self) -> Iterator[None]:
         """Keeps every other run out while the block lasts, and clears what no living run owns: first of earlier ones
         that were killed, at the end of this one if it failed. Raises UserError where another run is at work."""
-        with refusing(self._out):
+        with refusing(self.out):
             made = [path for path in self._lock_file.parents if not path.exists()]
             self._lock_file.parent.mkdir(parents=True, exist_ok=True)
         lock = None
         try:
-            with refusing(self._out):
+            with refusing(self.out):
                 lock = self._take_lock()
                 self._clear_leftover()
                 self._check_free()
@@ -210,7 +236,7 @@ class OutputFolder:
         except BlockingIOError:
             who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
             raise UserError(
-                f"--out {self._out}: another run ({who}) writes there: wait for its end, or choose another folder"
+                f"--out {self.out}: another run ({who}) writes there: wait for its end, or choose another folder"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -224,28 +250,29 @@ class OutputFolder:
         if manifest is None or self.partial.lstat().st_uid != os.geteuid():
             if not _is_hollow(self.partial):
                 raise UserError(
-                    f"--out {self._out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
+                    f"--out {self.out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
                     f"another user's): move it elsewhere"
                 )
             shutil.rmtree(self.partial)
         elif manifest.ready:
             self._put_in_place(manifest)
             self._inside = self.final.is_dir()
-        else:
+        elif not self._check_leftover():
             _remove_hidden(self.partial)
 
     def open(self) -> Path:
-        """An empty `partial`; what a killed run left behind goes first."""
-        with refusing(self._out):
+        """`partial`: empty, or with what a run has finished that this one goes on with; what else a killed run left
+        behind goes first."""
+        with refusing(self.out):
             self._clear_leftover()
-            self.partial.mkdir(parents=True)
+            self.partial.mkdir(parents=True, exist_ok=True)
             Manifest(self.run, False, []).write(self.partial)
         return self.partial
 
     def publish(self) -> None:
         """Puts the results in place. An older result disappears only when the new one stands ready."""
-        found = (path for path in self.partial.rglob("*") if not path.is_dir())
-        files = sorted(str(path.relative_to(self.partial)) for path in found)
+        found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
+        files = sorted(str(path) for path in found if path.parts[0] != FOLDER)
         manifest = Manifest(self.run, True, [name for name in files if name != MANIFEST])
         manifest.write(self.partial)
         try:
@@ -258,6 +285,7 @@ class OutputFolder:
             ) from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
+        self.journals.remove()
         if not os.path.lexists(self.final):
             self.partial.rename(self.final)
             return
@@ -289,9 +317,9 @@ class OutputFolder:
                 (self.final / folder).rmdir()
 
     def discard(self) -> None:
-        """Removes what this run has written and not finished."""
+        """Removes what this run has written, unless a batch is finished."""
         manifest = Manifest.read(self.partial)
-        if manifest is not None and manifest.run == self.run and not manifest.ready:
+        if manifest is not None and manifest.run == self.run and not manifest.ready and self.journals.kept() is None:
             with contextlib.suppress(OSError):
                 _remove_hidden(self.partial)
 
@@ -301,12 +329,13 @@ class OutputFolder:
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.run == self.run and manifest.ready:
                 return f"the results are finished, in {folder}"
-        return "nothing was written"
+        kept = self.journals.kept()
+        return f"{kept} are kept: go on with --resume" if kept is not None else "nothing was written"
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """A full or failing disk while results are written: one line, and exit code 1. Raises OwnRankError."""
-        with storage_faults(f"the results for --out {self._out}"):
+        with storage_faults(f"the results for --out {self.out}"):
             yield
 
 
@@ -327,10 +356,11 @@ def storage_faults(what: str) -> Iterator[None]:
 
 
 def write_settings(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes run.yaml, which repeats the run. That it replaced an older one is not for repeating."""
+    """Writes run.yaml, which repeats the run. That it replaced an older one, or went on, is not for repeating."""
     import yaml
 
-    settings = {name: value for name, value in values.items() if value is not None and name != "overwrite"}
+    once = ("overwrite", "resume")
+    settings = {name: value for name, value in values.items() if value is not None and name not in once}
     (folder / MARK).write_text(yaml.safe_dump(settings, sort_keys=False))
 
 

@@ -1,12 +1,13 @@
-"""Restores one stack under one mask in every mode, slice by slice, so that no stack need fit in memory."""
+"""Restores the slices of a stack under a mask in every mode, batch by batch, so that no stack need fit in memory."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from cocodiff_eval.masks import Mask
 from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_row
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.report import Picture, shown_slices
-from cocodiff_eval.restore import plan_slice, restore_slice
-from cocodiff_eval.slices import Stack, StackWriter, save_preview_png, unique_names
+from cocodiff_eval.restore import plan_slice, restore_slices
+from cocodiff_eval.slices import Stack, StackFile, save_preview_png, unique_names
 from cocodiff_eval.tiling import TilingSettings
 
 from cocodiff.commands.pipelines import Model
 from cocodiff.commands.session import Cost, measured
-from cocodiff.commands.terminal import progress_bar
+from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
 
 SMALL_MODEL = 256  # pixels on a side
+TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
+COPIED_TOGETHER = 64  # the same of slices without masked voxels
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
 
@@ -71,12 +74,27 @@ def _cut(name: str) -> str:
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
-@dataclass
-class Restored:
-    """Rows of metrics.json and pictures of the report; empty on ranks other than 0."""
+def tiles_in_a_call(wanted: int | None, native: int) -> int:
+    """Tiles that share a model's call. More of them mean fewer messages; what limits them is the memory of large
+    models. native: pixels of a tile's side."""
+    return wanted or (16 if native <= SMALL_MODEL else 2)
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
+
+def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
+    """How many slices [Y, X] may share a model's calls of `batch` tiles: those of a small model whose tiles fit into
+    one."""
+    tiles = math.prod(-(-side // native) for side in shape)
+    return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Slices of a task that are restored together, in the same calls of the model. task: its number. compared: whether
+    the exact run is made of them for comparison alone."""
+
+    task: int
+    indices: tuple[int, ...]
+    compared: bool
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,6 @@ class Restorer:
     exact: str | None
     batch: int
     tiling: TilingSettings
-    shows_bars: bool
 
     @classmethod
     def of_model(
@@ -101,29 +118,22 @@ class Restorer:
         engines: dict[str, Engine],
         presets: list[str],
         exact: str | None,
-        shows_bars: bool,
     ) -> Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule."""
         inpainter = PipelineInpainter(model.pipe, model.arguments, round(steps / values["strength"]), values["seed"])
-        # More tiles a call mean fewer messages; what limits them is the memory of large models.
-        batch = values["batch"] or (16 if inpainter.native_size <= SMALL_MODEL else 2)
-        return cls(inpainter, engines, presets, exact, batch, TilingSettings(strength=values["strength"]), shows_bars)
+        batch = tiles_in_a_call(values["batch"], inpainter.native_size)
+        return cls(inpainter, engines, presets, exact, batch, TilingSettings(strength=values["strength"]))
 
-    def run(self, task: Task, prepared_YX: np.ndarray, mask_YX: np.ndarray, mode: str) -> Run:
-        """One slice in one mode, on all ranks."""
-        steps = plan_slice(mask_YX, self.inpainter, self.batch, self.tiling).denoising_steps(self.inpainter.steps)
-        bar_name = f"{task.stack.name} {task.mask.name} {mode}"
-        with progress_bar(bar_name, steps, self.shows_bars) as bar, measured(self.engines[mode]) as cost:
-            self.inpainter.on_step = bar.update
-            restored01_YX = restore_slice(prepared_YX, mask_YX, self.inpainter, batch=self.batch, settings=self.tiling)
-        return Run(restored01_YX, cost)
+    def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
+        """Denoising steps of all tiles of these slices together, in one mode."""
+        plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.tiling) for mask_YX in masks_YX]
+        return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
-    def run_all(self, task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> dict[str, Run]:
-        """One slice in every mode; a slice without masked voxels is its own restoration."""
-        prepared_YX = prepare_slice(original_YX, mask_YX, task.scale)
-        if not mask_YX.any():
-            return {mode: Run(prepared_YX, Cost()) for mode in self.engines}
-        return {mode: self.run(task, prepared_YX, mask_YX, mode) for mode in self.engines}
+    def run(self, prepared_YX: Sequence[np.ndarray], masks_YX: Sequence[np.ndarray], mode: str) -> list[Run]:
+        """Slices in one mode, on all ranks of the engine."""
+        with measured(self.engines[mode]) as cost:
+            restored = restore_slices(prepared_YX, masks_YX, self.inpainter, batch=self.batch, settings=self.tiling)
+        return [Run(one_YX, share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -134,71 +144,121 @@ class Run:
     cost: Cost
 
 
-def restore_stack(task: Task, restorer: Restorer, folder: Path | None) -> Restored:
-    """Restores a stack in every mode. Rank 0, which has the folder, judges every slice and writes it at once."""
-    restored, stack = Restored(), task.stack
-    shown = shown_slices([int(np.count_nonzero(task.mask.read(index))) for index in range(len(stack))])
-    with ExitStack() as files:
-        writers = {}
-        if folder is not None:
-            for preset in restorer.presets:
-                path = folder / "images" / task.files.result(preset)
-                writers[preset] = files.enter_context(StackWriter(path, stack.shape, stack.dtype, stack.ndim))
-        for index in range(len(stack)):
-            original_YX, mask_YX = stack.read(index), task.mask.read(index)
-            runs = restorer.run_all(task, original_YX, mask_YX)
-            if folder is None:
-                continue
-            judged = judge_slice(task, restorer, index, original_YX, mask_YX, runs)
-            for preset, writer in writers.items():
-                writer.write(judged.native[preset])
-            restored.rows += judged.rows
-            if index in shown:
-                restored.pictures.append(judged.picture)
-                save_previews(folder / "images", task, judged.picture, restorer.presets)
-    return restored
+def batches_of(task: int, masked: Sequence[bool], together: int, sample: int) -> list[Batch]:
+    """The slices of a task in batches, which depend on nothing but these arguments.
+
+    masked: which slices have something to restore. together: so many of them at most in a batch. sample: so many,
+    evenly spread, are compared with an exact run, and have batches of their own: it then runs the same calls.
+    """
+    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
+    chosen = shown_slices(masked, sample)
+    groups = [(group, True) for group in _evenly(chosen, together)]
+    groups += [(group, False) for group in _evenly(sorted({*hidden} - {*chosen}), together)]
+    groups += [(group, False) for group in _evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)]
+    return [Batch(task, group, compared) for group, compared in sorted(groups)]
+
+
+def _evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Cut into as few groups of at most `most` as go, of nearly equal sizes."""
+    count = -(-len(indices) // most)
+    cuts = [round(n * len(indices) / count) for n in range(count + 1)] if count else []
+    return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
+
+
+def result_files(task: Task, presets: Sequence[str], folder: Path) -> dict[str, StackFile]:
+    stack = task.stack
+    return {
+        preset: StackFile(folder / task.files.result(preset), stack.shape, stack.dtype, stack.ndim)
+        for preset in presets
+    }
+
+
+def restore_batch(
+    task: Task, batch: Batch, restorer: Restorer, folder: Path, leads: bool, bar: JobBar
+) -> list[tuple[int, dict[str, Any]]]:
+    """Restores slices in every mode. The leader of the replica judges them, writes them to the files in `folder` and
+    returns rows of metrics.json, each with its slice's index; others return none."""
+    originals = [task.stack.read(index) for index in batch.indices]
+    masks = [task.mask.read(index) for index in batch.indices]
+    prepared = [prepare_slice(o_YX, m_YX, task.scale) for o_YX, m_YX in zip(originals, masks, strict=True)]
+    modes = [mode for mode in restorer.engines if mode in restorer.presets or batch.compared]
+    if masks[0].any():
+        if bar.shown:
+            bar.begin(len(masks), restorer.tile_steps(masks) * len(modes))
+        runs = {mode: restorer.run(prepared, masks, mode) for mode in modes}
+    else:  # a slice without masked voxels is its own restoration
+        runs = {mode: [Run(one_YX, Cost()) for one_YX in prepared] for mode in modes}
+    if not leads:
+        return []
+    files = result_files(task, restorer.presets, folder)
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, index in enumerate(batch.indices):
+        of_slice = {mode: of_mode[number] for mode, of_mode in runs.items()}
+        judged = judge_slice(task, restorer, index, originals[number], masks[number], of_slice)
+        for preset, file in files.items():
+            file.write(index, judged.native[preset])
+        rows += [(index, row) for row in judged.rows]
+    return rows
 
 
 @dataclass(frozen=True)
 class Judged:
     native: dict[str, np.ndarray]  # restored slices in the input's dtype
     rows: list[dict[str, Any]]
-    picture: Picture
 
 
 def judge_slice(
     task: Task, restorer: Restorer, index: int, original_YX: np.ndarray, mask_YX: np.ndarray, runs: dict[str, Run]
 ) -> Judged:
-    """Restored slices in the input's dtype, their rows of metrics.json with the biharmonic baseline, the picture."""
-    stack, scale = task.stack, task.scale
-    name = slice_name(stack, index)
+    """Restored slices in the input's dtype, and their rows of metrics.json with the biharmonic baseline."""
+    scale = task.scale
+    rows: list[dict[str, Any]] = []
+    presets = {preset: runs[preset] for preset in restorer.presets}
+    native = {name: compose_native(original_YX, run.restored01_YX, mask_YX, scale) for name, run in presets.items()}
+    if not mask_YX.any():
+        return Judged(native, rows)
     truth_YX = task.truth.read(index) if task.truth is not None else None
-    native = {preset: compose_native(original_YX, runs[preset].restored01_YX, mask_YX, scale) for preset in runs}
     started = time.perf_counter()
-    smooth_YX = scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, scale), mask_YX))
+    smooth_YX = smoothed(task, original_YX, mask_YX)
     baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
-    rows = []
-    for preset in restorer.presets if mask_YX.any() else []:
-        run, against = runs[preset], None
-        if restorer.exact is not None:
-            against = psnr_vs_exact_db(scale, runs[restorer.exact], run, mask_YX)
+    exact = runs.get(restorer.exact) if restorer.exact is not None else None
+    for preset, run in presets.items():
         rows.append(
             metrics_row(
-                name,
+                slice_name(task.stack, index),
                 task.mask.name,
                 preset,
                 quality(scale, truth_YX, native[preset], mask_YX),
                 run.cost.seconds,
                 run.cost.sent,
-                psnr_vs_exact_db=against,
-                exact_compared=restorer.exact is not None,
+                psnr_vs_exact_db=psnr_vs_exact_db(scale, exact, run, mask_YX) if exact is not None else None,
+                exact_compared=exact is not None,
                 baseline=baseline,
                 drift=run.cost.drift,
-                exact_bytes=runs[restorer.exact].cost.sent if restorer.exact is not None else None,
+                exact_bytes=exact.cost.sent if exact is not None else None,
             )
         )
-    restored = {preset: native[preset] for preset in restorer.presets} | {"biharmonic": smooth_YX}
-    return Judged(native, rows, Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))
+    return Judged(native, rows)
+
+
+def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
+    """A slice restored by biharmonic inpainting, in the input's units."""
+    return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
+
+
+def pictures_of(task: Task, masked: Sequence[bool], presets: list[str], folder: Path) -> list[Picture]:
+    """What the report shows of a finished task, whose previews are saved beside the restored slices."""
+    files = result_files(task, presets, folder)
+    pictures: list[Picture] = []
+    for index in shown_slices(masked):
+        original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+        restored = {preset: file.read(index) for preset, file in files.items()}
+        restored["biharmonic"] = smoothed(task, original_YX, mask_YX)
+        truth_YX = task.truth.read(index) if task.truth is not None else None
+        name, scale = slice_name(task.stack, index), task.scale
+        pictures.append(Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))
+        save_previews(folder, task, pictures[-1], presets)
+    return pictures
 
 
 def slice_name(stack: Stack, index: int) -> str:

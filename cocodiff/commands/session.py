@@ -19,9 +19,13 @@ from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.record import REMEMBERED, lasting
+from cocodiff.commands.replicas import Queue, Replica, threads
 from cocodiff.commands.room import check_room
 from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say
 from cocodiff.config import Config
+from cocodiff.planning.deals import Deal
+from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
     from cocodiff.engine import Engine
@@ -37,6 +41,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
@@ -49,23 +54,32 @@ class Job:
     presets: dict[str, Config]
     output: OutputFolder
     started: float  # time.monotonic() when the command began
+    deal: Deal = field(default=Deal())
 
 
 @dataclass(frozen=True)
 class Session:
-    """A job's model on its ranks, with an engine for each mode. `exact` is the mode that others are compared with; it
-    may be one of the presets. `folder` takes results; None on ranks other than 0."""
+    """A job's model on its ranks, with an engine for each mode on the ranks of this replica. `exact` is the mode that
+    others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
 
     job: Job
     transport: Any
+    replica: Replica
     model: Model
     engines: dict[str, Engine]
     exact: str | None
     folder: Path | None
 
     @property
-    def shows_bars(self) -> bool:
-        return self.folder is not None and not self.job.values["quiet"]
+    def images(self) -> Path:
+        """The folder of images, on every rank that writes some."""
+        return self.job.output.partial / "images"
+
+    def queue(self, settings: Callable[[], dict[str, Any]], counts: Sequence[int], unit: str) -> Queue:
+        """See `Queue`. settings: what results depend on beside `describe`. All ranks call it."""
+        job = self.job
+        shows_bar = self.folder is not None and not job.values["quiet"]
+        return Queue(self.replica, job.output, lambda: describe(job, self) | settings(), counts, unit, shows_bar)
 
 
 Work = Callable[[Job, Any], None]  # called on every rank with its transport
@@ -121,16 +135,24 @@ def run_holding(
         return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, work))
     with output.held():
         import_before_fork()
-        return run_ranks(ranks, launch, config, alike, partial(_write_on_first, output, work), output.left)
+        code = run_ranks(ranks, launch, config, alike, partial(_writing, output, work), output.left)
+        if code and ranks in (None, 1) and output.journals.kept():
+            note(f"cocodiff: {output.left()}")
+        return code
 
 
 def _hold_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
     with output.held() if transport.rank == 0 else nullcontext():
-        _write_on_first(output, work, transport)
+        try:
+            _writing(output, work, transport)
+        except BaseException:
+            if transport.rank == 0 and output.journals.kept():
+                note(f"cocodiff: {output.left()}")
+            raise
 
 
-def _write_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
-    with output.writing() if transport.rank == 0 else nullcontext():
+def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+    with output.writing():
         work(transport)
 
 
@@ -162,30 +184,59 @@ def open_session(job: Job, transport: Any) -> Session:
     from cocodiff.engine import Engine
 
     transport.health.when_lost(lambda error: job.output.discard())
+    replica = Replica(transport, job.values["machine"], job.deal.replicas)
     if transport.rank == 0 and not job.values["quiet"]:
         note(f"loading the model: {job.request.model}")
     model = load_on_rank(job, transport)
     modes, exact = with_exact(job)
-    engines = {mode: Engine(model.pipe, config, transport) for mode, config in modes.items()}
+    engines = {mode: Engine(model.pipe, config, replica.transport) for mode, config in modes.items()}
     folder = job.output.open() if transport.rank == 0 else None
     if folder is not None:
-        (folder / "images").mkdir()
+        (folder / "images").mkdir(exist_ok=True)
     job.output.run = transport.broadcast_object(job.output.run)  # all ranks have their model
     if folder is not None:
-        say(f"{transport.size} rank(s) ready after {time.monotonic() - job.started:.1f} s")
-    return Session(job, transport, model, engines, exact, folder)
+        in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
+        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - job.started:.1f} s")
+    return Session(job, transport, replica, model, engines, exact, folder)
+
+
+def describe(job: Job, session: Session) -> dict[str, Any]:
+    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it."""
+    return {
+        "cocodiff": __version__,
+        "ranks of a replica": session.replica.transport.size,
+        "their nodes, cards and planes": session.replica.seats,
+        "OMP_NUM_THREADS": threads(),
+        **{name: job.values[name] for name in REMEMBERED if name in job.values},
+        "steps": job.values["steps"],
+        "presets": [{"name": name, **lasting(config)} for name, config in job.presets.items()],
+        "exact": session.exact,
+    }
 
 
 def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
-    """The modes to run, and which of them is the exact one: a preset with its settings, or one mode more."""
+    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more."""
     if not job.values["exact"]:
         return dict(job.presets), None
     settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "chunks": 1}
+    settings["guidance_parallel"] = job.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in job.presets.items():
-        if config == exact:
+        if same_bits(config, exact):
             return dict(job.presets), mode
     return job.presets | {"exact": exact}, "exact"
+
+
+def same_bits(config: Config, exact: Config) -> bool:
+    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
+    settings that do nothing with them."""
+    if config.selection != "full":
+        return False
+    idle = {name for name, one in settings_of(type(config)).items() if one.only_with == ("selection", "v_major")}
+    free = {*ROUTES, *idle}
+    return {k: v for k, v in vars(config).items() if k not in free} == {
+        k: v for k, v in vars(exact).items() if k not in free
+    }
 
 
 @dataclass
@@ -196,6 +247,18 @@ class Cost:
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
     drift: list[dict[str, float | None]] = field(default_factory=list)
+
+    def shares(self, count: int) -> list[Cost]:
+        """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
+        have one more. The drift is that of all of them."""
+        return [
+            Cost(
+                self.seconds / count,
+                {link: sent * (n + 1) // count - sent * n // count for link, sent in self.sent.items()},
+                self.drift,
+            )
+            for n in range(count)
+        ]
 
 
 @contextmanager
@@ -217,7 +280,8 @@ def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **rep
     report: further arguments of `cocodiff_eval.report.render_report`.
     """
     transport = session.transport
-    records = {mode: transport.gather_object(engine.trace.record()) for mode, engine in session.engines.items()}
+    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
+    records = {mode: transport.gather_object(record) for mode, record in own.items()}
     if session.folder is not None:
         _write_results(session, session.folder, rows, pictures, records, report)
     transport.broadcast_object(None)

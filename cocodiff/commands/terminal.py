@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -52,6 +54,80 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
         mininterval=0.2 if sys.stderr.isatty() else 15.0,
         leave=sys.stderr.isatty(),
     )
+
+
+class JobBar:
+    """The progress of a whole job on stderr: what all replicas have done, how much an hour, the time left.
+
+    It is drawn by a thread of its own, since other replicas get on while this rank waits. `begin` and `advance` tell
+    what this rank is at, so that a job of few long items moves as well. A context manager.
+    """
+
+    def __init__(self, total: int, unit: str, done: Callable[[], int], shown: bool) -> None:
+        """total: how many slices, prompts or runs (`unit`) the job has; done: how many are finished by now, all
+        replicas together; shown: whether anybody watches."""
+        self._total, self._unit, self._done, self.shown = total, unit, done, shown
+        self._items = self._steps = self._of = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
+
+    def __enter__(self) -> JobBar:
+        from tqdm import tqdm
+
+        if self.shown:
+            self._first, self._since = self._done(), time.monotonic()
+            self._bar = tqdm(
+                total=self._total,
+                initial=self._first,
+                file=BarStream(sys.stderr),
+                dynamic_ncols=True,
+                smoothing=0,
+                mininterval=0,
+                leave=sys.stderr.isatty(),
+                desc=self._told(self._first),
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown:
+            self._ended.set()
+            self._thread.join()
+            self._draw()
+            self._bar.close()
+
+    def begin(self, items: int, steps: int) -> None:
+        """This rank begins so many items, which take so many steps together."""
+        self._items, self._of, self._steps = items, steps, 0
+
+    def advance(self, steps: int) -> None:
+        self._steps += steps
+
+    def say(self, text: str) -> None:
+        """A line on stdout that leaves the bar whole."""
+        if not self.shown:
+            say(text)
+            return
+        with self._bar.external_write_mode(sys.stdout):
+            say(text)
+
+    def _redraw(self) -> None:
+        interval_s = 0.5 if sys.stderr.isatty() else 15.0
+        while not self._ended.wait(interval_s):
+            with suppress(OSError):  # of a journal
+                self._draw()
+
+    def _draw(self) -> None:
+        done = self._done()
+        under_way = self._items * min(1.0, self._steps / self._of) if self._of else 0.0
+        self._bar.n = min(float(self._total), done + under_way)
+        self._bar.set_description_str(self._told(done), refresh=True)
+
+    def _told(self, done: int) -> str:
+        hours = (time.monotonic() - self._since) / 3600
+        rate = f", {(done - self._first) / hours:.0f} an hour" if done > self._first else ""
+        return f"{done} of {self._total} {self._unit}{rate}"
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:

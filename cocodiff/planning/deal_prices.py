@@ -169,7 +169,7 @@ class Pricer:
         if len(seats) > 1 and (ring or by_card or config.chunks != 1):
             raise UserError(
                 f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so with "
-                f"rings, chunks or scoring by card an image would depend on which of them makes it"
+                f"rings, chunks or scoring by card an image would depend on which of them makes it: choose another number"
             )
 
     def least_s(self, work: Workload, deal: Deal) -> float:

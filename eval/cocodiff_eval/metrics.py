@@ -107,7 +107,8 @@ def metrics_row(
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
 
-    `exact_compared` is False where no exact run was made (`--no-exact`): a null `psnr_vs_exact_db` then says nothing.
+    `exact_compared` is False where no exact run was made (`--no-exact`, or a slice that is not among those compared): a
+    null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
     `drift`, of a run that leaves tokens behind, and then the bytes of the exact run beside it: for each step the mean
     relative change of v and the fraction of tokens that stayed.
@@ -151,9 +152,11 @@ def mean(values: Sequence[float | None]) -> float | None:
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over the images for each mask and preset, and of the biharmonic baseline for each mask.
 
-    `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "identical", "seconds", "bytes"}],
+    `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "compared", "identical", "seconds",
+    "bytes"}],
     "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
-    the images whose bits differ, `identical` the number of images whose bits are those of the exact run.
+    the images whose bits differ, `identical` the number of images whose bits are those of the exact run, of those
+    `compared` with one.
     """
     groups: dict[tuple[str | None, str], list[Mapping[str, Any]]] = {}
     baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
@@ -168,6 +171,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "mode": mode,
             "n": len(group),
             **{key: mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
+            "compared": sum(row.get("exact_compared", True) for row in group),
             "identical": sum(row.get("exact_compared", True) and row["psnr_vs_exact_db"] is None for row in group),
             "bytes": {link: sum(row["bytes"][link] for row in group) for link in LINKS},
         }

@@ -35,7 +35,7 @@ class PipelineInpainter:
     steps      denoising steps that run at strength 1
     seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
                first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
-    on_step    called after each denoising step
+    on_step    called after each denoising step with the number of images in the call
     native_size, multiple  taken from the pipeline unless given
     """
 
@@ -45,7 +45,7 @@ class PipelineInpainter:
         arguments: Callable[[int], dict[str, Any]],
         steps: int,
         seed: int,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
         *,
         native_size: int | None = None,
         multiple: int | None = None,
@@ -73,7 +73,7 @@ class PipelineInpainter:
                 check_finite(pipe, tensors["latents"])
             ran += 1
             if self.on_step is not None:
-                self.on_step()
+                self.on_step(batch)
             return tensors
 
         generators = self._generators(noise_keys)

@@ -189,7 +189,8 @@ def render_report(
         judged=any(row["mask"] is not None for row in metrics["images"]),
         links=[LINK_NAMES[link] for link in LINKS],
         ramp=data_uri(ramp),
-        not_compared=not all(row.get("exact_compared", True) for row in metrics["images"]),
+        not_compared=not all(row["compared"] for row in metrics["summary"]["rows"]),
+        sampled=any(0 < row["compared"] < row["n"] for row in metrics["summary"]["rows"]),
     )
 
 
@@ -197,7 +198,7 @@ def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Means per mask and preset, shown only where they say more than the tables below (two images or more)."""
     rows = []
     for row in metrics["summary"]["rows"]:
-        exact = versus_exact(row | {"exact_compared": row["identical"] == row["n"]})
+        exact = versus_exact(row | {"exact_compared": 0 < row["identical"] == row["compared"]})
         rows.append({**row, "exact": exact, "traffic": size(sum(row["bytes"].values()))})
     for row in metrics["summary"]["baseline"]:
         rows.append({**row, "mode": row["method"], "exact": MISSING, "traffic": MISSING})

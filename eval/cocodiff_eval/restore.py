@@ -1,9 +1,9 @@
-"""Restoring one slice with an inpainting model of fixed size: runs the plan of `tiling.py`, coarse to fine."""
+"""Restoring slices with an inpainting model of fixed size: runs the plan of `tiling.py`, coarse to fine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,10 +30,22 @@ class Inpainter(Protocol):
         """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch."""
 
 
+class Request(NamedTuple):
+    """A call of the model that a slice needs next: tiles [native, native] of one strength, a noise key each."""
+
+    images: list[np.ndarray]
+    hidden: list[np.ndarray]
+    strength: float
+    keys: Sequence[int]
+
+
+Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
+
+
 def plan_slice(
     mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
 ) -> RestorationPlan:
-    """The plan that `restore_slice` runs: its `calls` and `denoising_steps(steps)` are lengths of progress bars."""
+    """The plan that `restore_slice` runs: its `calls`, and `tile_steps(steps)` for progress bars."""
     native, multiple = inpainter.native_size, inpainter.multiple
     assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
     return plan_restoration(mask_YX, native, batch, settings)
@@ -45,7 +57,6 @@ def restore_slice(
     inpainter: Inpainter,
     *,
     batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
     settings: TilingSettings | None = None,
 ) -> np.ndarray:
     """Restore the masked voxels of one slice of any size; float32 [Y, X], outside the mask equal to `image_YX`.
@@ -53,35 +64,83 @@ def restore_slice(
     image_YX  float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read
     mask_YX   boolean [Y, X], True where to restore
     batch     tiles a model call; it changes speed and memory, not the noise
-    progress  called with (calls done, calls in all) after each call of the model
     """
+    return restore_slices([image_YX], [mask_YX], inpainter, batch=batch, settings=settings)[0]
+
+
+def restore_slices(
+    images_YX: Sequence[np.ndarray],
+    masks_YX: Sequence[np.ndarray],
+    inpainter: Inpainter,
+    *,
+    batch: int = 8,
+    settings: TilingSettings | None = None,
+) -> list[np.ndarray]:
+    """Restore several slices as `restore_slice` does each, with tiles of all of them in one call of the model.
+
+    In each round the first slice that is not done and those after it whose next tiles run at the same strength share
+    a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
+    """
+    started = [
+        _restoration(image_YX, mask_YX, inpainter, batch, settings)
+        for image_YX, mask_YX in zip(images_YX, masks_YX, strict=True)
+    ]
+    restored: list[np.ndarray | None] = [None] * len(started)
+    waiting: dict[int, Request] = {}
+
+    def proceed(number: int, outputs: np.ndarray | None) -> None:
+        """Gives a slice what it has asked for, or None at its start, up to its next request."""
+        try:
+            waiting[number] = next(started[number]) if outputs is None else started[number].send(outputs)
+        except StopIteration as end:
+            restored[number] = end.value
+            waiting.pop(number, None)
+
+    for number in range(len(started)):
+        proceed(number, None)
+    while waiting:
+        together = _sharing_a_call(waiting, batch)
+        outputs = _call(inpainter, [waiting[number] for number in together])
+        first = 0
+        for number in together:
+            count = len(waiting[number].images)
+            proceed(number, outputs[first : first + count])
+            first += count
+    return [one_YX for one_YX in restored if one_YX is not None]
+
+
+def _sharing_a_call(waiting: dict[int, Request], batch: int) -> list[int]:
+    """The slices whose requests make the next call."""
+    order = sorted(waiting)
+    together, tiles = [order[0]], len(waiting[order[0]].images)
+    for number in order[1:]:
+        one = waiting[number]
+        if one.strength == waiting[order[0]].strength and tiles + len(one.images) <= batch:
+            together.append(number)
+            tiles += len(one.images)
+    return together
+
+
+def _restoration(
+    image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None
+) -> Restoration:
+    """One slice, request by request."""
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
     if not mask_YX.any():
         return image_YX.astype(np.float32)
     plan = plan_slice(mask_YX, inpainter, batch, settings)
     known = _known_pyramid(image_YX, mask_YX, plan)
-    counter = _Counter(plan.calls, progress)
     coarser: np.ndarray | None = None
     for level, image in zip(reversed(plan.levels), reversed(known), strict=True):
         if coarser is not None:
             image = np.where(level.mask_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
             keys_from = (level.exponent * 2 + number) << 20
-            image = _run_pass(image, level, tile_pass, plan, inpainter, keys_from, counter)
+            image = yield from _run_pass(image, level, tile_pass, plan, keys_from)
         coarser = image
     assert coarser is not None
     restored_YX = np.clip(coarser, 0.0, 1.0).astype(np.float32)
     return np.where(mask_YX, restored_YX, image_YX.astype(np.float32))
-
-
-class _Counter:
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self.done, self.total, self.progress = 0, total, progress
-
-    def step(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
 
 def _known_pyramid(image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan) -> list[np.ndarray]:
@@ -99,14 +158,8 @@ def _known_pyramid(image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationP
 
 
 def _run_pass(
-    image: np.ndarray,
-    level: Level,
-    tile_pass: TilePass,
-    plan: RestorationPlan,
-    inpainter: Inpainter,
-    keys_from: int,
-    counter: _Counter,
-) -> np.ndarray:
+    image: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
+) -> Restoration:
     """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it."""
     padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
@@ -123,8 +176,7 @@ def _run_pass(
         places = [_window(tile, plan.native) for tile in tiles]
         images = [image_padded[here] for here in places]
         hidden = [hidden_padded[here] for here in places]
-        outputs = _call(inpainter, images, hidden, tile_pass.strength, keys)
-        counter.step()
+        outputs = yield Request(images, hidden, tile_pass.strength, keys)
         for number, (tile, here) in enumerate(zip(tiles, places, strict=True)):
             matched = match_surroundings(outputs[number], images[number], hidden[number])
             weight = windows[number]
@@ -140,19 +192,14 @@ def _window(tile: Tile, native: int) -> tuple[slice, slice]:
     return (slice(tile.row, tile.row + native), slice(tile.column, tile.column + native))
 
 
-def _call(
-    inpainter: Inpainter,
-    images: Sequence[np.ndarray],
-    hidden: Sequence[np.ndarray],
-    strength: float,
-    keys: Sequence[int],
-) -> np.ndarray:
-    """One call of the model on a batch of tiles [native, native]; what it restored, float64 [B, native, native]."""
+def _call(inpainter: Inpainter, requests: Sequence[Request]) -> np.ndarray:
+    """One call of the model on the tiles of all requests; what it restored, float64 [B, native, native]."""
     import torch
 
-    images_BHW = torch.from_numpy(np.clip(np.stack(images), 0.0, 1.0).astype(np.float32))
-    masks_BHW = torch.from_numpy(np.stack(hidden).astype(np.float32))
-    outputs = inpainter(images_BHW, masks_BHW, strength, keys)
+    images = np.stack([image for one in requests for image in one.images])
+    images_BHW = torch.from_numpy(np.clip(images, 0.0, 1.0).astype(np.float32))
+    masks_BHW = torch.from_numpy(np.stack([hidden for one in requests for hidden in one.hidden]).astype(np.float32))
+    outputs = inpainter(images_BHW, masks_BHW, requests[0].strength, [key for one in requests for key in one.keys])
     assert outputs.shape == images_BHW.shape, f"the model returned {tuple(outputs.shape)} for {tuple(images_BHW.shape)}"
     return outputs.detach().to("cpu", torch.float32).numpy().astype(np.float64)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -113,42 +114,55 @@ def _check_dtype(volume: RawVolume) -> None:
         raise UserError(f"{volume.path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
 
 
-class StackWriter:
-    """Writes a TIFF slice by slice: [Y, X] for ndim 2, [N, Y, X] for ndim 3. A context manager.
+@dataclass(frozen=True)
+class StackFile:
+    """A TIFF that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
 
-    The caller chooses a path and moves it into place afterwards; on exit a file without all slices is an error.
+    The caller chooses a path and moves it into place afterwards.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], dtype: np.dtype, ndim: int) -> None:
-        self.path = Path(path)
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.ndim = ndim
-        self.written = 0
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
 
-    def __enter__(self) -> StackWriter:
+    def create(self) -> None:
+        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
         import tifffile
 
-        big = self.shape[0] * self.shape[1] * self.shape[2] * self.dtype.itemsize > 2**32 - 2**25
+        shape = self.shape if self.ndim == 3 else self.shape[1:]
+        big = self.shape[0] * self._slice_bytes > 2**32 - 2**25
         try:
-            self._writer = tifffile.TiffWriter(self.path, bigtiff=big)
+            with tifffile.TiffWriter(self.path, bigtiff=big) as writer:
+                writer.write(shape=shape, dtype=self.dtype, photometric="minisblack")
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({one_line(error)}); choose another --out") from error
-        return self
 
-    def write(self, image_YX: np.ndarray) -> None:
-        """Append the next slice; its dtype and shape must be the stack's."""
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        """Slice `index`, of the stack's dtype and shape. Returns when it is on the disk."""
         assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        page = image_YX[None] if self.ndim == 3 and self.shape[0] == 1 else image_YX
-        self._writer.write(page, photometric="minisblack", contiguous=self.written > 0)
-        self.written += 1
+        with self.path.open("r+b") as file:
+            file.seek(self._start + index * self._slice_bytes)
+            file.write(image_YX.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.close()
-        if kind is None and self.written != self.shape[0]:
-            raise RuntimeError(f"{self.path}: {self.written} of {self.shape[0]} slices were written")
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as it was written, [Y, X]."""
+        offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
+        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
+
+    @property
+    def _slice_bytes(self) -> int:
+        return self.shape[1] * self.shape[2] * self.dtype.itemsize
+
+    @cached_property
+    def _start(self) -> int:
+        """Where the voxels begin in the file, in bytes."""
+        import tifffile
+
+        with tifffile.TiffFile(self.path) as file:
+            return int(file.pages.first.dataoffsets[0])
 
 
 def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:

@@ -30,7 +30,7 @@ def size(count: float) -> str:
 
 
 def versus_exact(row: Mapping[str, Any]) -> str:
-    """`identical`, a PSNR, or a dash where no exact run was made."""
+    """`identical`, a PSNR, or a dash where no exact run was made; of several slices, of those that were compared."""
     if row["psnr_vs_exact_db"] is not None:
         return f"{row['psnr_vs_exact_db']:.1f} dB"
     return "identical" if row.get("exact_compared", True) else MISSING
@@ -64,7 +64,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         **rows[0],
         **{key: mean([row[key] for row in rows]) for key in (*quality, "psnr_vs_exact_db")},
         "name": base_name(rows[0]["name"]),
-        "exact_compared": all(row.get("exact_compared", True) for row in rows),
+        "exact_compared": any(row.get("exact_compared", True) for row in rows),
         "seconds": sum(row["seconds"] for row in rows),
         "bytes": {link: sum(row["bytes"][link] for row in rows) for link in rows[0]["bytes"]},
     }

@@ -153,9 +153,9 @@ class RestorationPlan:
         """How often the model is called."""
         return sum(len(one.batches) for level in self.levels for one in level.passes)
 
-    def denoising_steps(self, steps: int) -> int:
-        """Denoising steps of the whole slice when a run at strength 1 takes `steps`: the length of a progress bar."""
-        return sum(len(one.batches) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)
+    def tile_steps(self, steps: int) -> int:
+        """Denoising steps of all tiles of the slice together when a run at strength 1 takes `steps`."""
+        return sum(len(one.tiles) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)
 
 
 def steps_at(steps: int, strength: float) -> int:

@@ -31,13 +31,14 @@ PROMPTS = ["a tooth", "A tooth", "bone, polished"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of results on two ranks: a family without encoders each, and prompts in two presets for two with."""
+    """Folders of results on two ranks: a family without encoders each, and prompts for two with; three of them in two
+    presets dealt to two replicas."""
     folder = tmp_path_factory.mktemp("generate")
     runs = []
 
-    def plan(name: str, pipe: Any, *words: str) -> None:
+    def plan(name: str, pipe: Any, *words: str, ranks: int = 2) -> None:
         pipe.save_pretrained(folder / f"{name}-model")
-        options = {"model": folder / f"{name}-model", "out": folder / name, "steps": 2, "ranks": 2, **SIDES}
+        options = {"model": folder / f"{name}-model", "out": folder / name, "steps": 2, "ranks": ranks, **SIDES}
         runs.append(
             ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value)), *words]
         )
@@ -55,6 +56,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *PROMPTS,
         "--preset",
         "flat,tapa",
+        "--replicas",
+        "2",
+        ranks=4,
     )
     klein = tiny_pipelines.flux2_pipeline(**encoders["prompt-klein"])
     plan("prompt-klein", klein, "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet")
@@ -122,7 +126,7 @@ def test_results_have_the_promised_names(made: Path) -> None:
     expected = {f"{name}_{preset}.png" for name in names for preset in ("flat", "tapa")}
     assert {path.name for path in (out / "images").iterdir()} == expected
     metrics = json.loads((out / "metrics.json").read_text())
-    assert (metrics["schema"], metrics["ranks"], metrics["config"]["prompt"]) == (1, 2, PROMPTS)
+    assert (metrics["schema"], metrics["ranks"], metrics["config"]["prompt"]) == (1, 4, PROMPTS)
     assert [(row["name"], row["mode"]) for row in metrics["images"]] == [
         (n, p) for n in names for p in ("flat", "tapa")
     ]
@@ -144,9 +148,10 @@ def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
 
 def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
     lines = (made / "output").read_text()
-    assert lines.count("2 rank(s) ready after") == 8 and lines.count("report: ") == 8
+    assert lines.count("2 rank(s) ready after") == 7 and lines.count("4 rank(s) in 2 replicas ready after") == 1
+    assert lines.count("report: ") == 8
     errors = (made / "errors").read_text()
-    assert errors.count("a_tooth flat:") == 1 and "warn" not in errors.lower()
+    assert "0 of 3 images" in errors and "3 of 3 images, " in errors and "warn" not in errors.lower()
 
 
 @pytest.fixture

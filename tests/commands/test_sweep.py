@@ -17,7 +17,7 @@ from launching import end_group
 from warm import Started
 
 from cocodiff.cli import main
-from cocodiff.commands.sweep.lines import Key, LineWriter, read_results
+from cocodiff.commands.sweep.lines import Key, LineWriter, count_lines, read_results
 from cocodiff.commands.sweep.points import read_grid
 from cocodiff.config import Config
 from cocodiff.errors import UserError
@@ -52,12 +52,12 @@ def words(folder: Path, out: Path, *more: str, ranks: int = 2) -> list[str]:
     return ["sweep", *of_input, "--ranks", str(ranks), "--out", str(out), *more]
 
 
-def begin(folder: Path, out: Path) -> Started:
-    return Started(words(folder, out), folder / "stdout", folder / "stderr")
+def begin(folder: Path, out: Path, *more: str, ranks: int = 2) -> Started:
+    return Started(words(folder, out, *more, ranks=ranks), folder / "stdout", folder / "stderr")
 
 
-def to_its_end(folder: Path, out: Path) -> str:
-    process = begin(folder, out)
+def to_its_end(folder: Path, out: Path, *more: str, ranks: int = 2) -> str:
+    process = begin(folder, out, *more, ranks=ranks)
     try:
         code = process.wait(180)
     finally:
@@ -112,23 +112,24 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
 
 
 def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
+    """First in two replicas, which write lines of their own, then in one."""
     out = folder / "killed"
-    process = begin(folder, out)
+    process = begin(folder, out, "--replicas", "2", ranks=4)
     lines, deadline = out / "results.jsonl", time.monotonic() + 180
-    while not lines.exists() or lines.read_bytes().count(b"\n") < 3:
+    while count_lines(out) < 4 or not list(out.glob("results-*.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(20)
     time.sleep(0.5)  # ranks die with their parent, a moment later
     before = read_results(out).lines
-    assert 3 <= len(before) < len(KEYS)
+    assert 4 <= len(before) < len(KEYS)
     with lines.open("ab") as file:
         file.write(b'{"point": "flat", "steps": 3, "ma')  # as a kill in the middle of a write leaves it
     printed = to_its_end(folder, out)
     assert f"{len(before)} of 16 runs are done already" in printed
-    assert read_results(out).lines[: len(before)] == before
-    assert by_key(out) == by_key(whole)
+    assert [line for line in read_results(out).lines if line in before] == before
+    assert by_key(out) == by_key(whole) and {path.name for path in out.iterdir()} == {p.name for p in whole.iterdir()}
 
 
 def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

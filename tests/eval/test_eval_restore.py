@@ -7,7 +7,7 @@ import pytest
 import torch
 from cocodiff_eval.masks import block_mask, center_mask
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter, schedule_at
-from cocodiff_eval.restore import match_surroundings, plan_slice, restore_slice
+from cocodiff_eval.restore import match_surroundings, plan_slice, restore_slice, restore_slices
 from cocodiff_eval.tiling import steps_at
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from diffusers import StableDiffusion3InpaintPipeline as InpaintPipeline
@@ -27,17 +27,12 @@ def test_outside_the_mask_every_bit_stays(shape: tuple[int, int], kind: str) -> 
     mask_YX = block_mask(shape, 4) if kind == "block" else center_mask(shape)
     if kind == "border":
         mask_YX = ~mask_YX
-    steps: list[tuple[int, int]] = []
     inpainter = SmoothInpainter()
-    restored_YX = restore_slice(
-        image_YX, mask_YX, inpainter, batch=4, progress=lambda done, total: steps.append((done, total))
-    )
+    restored_YX = restore_slice(image_YX, mask_YX, inpainter, batch=4)
     assert restored_YX.dtype == np.float32 and restored_YX.shape == shape
     assert restored_YX[~mask_YX].tobytes() == image_YX[~mask_YX].tobytes()
     assert restored_YX.min() >= 0 and restored_YX.max() <= 1
-    total = plan_slice(mask_YX, inpainter, 4).calls
-    assert steps == [(done, total) for done in range(1, total + 1)]
-    assert len(inpainter.calls) == total
+    assert len(inpainter.calls) == plan_slice(mask_YX, inpainter, 4).calls
 
 
 @settings(max_examples=20, deadline=None)
@@ -51,6 +46,21 @@ def test_the_batch_changes_nothing(rows: int, columns: int, seed: int, batch: in
     assert first_YX.tobytes() == second_YX.tobytes()
     keys = [key for _, _, keys in one_by_one.calls for key in keys]
     assert len(set(keys)) == len(keys)
+
+
+def test_slices_share_calls_and_none_is_changed() -> None:
+    """Slices of one and of several levels, with and without a hole, and one with more tiles than a call has."""
+    shapes = [(32, 32), (97, 131), (32, 32), (20, 40), (150, 170)]
+    images = [phantom(*shape).astype(np.float32) for shape in shapes]
+    masks = [block_mask(shape, seed) for seed, shape in enumerate(shapes)]
+    masks[2][:] = False
+    together, alone = SmoothInpainter(), SmoothInpainter()
+    for batch in (3, 16):
+        restored = restore_slices(images, masks, together, batch=batch)
+        for image_YX, mask_YX, restored_YX in zip(images, masks, restored, strict=True):
+            assert restored_YX.tobytes() == restore_slice(image_YX, mask_YX, alone, batch=batch).tobytes()
+    assert len(together.calls) < len(alone.calls)
+    assert max(len(keys) for _, _, keys in together.calls) <= 16
 
 
 def test_an_empty_mask_calls_no_model() -> None:
@@ -155,7 +165,7 @@ def tiny() -> TinyPipeline:
 def test_pipeline_restores_batches(tiny: TinyPipeline, capfd: pytest.CaptureFixture) -> None:
     ticks: list[int] = []
     tiny.batches.clear()
-    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 5, 7, on_step=lambda: ticks.append(1))
+    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, 5, 7, on_step=ticks.append)
     assert (inpainter.native_size, inpainter.multiple) == (32, 8)
     image_YX = phantom(70, 50).astype(np.float32)
     mask_YX = block_mask((70, 50), 0)
@@ -163,7 +173,7 @@ def test_pipeline_restores_batches(tiny: TinyPipeline, capfd: pytest.CaptureFixt
     restored_YX = restore_slice(image_YX, mask_YX, inpainter, batch=3)
     again_YX = restore_slice(image_YX, mask_YX, inpainter, batch=3)
     assert restored_YX.tobytes() == again_YX.tobytes()
-    assert len(ticks) == 2 * plan.denoising_steps(5)
+    assert sum(ticks) == 2 * plan.tile_steps(5)
     assert len(tiny.batches) == 2 * plan.calls and max(tiny.batches) > 1
     assert restored_YX[~mask_YX].tobytes() == image_YX[~mask_YX].tobytes()
     assert not np.array_equal(restored_YX, image_YX)
@@ -204,7 +214,7 @@ def test_noise_of_each_step_is_the_same_every_time(tiny: TinyPipeline) -> None:
 @pytest.mark.parametrize("strength", [0.1, 0.4, 0.5, 1.0])
 def test_pipeline_runs_the_promised_steps(tiny: TinyPipeline, steps: int, strength: float) -> None:
     ticks: list[int] = []
-    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, steps, 0, on_step=lambda: ticks.append(1))
+    inpainter = PipelineInpainter(tiny.pipe, tiny.prompt, steps, 0, on_step=ticks.append)
     inpainter(torch.zeros(1, 32, 32), torch.ones(1, 32, 32), strength, [0])
     assert len(ticks) == steps_at(steps, strength)
 

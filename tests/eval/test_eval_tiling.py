@@ -161,7 +161,7 @@ def test_progress_is_known_beforehand() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
     tiles = [len(one.tiles) for level in plan.levels for one in level.passes]
     assert plan.calls == sum(-(-count // 8) for count in tiles)
-    assert plan.denoising_steps(20) == (plan.calls - 1) * 4 + 20
+    assert plan.tile_steps(20) == (sum(tiles) - 1) * 4 + 20
     assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 

@@ -5,8 +5,6 @@ Ranks start once and load the model once. A killed sweep, started again, goes on
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +21,16 @@ from cocodiff.commands.options import Option, check_counts, check_strength, pars
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.record import REMEMBERED, as_read, described_inputs, lasting
+from cocodiff.commands.replicas import topology_of_replica
 from cocodiff.commands.session import import_before_fork, settle
 from cocodiff.commands.sweep.lines import REPORTS, check_folder, check_reportable, read_results
 from cocodiff.commands.sweep.points import SECTIONS, Grid, Point, read_grid
 from cocodiff.commands.terminal import note, say
-from cocodiff.config import Config, load_chunk_table, load_machine
+from cocodiff.config import load_chunk_table
 from cocodiff.errors import UserError
 from cocodiff.models.family import INPAINT
+from cocodiff.planning.deals import Deal
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
@@ -41,26 +42,12 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("exact", "preset", *(own.name for own in OWN))
+LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", *(own.name for own in OWN))
 # One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
 CHANGED = {"parallel": "off"}
 OPTIONS = (
     *OWN,
     *(replace(one, default=CHANGED.get(one.name, one.default)) for one in OF_INPAINT if one.name not in LEFT_AWAY),
-)
-# What a result depends on, beside grid, ranks and inputs. How the sweep is watched and where inputs lie is not in it.
-REMEMBERED = (
-    "strength",
-    "seed",
-    "prompt",
-    "guidance",
-    "model",
-    "dtype",
-    "batch",
-    "machine",
-    "vae",
-    "transport",
-    "device",
 )
 
 
@@ -74,6 +61,7 @@ class Sweep:
     tasks: list[Any]
     settings: dict[str, Any]
     started: float
+    deal: Deal
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
@@ -92,11 +80,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     sweep = prepare(values, grid, ranks, started)
     if values["dry_run"]:
-        images = sweep.settings["lines"] // (len(grid.steps) * len(grid.points))
-        steps, batch = sum(grid.steps), values["batch"] or 1
-        least = 2 if any(point.lossy for point in grid.points) else 1
-        configs = [point.config for point in grid.points]
-        deal_of(values, sweep.request, configs, ranks, images, batch=batch, steps=steps, least=least)
         return 0
     if launch.speaks and not values["quiet"]:
         note(f"{sweep.settings['lines']} runs; importing torch and diffusers, loading the model: {values['model']}")
@@ -124,21 +107,32 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts({"steps": grid.steps}, "steps")
     check_strength(values["strength"], grid.steps)
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    check_model(request, 1, weights=not values["dry_run"])
+    tasks = find_tasks({**values, "mask": grid.masks})
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
             f"V-Major selects nothing on one rank, so {len(lossy)} point(s) ({lossy[0]}, ...) would be exact: start 2 "
-            f"ranks or more with --ranks, mpiexec or torchrun"
+            f"ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
-    topology = Topology.build(load_machine(values["machine"]), ranks)
+    deal = deal_of(
+        values,
+        request,
+        [point.config for point in grid.points],
+        ranks,
+        images=sum(len(task.stack) for task in tasks),
+        batch=values["batch"] or 1,
+        steps=sum(grid.steps),
+        least=2 if lossy else 1,
+    )
+    topology = topology_of_replica(values, ranks, deal.replicas)
     for point in grid.points:
         check_point(point, topology)
-    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    check_model(request, ranks, weights=not values["dry_run"])
-    tasks = find_tasks({**values, "mask": grid.masks})
-    settings = describe(values, ranks, grid, tasks)
+    check_model(request, topology.size, weights=not values["dry_run"])
+    settings = describe(values, topology.size, grid, tasks)
     check_folder(values["out"], settings, values["overwrite"])
-    return Sweep(values, request, grid, tasks, settings, started)
+    return Sweep(values, request, grid, tasks, settings, started, deal)
 
 
 def check_point(point: Point, topology: Topology) -> None:
@@ -155,42 +149,18 @@ def check_point(point: Point, topology: Topology) -> None:
 
 
 def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -> dict[str, Any]:
-    """A sweep as plain data: all that its results depend on, and how many lines it will have."""
+    """A sweep as plain data: all that its results depend on, and how many lines it will have. ranks: of a replica."""
     masked = sum(bool(task.mask.read(index).any()) for task in tasks for index in range(len(task.stack)))
-    inputs = [
-        {
-            "name": task.stack.name,
-            "mask": task.mask.name,
-            "voxels": digest(task.stack),
-            "hidden": digest(task.mask),
-            "truth": digest(task.truth) if task.truth else None,
-        }
-        for task in tasks
-    ]
     described = {
         "cocodiff": __version__,
         "ranks": ranks,
         **{name: values[name] for name in REMEMBERED},
         "steps": grid.steps,
-        "points": [{"name": p.name, **_lasting(p.config)} for p in grid.points],
-        "inputs": inputs,
+        "points": [{"name": p.name, **lasting(p.config)} for p in grid.points],
+        "inputs": described_inputs(tasks),
         "lines": masked * len(grid.steps) * len(grid.points),
     }
-    return dict(json.loads(json.dumps(described)))
-
-
-def _lasting(config: Config) -> dict[str, Any]:
-    """The settings that results depend on: how long to wait for a lost rank is none of them."""
-    settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
-    return settings | {"timeout_s": None}
-
-
-def digest(slices: Any) -> str:
-    """A short hash of all voxels of a stack or a mask."""
-    found = hashlib.sha256(str(slices.shape).encode())
-    for index in range(slices.shape[0]):
-        found.update(slices.read(index).tobytes())
-    return found.hexdigest()[:16]
+    return as_read(described)
 
 
 def work(sweep: Sweep, transport: Any) -> None:

@@ -1,7 +1,8 @@
 """The folder of a sweep: `sweep.yaml` says what it is, `results.jsonl` grows by a line for every finished run.
 
 A line is on the disk before the next run begins, so a killed sweep goes on where it was. What a kill left of a line
-that was being written has no newline at its end: it is dropped, and the run done again.
+that was being written has no newline at its end: it is dropped, and the run done again. Replicas other than rank 0's
+write to `results-RANK.jsonl`, whose lines are moved to `results.jsonl` at the end or at the next start.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cocodiff.commands.outputs import check_place, refusing, storage_faults
+from cocodiff.commands.record import first_difference
 from cocodiff.config import read_yaml
 from cocodiff.errors import UserError
 
 SETTINGS, LINES, REPORTS = "sweep.yaml", "results.jsonl", ("pareto.png", "report.html")
+OF_REPLICAS = "results-*.jsonl"
 _UNFINISHED = ".sweep.yaml.partial"
-_SHOWN = 60  # characters of a setting in an error
 
 
 class Key(NamedTuple):
@@ -62,25 +64,13 @@ def check_folder(out: str, settings: Mapping[str, Any], overwrite: bool) -> None
 
 
 def _compare(out: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in dict.fromkeys([*now, *there]):
-        old, new = there.get(name), now.get(name)
-        if old != new:
-            shown = (f"{' '.join(str(one).split()):.{_SHOWN}}" for one in _difference(old, new))
-            raise UserError(
-                f"--out {out} holds a sweep with other settings ({name}: {next(shown)} there, {next(shown)} now): "
-                f"choose another folder, or start afresh with --overwrite"
-            )
-
-
-def _difference(old: Any, new: Any) -> tuple[Any, Any]:
-    """The first unequal parts of two settings."""
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return next(_difference(a, b) for a, b in zip(old, new, strict=True) if a != b)
-    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
-        key = next(key for key in old if old[key] != new[key])
-        inner = _difference(old[key], new[key])
-        return f"{key} {inner[0]}", f"{key} {inner[1]}"
-    return old, new
+    found = first_difference(there, now)
+    if found is not None:
+        name, old, new = found
+        raise UserError(
+            f"--out {out} holds a sweep with other settings ({name}: {old} there, {new} now): "
+            f"choose another folder, or start afresh with --overwrite"
+        )
 
 
 class Results(NamedTuple):
@@ -98,12 +88,31 @@ def read_results(folder: Path) -> Results:
     path = folder / LINES
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is no file, so {folder} is no sweep's: give the --out of a sweep")
+    lines, whole = _read_lines(path)
+    seen: set[Key] = set()
+    for number, line in enumerate(lines, 1):
+        if Key.of(line) in seen:
+            raise UserError(
+                f"{path}, line {number} repeats an earlier one: delete it, or start afresh with --overwrite"
+            )
+        seen.add(Key.of(line))
+    for other in sorted(folder.glob(OF_REPLICAS)):
+        moved = (line for line in _read_lines(other)[0] if Key.of(line) not in seen)  # a kill cut the moving short
+        lines += moved
+    settings = read_yaml(folder / SETTINGS)
+    if type(settings.get("lines")) is not int:
+        raise UserError(f"{folder / SETTINGS} does not say how many lines there will be: it is no record of a sweep")
+    return Results(settings, lines, whole)
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a file, and how many bytes they are. Raises UserError where one names no run."""
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     whole = data.rfind(b"\n") + 1
-    lines, seen = [], set()
+    lines = []
     for number, text in enumerate(data[:whole].splitlines(), 1):
         try:
             line = json.loads(text)
@@ -112,16 +121,14 @@ def read_results(folder: Path) -> Results:
                 raise TypeError(f"{key} names no run")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number} is damaged: mend it, or start afresh with --overwrite") from error
-        if key in seen:
-            raise UserError(
-                f"{path}, line {number} repeats an earlier one: delete it, or start afresh with --overwrite"
-            )
-        seen.add(key)
         lines.append(line)
-    settings = read_yaml(folder / SETTINGS)
-    if type(settings.get("lines")) is not int:
-        raise UserError(f"{folder / SETTINGS} does not say how many lines there will be: it is no record of a sweep")
-    return Results(settings, lines, whole)
+    return lines, whole
+
+
+def count_lines(folder: Path) -> int:
+    """How many runs are done by now."""
+    paths = [folder / LINES, *folder.glob(OF_REPLICAS)]
+    return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
 
 
 def check_reportable(folder: Path, results: Results, facts: Sequence[str]) -> None:
@@ -165,16 +172,25 @@ class LineWriter:
         self._lock(out)
         if overwrite:
             self._file.truncate(0)
-            for name in REPORTS:
-                (self.folder / name).unlink(missing_ok=True)
+            for path in (*(self.folder / name for name in REPORTS), *self.folder.glob(OF_REPLICAS)):
+                path.unlink(missing_ok=True)
         if overwrite or not (self.folder / SETTINGS).exists():
             unfinished = self.folder / _UNFINISHED
             with storage_faults(f"{self.folder / SETTINGS}"):
                 unfinished.write_text(yaml.safe_dump(dict(settings), sort_keys=False))
                 unfinished.replace(self.folder / SETTINGS)
-        results = read_results(self.folder)
-        self._file.truncate(results.whole)
-        self.done = {Key.of(line) for line in results.lines}
+        self._file.truncate(_read_lines(self.folder / LINES)[1])
+        self.done: set[Key] = set()
+        self.gather()
+
+    def gather(self) -> None:
+        """Moves the lines of other replicas, which write none meanwhile, to `results.jsonl`."""
+        self.done = {Key.of(line) for line in _read_lines(self.folder / LINES)[0]}
+        for line in read_results(self.folder).lines:
+            if Key.of(line) not in self.done:
+                self.add(line)
+        for path in self.folder.glob(OF_REPLICAS):
+            path.unlink()
 
     def _lock(self, out: str) -> None:
         with contextlib.suppress(OSError):  # some shared file systems have no locks; then nobody is kept out
@@ -188,11 +204,27 @@ class LineWriter:
     def add(self, line: Mapping[str, Any]) -> None:
         """Returns when the line is on the disk."""
         assert Key.of(line) not in self.done, f"{Key.of(line)} has its line already"
-        from cocodiff_eval.metrics import json_ready
-
-        data = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
-        with storage_faults(f"a line of {self.folder / LINES}"):
-            if self._file.write(data) != len(data):  # the next start drops what was written of it
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
+        _append(self._file, self.folder / LINES, line)
         self.done.add(Key.of(line))
+
+
+class ReplicaLines:
+    """Adds the lines of a replica other than rank 0's."""
+
+    def __init__(self, out: str, rank: int) -> None:
+        self._path = Path(out).resolve() / OF_REPLICAS.replace("*", str(rank))
+        self._file = self._path.open("ab", buffering=0)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Returns when the line is on the disk."""
+        _append(self._file, self._path, line)
+
+
+def _append(file: Any, path: Path, line: Mapping[str, Any]) -> None:
+    from cocodiff_eval.metrics import json_ready
+
+    data = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
+    with storage_faults(f"a line of {path}"):
+        if file.write(data) != len(data):  # the next start drops what was written of it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fileno())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +14,15 @@ import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import LINKS
 
+from cocodiff.commands.journal import Journals
 from cocodiff.commands.options import engine_record, engine_settings
+from cocodiff.commands.pipelines import Model
+from cocodiff.commands.replicas import Replica
 from cocodiff.commands.restore_stack import Restorer, Run, Task, psnr_vs_exact_db, quality, slice_name
 from cocodiff.commands.session import EXACT, load_requested
-from cocodiff.commands.sweep.lines import Key, LineWriter
+from cocodiff.commands.sweep.lines import Key, LineWriter, ReplicaLines, count_lines
 from cocodiff.commands.sweep.points import Point
-from cocodiff.commands.terminal import say
+from cocodiff.commands.terminal import JobBar, say
 from cocodiff.config import Config
 from cocodiff.engine import Engine
 
@@ -42,7 +47,7 @@ class Slice:
 
 
 def run_sweep(sweep: Sweep, transport: Any) -> None:
-    """Does what is missing. All ranks call it; rank 0 judges and writes."""
+    """Does what is missing. All ranks call it; each replica takes slices, and its leader judges and writes."""
     values = sweep.values
     writer = LineWriter(values["out"], sweep.settings, values["overwrite"]) if transport.rank == 0 else None
     done: set[Key] = transport.broadcast_object(writer.done if writer else None)
@@ -50,14 +55,28 @@ def run_sweep(sweep: Sweep, transport: Any) -> None:
     if writer is not None and done:
         say(f"{len(done)} of {sweep.settings['lines']} runs are done already")
     if missing:
-        runner = Runner(sweep, transport, writer)
+        replica = Replica(transport, values["machine"], sweep.deal.replicas)
+        claims = Journals(Path(values["out"]).resolve())
+        if transport.rank == 0:
+            claims.open_claims()
+        transport.broadcast_object(None)
+        replica.check_shared(claims, values["out"])
+        lines = writer or (ReplicaLines(values["out"], transport.rank) if replica.leads else None)
+        model = load_requested(sweep.request, values["dtype"], transport)
+        runner = Runner(sweep, model, replica.transport, lines, transport.rank == 0)
         transport.broadcast_object(None)  # all ranks have their model
         if writer is not None:
-            say(f"{transport.size} rank(s) ready after {time.monotonic() - sweep.started:.1f} s")
-        with torch.no_grad():
+            in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
+            say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - sweep.started:.1f} s")
+        with torch.no_grad(), runner.bar:
             runner.warm_up(missing)
-            for one in missing:
-                runner.run(one)
+            for number in replica.take(range(len(missing)), claims):
+                runner.run(missing[number])
+            transport.gather_object(None)  # the bar goes on until all replicas are done
+        if writer is not None:
+            writer.gather()
+    if writer is not None:
+        Journals(writer.folder).remove()
     transport.broadcast_object(None)
 
 
@@ -77,19 +96,24 @@ def missing_slices(sweep: Sweep, done: set[Key]) -> Iterator[Slice]:
 
 @dataclass
 class Runner:
-    """The model and the engines of one rank. Points with the same settings share an engine."""
+    """The model and the engines of one rank, on the ranks of its replica. Points with the same settings share an
+    engine. lines: of the replica's leader; speaks: whether this rank says and shows what is done."""
 
     sweep: Sweep
+    model: Model
     transport: Any
-    writer: LineWriter | None
+    lines: LineWriter | ReplicaLines | None
+    speaks: bool
     exact: Config = field(init=False)
+    bar: JobBar = field(init=False)
     restorers: dict[int, Restorer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        values = self.sweep.values
-        self.model = load_requested(self.sweep.request, values["dtype"], self.transport)
+        values, folder = self.sweep.values, Path(self.sweep.values["out"]).resolve()
         self.exact = engine_record().preset(EXACT, **engine_settings(values))
         self.engines: dict[Config, Engine] = {}
+        shows_bar = self.speaks and not values["quiet"]
+        self.bar = JobBar(self.sweep.settings["lines"], "runs", partial(count_lines, folder), shows_bar)
 
     def engine(self, config: Config) -> Engine:
         """Every rank asks for engines in the same order."""
@@ -100,14 +124,16 @@ class Runner:
     def restorer(self, steps: int) -> Restorer:
         if steps not in self.restorers:
             values = self.sweep.values
-            shows_bars = self.writer is not None and not values["quiet"]
-            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {}, [], EXACT_RUN, shows_bars)
+            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {}, [], EXACT_RUN)
+            self.restorers[steps].inpainter.on_step = self.bar.advance
         return self.restorers[steps]
 
     def restore(self, one: Slice, config: Config, name: str) -> Run:
         restorer = replace(self.restorer(one.steps), engines={name: self.engine(config)})
         original_YX, mask_YX = one.task.stack.read(one.index), one.task.mask.read(one.index)
-        return restorer.run(one.task, prepare_slice(original_YX, mask_YX, one.task.scale), mask_YX, name)
+        if self.bar.shown:
+            self.bar.begin(1, restorer.tile_steps([mask_YX]))
+        return restorer.run([prepare_slice(original_YX, mask_YX, one.task.scale)], [mask_YX], name)[0]
 
     def warm_up(self, missing: list[Slice]) -> None:
         """A short run in every mode, so that no result pays for first allocations and connections."""
@@ -125,13 +151,17 @@ class Runner:
                 run = exact
             else:
                 run = self.restore(one, point.config, point.name)
-            if self.writer is not None:
-                line = result_line(one, point, run, exact)
-                self.writer.add(line)
+            if self.lines is None:
+                continue
+            line = result_line(one, point, run, exact)
+            self.lines.add(line)
+            self.bar.begin(0, 0)
+            if self.speaks:
+                done = count_lines(Path(self.sweep.values["out"]).resolve())
                 psnr = line["psnr_db"]
                 shown = "" if psnr is None else f" {psnr:.2f} dB,"
                 key = f"{point.name}, {one.steps} steps, {one.task.mask.name}, {one.name}"
-                say(f"{len(self.writer.done)}/{self.sweep.settings['lines']}  {key}:{shown} {run.cost.seconds:.1f} s")
+                self.bar.say(f"{done}/{self.sweep.settings['lines']}  {key}:{shown} {run.cost.seconds:.1f} s")
 
 
 def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any]:

@@ -1,0 +1,145 @@
+"""What a job has finished so far, kept with its unfinished results, so that another start can go on.
+
+A job is a list of batches (of slices, of prompts). Each replica adds a line to a journal of its own for every batch
+whose results are on the disk. What a kill left of a line that was being written is dropped, and its batch done again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = ".progress"  # within the hidden folder of a run's results
+_HEADER, _CLAIMS = "job.json", "claims"
+
+
+class Entry(NamedTuple):
+    """A finished batch. number: among the job's; size: its slices or prompts; rows: what is to be known of them."""
+
+    number: int
+    size: int
+    rows: list[Any]
+
+
+class Kept(NamedTuple):
+    """How much of a job is finished: `done` of `total` slices or prompts, as `unit` says."""
+
+    done: int
+    total: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.total} {self.unit}"
+
+
+class Journal:
+    """A replica's journal of one start."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def add(self, entry: Entry) -> None:
+        """Returns when the line is on the disk."""
+        data = json.dumps(entry._asdict(), allow_nan=False).encode() + b"\n"
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next start drops what was written of it
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Reader:
+    """Reads the journals of a folder, at each call what was added since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # bytes of each journal
+
+    def entries(self) -> list[Entry]:
+        found = []
+        for path in sorted(self._folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._read[path] = self._read.get(path, 0) + whole
+            found += [entry for line in data[:whole].splitlines() if (entry := _entry(line)) is not None]
+        return found
+
+
+def _entry(line: bytes) -> Entry | None:
+    """None for a damaged line: its batch counts as not done."""
+    try:
+        found = json.loads(line)
+        return Entry(int(found["number"]), int(found["size"]), list(found["rows"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+class Journals:
+    """The folder of a job's journals in that of its unfinished results."""
+
+    def __init__(self, results: Path) -> None:
+        self.folder = results / FOLDER
+
+    def begin(self, settings: Mapping[str, Any], total: int, unit: str, overwrite: bool) -> None:
+        """settings: all that the results depend on; overwrite: whether they may replace those of an earlier run."""
+        self.folder.mkdir()
+        header = {"settings": settings, "total": total, "unit": unit, "overwrite": overwrite}
+        unfinished = self.folder / f"{_HEADER}.partial"
+        unfinished.write_text(json.dumps(header, indent=1))
+        unfinished.replace(self.folder / _HEADER)
+
+    def header(self) -> dict[str, Any] | None:
+        """What `begin` was given; None where there is nothing to go on with."""
+        try:
+            found = json.loads((self.folder / _HEADER).read_text())
+            return {"total": int(found["total"]), "unit": str(found["unit"]), **found}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def kept(self) -> Kept | None:
+        """None where no batch is finished."""
+        header, done = self.header(), sum(entry.size for entry in self.finished().values())
+        return Kept(done, header["total"], header["unit"]) if header is not None and done else None
+
+    def finished(self) -> dict[int, Entry]:
+        """The finished batches by their numbers."""
+        try:
+            return {entry.number: entry for entry in Reader(self.folder).entries()}
+        except OSError:
+            return {}
+
+    def open_journal(self, name: str) -> Journal:
+        """A journal; no two of a job have the same name."""
+        return Journal(self.folder / f"{name}.jsonl")
+
+    def open_claims(self) -> None:
+        """Before any batch is claimed; the claims of an earlier start are void."""
+        shutil.rmtree(self.folder / _CLAIMS, ignore_errors=True)
+        (self.folder / _CLAIMS).mkdir(parents=True)
+
+    def claim(self, number: int) -> bool:
+        """Whether a batch is the caller's now: nobody else has claimed it."""
+        try:
+            os.close(os.open(self.folder / _CLAIMS / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Nothing is left to go on with."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def sees(self, token: str) -> bool:
+        """Whether this host sees what `show` wrote on another."""
+        return (self.folder / token).exists()
+
+    def show(self, token: str) -> None:
+        (self.folder / token).touch()

@@ -1,0 +1,85 @@
+"""What the results of a run depend on, as plain data that is kept beside them: the same data, the same results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cocodiff.config import Config
+
+# What a result depends on, beside presets, ranks and inputs. How a run is watched and where inputs lie is not in it.
+REMEMBERED = (
+    "strength",
+    "seed",
+    "prompt",
+    "guidance",
+    "model",
+    "dtype",
+    "batch",
+    "machine",
+    "vae",
+    "transport",
+    "device",
+)
+
+
+def lasting(config: Config) -> dict[str, Any]:
+    """The settings that results depend on: how long to wait for a lost rank is none of them."""
+    settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
+    return settings | {"timeout_s": None}
+
+
+def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
+    """The voxels of every `restore_stack.Task`; reads all of them, once each."""
+    known: dict[int, str] = {}
+
+    def once(slices: Any) -> str:
+        if id(slices) not in known:
+            known[id(slices)] = digest(slices)
+        return known[id(slices)]
+
+    return [
+        {
+            "name": task.stack.name,
+            "mask": task.mask.name,
+            "voxels": once(task.stack),
+            "hidden": once(task.mask),
+            "truth": once(task.truth) if task.truth else None,
+        }
+        for task in tasks
+    ]
+
+
+def digest(slices: Any) -> str:
+    """A short hash of all voxels of a stack or a mask."""
+    found = hashlib.sha256(str(slices.shape).encode())
+    for index in range(slices.shape[0]):
+        found.update(slices.read(index).tobytes())
+    return found.hexdigest()[:16]
+
+
+def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first setting that differs between two runs: its name, and both values as an error shows them."""
+    for name in dict.fromkeys([*now, *there]):
+        old, new = there.get(name), now.get(name)
+        if old != new:
+            shown = (f"{' '.join(str(one).split()):.60}" for one in _unequal_parts(old, new))
+            return name, next(shown), next(shown)
+    return None
+
+
+def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return next(_unequal_parts(a, b) for a, b in zip(old, new, strict=True) if a != b)
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        key = next(key for key in old if old[key] != new[key])
+        inner = _unequal_parts(old[key], new[key])
+        return f"{key} {inner[0]}", f"{key} {inner[1]}"
+    return old, new
+
+
+def as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are once they have been written and read: what is compared with those of an earlier start."""
+    return dict(json.loads(json.dumps(settings)))

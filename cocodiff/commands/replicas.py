@@ -1,0 +1,203 @@
+"""Replicas: sets of ranks that each take the next batch of a job when they are free, and write what they finish."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from cocodiff.comm.launch import detect
+from cocodiff.commands.journal import Entry, Journals, Reader
+from cocodiff.commands.outputs import storage_faults
+from cocodiff.commands.record import as_read, first_difference
+from cocodiff.commands.terminal import JobBar, say
+from cocodiff.config import Config, load_machine
+from cocodiff.errors import UserError
+from cocodiff.planning.deals import Deal
+from cocodiff.topology.axes import Axes
+from cocodiff.topology.machine import Topology
+
+VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
+
+
+def check_seats(machine: str, ranks: int, deal: Deal, configs: Iterable[Config]) -> None:
+    """Raises UserError for replicas whose ranks sit differently where results depend on that: an image would depend on
+    who has made it."""
+    axes = axes_of(machine, ranks, deal.replicas)
+    if any(map(_depends_on_seats, configs)) and len({seats(axes, of_replica) for of_replica in axes.branches}) > 1:
+        raise UserError(
+            f"--replicas {deal.replicas} of {ranks} ranks: their ranks sit differently on cards and nodes, so that "
+            f"with rings, chunks or scoring by card an image would depend on which replica makes it: choose another "
+            f"number"
+        )
+
+
+def _depends_on_seats(config: Config) -> bool:
+    by_card = config.selection != "full" and config.scoring == "card"
+    return by_card or config.chunks != 1 or config.ring not in (1, "auto")
+
+
+def seats(axes: Axes, branches: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
+    """Node, card and plane of every rank of a replica, each counted from its first."""
+    places = [axes.topology.places[rank] for rank in sorted(sum(map(tuple, branches), ()))]
+    numbers: dict[tuple[str, int], int] = {}
+
+    def counted(kind: str, number: int) -> int:
+        known = sum(1 for other, _ in numbers if other == kind)
+        return numbers.setdefault((kind, number), known)
+
+    return tuple((counted("node", p.node), counted("card", p.card), counted("plane", p.plane)) for p in places)
+
+
+def axes_of(machine: str, ranks: int, replicas: int) -> Axes:
+    """Raises UserError for replicas that do not divide the ranks."""
+    return Axes.build(Topology.build(load_machine(machine), ranks, detect().local_size), replica=replicas)
+
+
+def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
+    """Where the ranks of the first replica sit."""
+    axes = axes_of(values["machine"], ranks, replicas)
+    return axes.topology.part(axes.replica(0))
+
+
+def threads() -> str | None:
+    """Threads of a rank's arithmetic, which may change the last bits of sums."""
+    return os.environ.get("OMP_NUM_THREADS")
+
+
+class Replica:
+    """This rank's replica. transport: that of its ranks; seats: where they sit; leads: whether this rank is the one
+    that claims batches and writes."""
+
+    def __init__(self, whole: Any, machine: str, replicas: int) -> None:
+        from cocodiff.comm.part import Part  # torch
+
+        self.whole, self.count = whole, replicas
+        axes = axes_of(machine, whole.size, replicas)
+        self.seats = seats(axes, axes.branches[axes.coordinates(whole.rank).replica])
+        self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
+        self.leads = self.transport.rank == 0
+
+    def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
+        """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
+        together."""
+        if self.count == 1:
+            yield from numbers
+            return
+        free = iter(numbers)
+        while True:
+            own = next((number for number in free if journals.claim(number)), None) if self.leads else None
+            number = self.transport.broadcast_object(own)
+            if number is None:
+                return
+            yield number
+
+    def check_shared(self, journals: Journals, out: str, patience_s: float = VISIBLE_S) -> None:
+        """All ranks call it. Raises UserError where a leader does not see within `patience_s` what rank 0 writes."""
+        if self.count == 1:
+            return
+        token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
+        if token:
+            journals.show(token)
+        token = self.whole.broadcast_object(token)
+        seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
+        blind = [rank for rank, saw in enumerate(seen or []) if not saw]
+        blind = self.whole.broadcast_object(blind)
+        if blind:
+            raise UserError(
+                f"--out {out}: rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there: choose a "
+                f"folder that all hosts share, or --replicas 1"
+            )
+
+
+def _appears(journals: Journals, token: str, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not journals.sees(token):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class Queue:
+    """The batches of a job, which replicas take one by one; those that an earlier start has finished are left out.
+
+    All ranks make one, and each iterates over the numbers of the batches that its replica takes. The leader of the
+    replica calls `add` when a batch's results are on the disk.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        output: Any,
+        settings: Callable[[], dict[str, Any]],
+        counts: Sequence[int],
+        unit: str,
+        shows_bar: bool,
+    ) -> None:
+        """settings: what the results depend on, asked for on rank 0; counts: the slices or prompts (`unit`) of each
+        batch. Raises UserError where another start's settings were others."""
+        self._replica, self._counts = replica, counts
+        self.journals: Journals = output.journals
+        whole = replica.whole
+        if whole.rank == 0:
+            _begin(output, as_read(settings()), sum(counts), unit)
+        self._done = set(whole.broadcast_object(set(self.journals.finished()) if whole.rank == 0 else None))
+        replica.check_shared(self.journals, output.out)
+        reader = Reader(self.journals.folder)
+        self._counted = 0
+
+        def count_done() -> int:
+            self._counted += sum(entry.size for entry in reader.entries())
+            return self._counted
+
+        self.bar = JobBar(sum(counts), unit, count_done, shows_bar)
+
+    @cached_property
+    def _journal(self) -> Any:
+        return self.journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
+
+    def __enter__(self) -> Queue:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.__exit__(*error)
+
+    def __iter__(self) -> Iterator[int]:
+        left = [number for number in range(len(self._counts)) if number not in self._done]
+        yield from self._replica.take(left, self.journals)
+        self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+
+    def add(self, number: int, rows: list[Any]) -> None:
+        """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end."""
+        with storage_faults(f"a line of {self.journals.folder}"):
+            self._journal.add(Entry(number, self._counts[number], rows))
+        self.bar.begin(0, 0)
+
+    def rows(self) -> list[Any]:
+        """The rows of all batches in their order, when all are done."""
+        entries = self.journals.finished()
+        return [row for number in sorted(entries) for row in entries[number].rows]
+
+
+def _begin(output: Any, settings: dict[str, Any], total: int, unit: str) -> None:
+    """On rank 0: the journals of a new job, or those of one to go on with. Raises UserError for the first setting in
+    which that one differs."""
+    journals: Journals = output.journals
+    header = journals.header()
+    found = first_difference(header["settings"], settings) if header is not None else None
+    if found is not None:
+        name, old, new = found
+        raise UserError(
+            f"--out {output.out}: the run that did not end had other settings ({name}: {old} there, {new} now): "
+            f"--resume goes on with the same ones; start afresh with --overwrite"
+        )
+    if header is None:
+        journals.begin(settings, total, unit, output.overwrite)
+    if output.resume:
+        kept = journals.kept()
+        say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
+    journals.open_claims()

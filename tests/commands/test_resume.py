@@ -1,0 +1,188 @@
+"""Stacks dealt to replicas, and runs that did not end and go on: every bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tifffile
+from warm import Started, forked
+
+from cocodiff.cli import main
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.commands.journal import Entry, Journals
+from cocodiff.commands.replicas import Replica
+from cocodiff.commands.restore_stack import batches_of
+from cocodiff.errors import UserError
+
+SLICES = 10
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("input") / "scan.tif"
+    volume = np.random.default_rng(0).integers(0, 60000, (SLICES, 96, 96), dtype=np.uint16)
+    tifffile.imwrite(path, volume, photometric="minisblack")
+    return path
+
+
+def words(scan: Path, out: Path, *more: Any, presets: tuple[str, ...] = ("cocodiff", "tapa")) -> list[str]:
+    fixed = ("--steps", 3, "--batch", 2, "--preset", *presets, "--quiet")
+    return [str(word) for word in ("inpaint", "--input", scan, "--out", out, *fixed, *more)]
+
+
+def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """The images, and the rows of metrics.json without times."""
+    rows = json.loads((out / "metrics.json").read_text())["images"]
+    for row in rows:
+        row["seconds"] = row["baseline"]["seconds"] = 0
+    return {path.name: path.read_bytes() for path in (out / "images").iterdir()}, rows
+
+
+class Killed:
+    """A run on four ranks in two replicas, from its start until it has finished more batches than there were."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.log, self.journals = folder / "log", Journals(folder / ".out.partial")
+        before = len(self.journals.finished())
+        self.process = Started(words, self.log)
+        deadline = time.monotonic() + 180
+        while len(self.journals.finished()) <= before:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.005)
+        self.ranks = sorted(psutil.Process(self.process.pid).children(), key=lambda rank: rank.pid)
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        psutil.wait_procs(self.ranks, timeout=10)
+        return code
+
+
+@pytest.mark.processes
+def test_a_killed_job_goes_on_with_other_replicas_to_the_same_bits(scan: Path, tmp_path: Path) -> None:
+    done = forked(*words(scan, tmp_path / "whole", "--ranks", 2), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    dealt = words(scan, tmp_path / "out", "--ranks", 4, "--replicas", 2, "--resume")
+    run = Killed(tmp_path, dealt)
+    run.ranks[3].kill()
+    assert run.end() == 1
+    said = f"rank 3 was killed by SIGKILL; 3 of 3 other ranks noticed and stopped, {run.journals.kept()} are kept: go "
+    assert said in run.log.read_text()
+    run = Killed(tmp_path, dealt)
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.end()
+    kept = run.journals.kept()
+    assert kept is not None and 2 <= kept.done < SLICES
+    with next(run.journals.folder.glob("*.jsonl")).open("ab") as journal:
+        journal.write(b'{"number": 0, "si')  # as a kill in the middle of a write leaves it
+    refused = forked(*words(scan, tmp_path / "out", "--ranks", 1, "--resume"), folder=tmp_path)
+    assert refused.returncode == 2 and "(ranks of a replica: 2 there, 1 now)" in refused.stderr
+    done = forked(*words(scan, tmp_path / "out", "--ranks", 2, "--resume"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"going on: {kept} are there already" in done.stdout
+    assert results(tmp_path / "out") == results(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "whole"]
+
+
+@pytest.mark.processes
+def test_a_run_that_ended_badly_goes_on_only_as_it_began(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    def run(*more: Any) -> tuple[int, str]:
+        capsys.readouterr()
+        sample = () if "--exact_slices" in more else ("--exact_slices", 3)
+        code = main(words(scan, out, *sample, *more, presets=("cocodiff",)))
+        return code, "".join(capsys.readouterr())
+
+    add, added = Journals.open_journal, []
+
+    def stop(journals: Journals, name: str) -> Any:
+        journal = add(journals, name)
+        once = journal.add
+
+        def and_end(entry: Entry) -> None:
+            once(entry)
+            added.append(entry)
+            if len(added) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(journal, "add", and_end)
+        return journal
+
+    monkeypatch.setattr(Journals, "open_journal", stop)
+    code, said = run("--resume")
+    assert code == 130 and "nothing to resume: starting afresh" in said
+    kept = f"{sum(entry.size for entry in added)} of {SLICES} slices"
+    assert f"{kept} are kept: go on with --resume" in said
+    code, said = run()
+    assert code == 2 and f"finished {kept} there: go on with --resume, or start afresh with --overwrite" in said
+    for difference, told in (
+        (("--seed", 1), "(seed: 0 there, 1 now)"),
+        (("--exact_slices", 4), "(exact_slices: 3 there, 4 now)"),
+    ):
+        assert told in run("--resume", *difference)[1]
+    code, said = run("--resume")
+    assert code == 0 and f"going on: {kept} are there already" in said
+    assert len(added) == len({entry.number for entry in added})
+    rows = json.loads((out / "metrics.json").read_text())["images"]
+    assert sum(row["exact_compared"] for row in rows) == 3 and len(rows) == SLICES
+    assert "resume" not in (out / "run.yaml").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_batches_depend_on_masks_alone_and_the_sample_has_its_own() -> None:
+    masked = [index % 3 > 0 for index in range(60)]
+    batches = batches_of(5, masked, together=8, sample=8)
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(60))
+    for batch in batches:
+        assert len({masked[index] for index in batch.indices}) == 1
+        assert len(batch.indices) <= 8 or not masked[batch.indices[0]]
+    (sample,) = [batch.indices for batch in batches if batch.compared]
+    assert len(sample) == 8 and (sample[0], sample[-1]) == (1, 59)
+    assert [batch.compared for batch in batches_of(0, [True] * 7, 1, 8)] == [True] * 7
+    assert [batch.indices for batch in batches_of(0, [True] * 3, 1, 1)] == [(0,), (1,), (2,)]
+
+
+def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:
+    journals = Journals(tmp_path)
+    journals.begin({"seed": 0}, 9, "slices", overwrite=False)
+    journals.open_claims()
+    assert [journals.claim(number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
+    assert journals.kept() is None
+    for name, size in (("a", 3), ("b", 2)):
+        journals.open_journal(name).add(Entry(size, size, [name]))
+    (journals.folder / "c.jsonl").write_text('{"number": 4, "size": 9, "rows": []}')
+    assert str(journals.kept()) == "5 of 9 slices" and set(journals.finished()) == {2, 3}
+    journals.open_claims()
+    assert journals.claim(0)
+
+
+def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
+    """Two ranks with folders of their own, as on hosts without a common file system."""
+    world, said = LoopbackWorld(2), []
+
+    def rank(number: int) -> None:
+        transport = LoopbackTransport(world, number)
+        journals = Journals(tmp_path / str(number))
+        journals.folder.mkdir(parents=True)
+        try:
+            Replica(transport, "local", 2).check_shared(journals, "out", patience_s=0.2)
+        except UserError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
