@@ -148,5 +148,7 @@ def test_what_cannot_be_says_why():
     choice = choose(Pricer(topology_of("aurora", 24)), [apart], 3, 3)
     assert set(choice.refused) == {(3, 1), (3, 2), (6, 1)}  # cards of a node have their planes in two orders
     assert "sit differently" in str(choice.refused[Deal(3, 1)])
-    few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)
-    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.deal == (2, 2)
+    few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 3, 3)
+    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.deal == (3, 2)
+    with pytest.raises(UserError, match="12 ranks"):
+        choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)

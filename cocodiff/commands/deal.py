@@ -169,6 +169,8 @@ def own_pixels(model: str) -> int:
 
 def vae_factor(model: str) -> int:
     """Pixels of a latent pixel's side."""
+    if model == EMBEDDED:
+        return VAE_FACTOR
     config = read_json(model_file(model, "vae/config.json"))
     levels = config.get("temperal_downsample", config.get("block_out_channels", [None])[1:])
     return int(2 ** len(levels))

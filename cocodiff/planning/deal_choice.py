@@ -140,6 +140,8 @@ def choose(
         raise next(iter(refused.values()))
     fitting = [one for one in sized if one.fits is not False]
     reason = untimed(topology.machine)
+    if reason and refused and min(one.deal.replicas for one in sized) > max(batches, replicas or 1):
+        raise next(iter(refused.values()))  # more ranks than so few images can use
     if reason or not (fitting or time_all):
         taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
         return Choice(topology, taken, None, sized, refused, reason)

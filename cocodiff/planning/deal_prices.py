@@ -168,9 +168,9 @@ class Pricer:
         by_card = config.selection != "full" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1):
             raise UserError(
-                f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so that with "
-                f"rings, chunks or scoring by card an image would depend on which replica makes it: choose another "
-                f"number"
+                f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
+                f"that with rings, chunks or scoring by card an image would depend on which replica makes it: choose "
+                f"another number"
             )
 
     def least_s(self, work: Workload, deal: Deal) -> float:
