@@ -63,7 +63,8 @@ def deal_of(
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
-    count = images if batches is None else batches
+    images = max(1, images)
+    count = images if batches is None else max(1, batches)
     choice = choose(pricer, works, images, count, 1 if compares else replicas, guidance, least=least)
     if replicas is None and not _alike(values, ranks, choice.taken.deal, presets):
         choice = choose(pricer, works, images, count, 1, guidance, least=least)
@@ -168,6 +169,8 @@ def own_pixels(model: str) -> int:
 
 def vae_factor(model: str) -> int:
     """Pixels of a latent pixel's side."""
+    if model == EMBEDDED:
+        return VAE_FACTOR
     config = read_json(model_file(model, "vae/config.json"))
     levels = config.get("temperal_downsample", config.get("block_out_channels", [None])[1:])
     return int(2 ** len(levels))

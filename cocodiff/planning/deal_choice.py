@@ -22,7 +22,8 @@ class PricedDeal:
 
     tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
     the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
-    and of the exchange of outputs between guidance branches. All three None where nothing is timed.
+    and of the exchange of outputs between guidance branches. All three None where nothing is timed. first_s: what a
+    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
     """
 
     deal: Deal
@@ -35,6 +36,7 @@ class PricedDeal:
     batch_s: float | None = None
     sent: dict[str, float] | None = None
     outputs: dict[str, float] | None = None
+    first_s: float = 0.0
 
     @property
     def fits(self) -> bool | None:
@@ -49,7 +51,7 @@ class PricedDeal:
     def job_s(self) -> float:
         """Seconds of the whole job, denoising alone."""
         assert self.batch_s is not None, "nothing is timed on this machine"
-        return self.rounds * self.batch_s
+        return self.rounds * self.batch_s + self.first_s
 
     @property
     def images_per_hour(self) -> float:
@@ -138,6 +140,8 @@ def choose(
         raise next(iter(refused.values()))
     fitting = [one for one in sized if one.fits is not False]
     reason = untimed(topology.machine)
+    if reason and refused and min(one.deal.replicas for one in sized) > max(batches, replicas or 1):
+        raise next(iter(refused.values()))  # more ranks than so few images can use
     if reason or not (fitting or time_all):
         taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
         return Choice(topology, taken, None, sized, refused, reason)
@@ -156,6 +160,8 @@ def choose(
 def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int) -> PricedDeal:
     """A deal with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
     need = max((pricer.need(work, deal) for work in works), key=lambda need: need.total)
+    for work in works:
+        pricer.check_same_bits(work, deal)
     mesh = pricer.mesh(works[0], deal)
     tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
     return PricedDeal(deal, mesh.ulysses, mesh.ring, need, tile, images, batches)
@@ -201,4 +207,9 @@ def time_deal(pricer: Pricer, works: Sequence[Workload], one: PricedDeal) -> Pri
         batch_s=sum(step.plan.image_s for step in steps),
         sent=total([step.plan.bytes for step in steps]),
         outputs=total([step.outputs for step in steps]),
+        first_s=sum(
+            step.plan.step_s
+            for work, step in zip(works, steps, strict=True)
+            if one.deal.guidance > 1 and work.load.branches > 1
+        ),
     )

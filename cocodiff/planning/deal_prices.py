@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from cocodiff.assemble import chunking, exchange_table, mesh_of
 from cocodiff.config import Config
+from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.layers import Case, kinds_of
@@ -76,7 +78,8 @@ class Workload:
         return [first, replace(self.load, branches=1, segments=self.negative)]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """The ranks of one guidance branch of one replica, ascending, as a topology of their own, and their work."""
 
     ranks: tuple[int, ...]
@@ -97,15 +100,20 @@ class Part(NamedTuple):
 
     @property
     def alike(self) -> Hashable:
-        """The same for parts whose ranks sit alike, whichever cards and planes of a node they are on."""
+        """The same for parts that take alike: whose ranks sit alike, and share NICs alike where they are on several
+        nodes."""
+        return self.seats, self.topology.nics if self.topology.nodes > 1 else ()
+
+    @cached_property
+    def seats(self) -> tuple[tuple[int, int, int], ...]:
+        """Of every rank the node, and numbers of its card and plane, whichever of the machine's they are."""
         numbers: dict[tuple[str, int], int] = {}
 
         def renumbered(kind: str, number: int) -> int:
             return numbers.setdefault((kind, number), len(numbers))
 
-        nics = self.topology.nics if self.topology.nodes > 1 else [0] * self.topology.size
         places = self.topology.places
-        return tuple((p.node, renumbered("card", p.card), renumbered("plane", p.plane), nics[p.rank]) for p in places)
+        return tuple((p.node, renumbered("card", p.card), renumbered("plane", p.plane)) for p in places)
 
 
 class DealStep(NamedTuple):
@@ -153,6 +161,18 @@ class Pricer:
         """Of the first part. Raises UserError as `need`."""
         return self._mesh(self._parts(work, deal)[0][0])
 
+    def check_same_bits(self, work: Workload, deal: Deal) -> None:
+        """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
+        seats = {tuple(part.seats for part in parts) for parts in self._parts(work, deal)}
+        config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
+        by_card = config.selection != "full" and config.scoring == "card"
+        if len(seats) > 1 and (ring or by_card or config.chunks != 1):
+            raise UserError(
+                f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
+                f"that with rings, chunks or scoring by card an image would depend on which replica makes it: choose "
+                f"another number"
+            )
+
     def least_s(self, work: Workload, deal: Deal) -> float:
         """Seconds that no step is faster than: the model's arithmetic on the fullest rank."""
         return max(_arithmetic_s(part, self._mesh(part)) for part in self._unlike(work, deal))
@@ -170,7 +190,7 @@ class Pricer:
         """As `parts_of`; all that are alike have the topology of the first of them."""
         if (work, deal) not in self._dealt:
             self._dealt[work, deal] = [
-                [part._replace(topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
+                [replace(part, topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
                 for of_replica in parts_of(self.topology, work, deal)
             ]
         return self._dealt[work, deal]

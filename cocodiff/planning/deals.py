@@ -17,6 +17,11 @@ class Deal(NamedTuple):
     replicas: int = 1
     guidance: int = 1
 
+    @property
+    def parts(self) -> int:
+        """Sets of ranks that share a sequence each."""
+        return self.replicas * self.guidance
+
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
@@ -43,7 +48,7 @@ def deals_of(
         for parts in branches
         if ranks // sets % parts == 0
     ]
-    shared = [deal for deal in found if ranks // (deal.replicas * deal.guidance) >= least]
+    shared = [deal for deal in found if ranks // deal.parts >= least]
     rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
     if not found:
         raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")

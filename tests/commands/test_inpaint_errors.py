@@ -132,7 +132,7 @@ def test_values_out_of_range(refused: Check) -> None:
 
 
 def test_more_ranks_than_the_model_can_use(refused: Check, tmp_path: Path) -> None:
-    assert "200 ranks for the 144 image tokens" in refused("--ranks", "200")
+    assert "200 ranks for 144 image tokens" in refused("--ranks", "200")
     folder = model_folder(tmp_path / "model", heads=64, side=4)
     for part in ("transformer", "vae"):
         (folder / part / "diffusion_pytorch_model.safetensors").touch()

@@ -130,7 +130,7 @@ def test_deals_of_a_job(plan, tmp_path):
     assert told["case"]["replicas"] == taken[0]["replicas"] and told["time"]["image_s"] == taken[0]["image_s"]
     for row in deals:
         assert row["replicas"] * row["guidance"] * row["ranks"] == 12 and row["fits"]
-        assert row["job_s"] == pytest.approx(row["image_s"] * -(-6 // row["replicas"]))
+        assert row["job_s"] == pytest.approx(row["image_s"] * -(-6 // row["replicas"]) + row["first_s"])
         assert row["images_per_hour"] == pytest.approx(6 * 3600 / row["job_s"])
         assert (sum(row["output_bytes_per_image"].values()) > 0) == (row["guidance"] == 2)
     assert "compare" not in told and not (tmp_path / "plan" / "plan.png").exists()

@@ -63,6 +63,7 @@ def deal_as_json(one: PricedDeal) -> dict[str, Any]:
         "image_s": one.batch_s,
         "images_per_hour": one.images_per_hour if timed else None,
         "job_s": one.job_s if timed else None,
+        "first_s": one.first_s if timed else None,
         "bytes_per_image": one.sent,
         "output_bytes_per_image": one.outputs,
     }
