@@ -132,7 +132,8 @@ def test_results_have_the_promised_names(made: Path) -> None:
     ]
     for row in metrics["images"]:
         assert row["mask"] is row["psnr_db"] is row["ssim"] is row["mse"] is row["psnr_vs_exact_db"] is None
-        assert row["exact_compared"] and row["seconds"] > 0 and sum(row["bytes"].values()) > 0
+        # Each of two replicas has two ranks, one for each guidance branch: nothing is sent in attention.
+        assert row["exact_compared"] and row["seconds"] > 0 and sum(row["bytes"].values()) == 0
     json.loads((out / "trace.json").read_text())
     assert yaml.safe_load((out / "run.yaml").read_text())["prompt"] == PROMPTS
     (row,) = json.loads((made / "prompt-klein" / "metrics.json").read_text())["images"]
@@ -174,7 +175,7 @@ def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path)
     assert "--prompt is missing" in refused("--model", encoders)
     assert "--width 50: model" in refused("--model", without, "--width", "50")
     assert "at least 1" in refused("--model", without, "--height", "0")
-    assert "image tokens of model" in refused("--model", without, "--ranks", "500")
+    assert "500 ranks for 64 image tokens" in refused("--model", without, "--ranks", "500")
     tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
     assert "FluxFillPipeline's weights only restore" in refused("--model", tmp_path / "fill")
     index = tmp_path / "fill" / "model_index.json"

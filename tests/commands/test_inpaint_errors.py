@@ -131,12 +131,9 @@ def test_values_out_of_range(refused: Check) -> None:
     assert "timeout_s" in refused("--timeout-s", "-1")
 
 
-def test_more_ranks_than_the_model_can_use(refused: Check, tmp_path: Path) -> None:
+def test_more_ranks_than_the_model_can_use(refused: Check) -> None:
     assert "200 ranks for 144 image tokens" in refused("--ranks", "200")
-    folder = model_folder(tmp_path / "model", heads=64, side=4)
-    for part in ("transformer", "vae"):
-        (folder / part / "diffusion_pytorch_model.safetensors").touch()
-    assert "16 image tokens" in refused("--ranks", "20", "--model", folder)
+    assert "150 ranks for the 144 image tokens" in refused("--ranks", "150", "--parallel", "off")
 
 
 def test_machine_that_does_not_match_the_ranks(refused: Check, tmp_path: Path) -> None:
