@@ -41,16 +41,24 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     exec(example(), names)
     engine, pipe = names["engine"], names["pipe"]
-    once = engine.bytes()
+    # On two ranks each computes a branch of guidance: what they send each other is the model's output.
+    once = engine.bytes("guidance")
     with engine:
         torch.manual_seed(0)
         again = pipe(prompt="a tooth", image=scan, mask_image=mask).images[0]
-        inside = engine.bytes()
-    twice = engine.bytes()
+        inside = engine.bytes("guidance")
+    twice = engine.bytes("guidance")
     engine.forget_drift()
     drift = engine.drift_profile()
     images = [list(image.tobytes()) for image in (names["image"], again, *images_of_two(pipe, scan, mask))]
-    found = {"once": once, "inside": inside, "twice": twice, "drift": drift, "images": images}
+    found = {
+        "attention": engine.bytes(),
+        "once": once,
+        "inside": inside,
+        "twice": twice,
+        "drift": drift,
+        "images": images,
+    }
     (folder / f"{detect().rank}.json").write_text(json.dumps(found))
 
 

@@ -72,7 +72,7 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert of_ranks[0] == of_ranks[1]
     found = of_ranks[0]
-    assert sum(found["once"].values()) > 0
+    assert sum(found["once"].values()) > 0 == sum(found["attention"].values())
     assert found["twice"] == found["inside"] == {link: 2 * sent for link, sent in found["once"].items()}
     assert all(image == found["images"][0] for image in found["images"]) and found["drift"] == []
 
