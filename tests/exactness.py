@@ -78,13 +78,15 @@ def parallel_outputs(transport: Transport, model: Any, case: Case, machine: str,
 
 
 def guided_outputs(transport: Transport, model: Any, case: Case, machine: str, **more: Any) -> list[Tensor]:
-    """One rank's outputs of the second step of a loop that guides: the case's call twice, each by a part of the ranks.
-    The first step, at a higher timestep, shows how many calls a step has."""
+    """One rank's outputs of the second step of a loop that guides: the case's call twice, each by a part of the ranks,
+    or once, where both branches are in its batch (SD3). The first step, at a higher timestep, shows how many calls a
+    step has."""
     own, outputs = deepcopy(model), []
     with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2, machine=machine, **more):
         for earlier in (0.3, 0.0):
             inputs = case.inputs()
-            outputs = [own(**inputs | {"timestep": inputs["timestep"] + earlier}).sample for _ in range(2)]
+            inputs["timestep"] = inputs["timestep"] + earlier
+            outputs = [own(**inputs).sample for _ in range(1 if case.family == "sd3" else 2)]
     return [output + 0 for output in outputs]
 
 

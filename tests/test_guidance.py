@@ -92,9 +92,11 @@ def test_auto_splits_where_the_pipeline_guides(name):
         assert found[0][1] > 0 and found[1][1] == 0
 
 
-@pytest.mark.parametrize(("family", "size"), all_but([("flux2", 6), ("qwen", 4)], SEQUENTIAL, (4, 6)))
+@pytest.mark.parametrize(
+    ("family", "size"), all_but([("sd3", 4), ("flux2", 4), ("qwen", 6)], ("sd3", *SEQUENTIAL), (4, 6))
+)
 def test_real_heads_and_odd_sizes(family, size):
-    case = Case(HEADS[family], 7, 9, 11, family=family)
+    case = Case(HEADS[family], 7, 9, 11, family=family, batch=2 if family == "sd3" else 1)
     expected = Expected.of(case)
     for outputs in run_ranks(size, lambda transport: guided_outputs(transport, expected.model, case, "local")):
         for output in outputs:
