@@ -86,6 +86,8 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     check_model(request, 1, weights=not values["dry_run"])
+    if request.model == EMBEDDED and any(config.vae == "tiled" for config in presets.values()):
+        raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return Job(values, request, presets, output, started)

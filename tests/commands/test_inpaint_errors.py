@@ -136,6 +136,10 @@ def test_more_ranks_than_the_model_can_use(refused: Check) -> None:
     assert "150 ranks for the 144 image tokens" in refused("--ranks", "150", "--parallel", "off")
 
 
+def test_a_vae_without_tiles(refused: Check) -> None:
+    assert "has no tiles" in refused("--vae", "tiled")
+
+
 def test_machine_that_does_not_match_the_ranks(refused: Check, tmp_path: Path) -> None:
     line = refused("--machine", "aurora", "--ranks", "5")
     assert "12" in line and "--machine local" in line
