@@ -233,7 +233,10 @@ class Engine:
                 # It counts the calls that a part of the ranks computes, and would miss those of the other part.
                 self._guidance.stay_together(f"the cache hook {cache}")
 
-    def _on_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
+    def _on_call(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], Arguments] | None:
+        """Before each call of the model. Returns the arguments where this rank computes some rows of the batch."""
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_model(called_often(self.model))
         self.adapter.check_call(arguments)
@@ -246,12 +249,13 @@ class Engine:
         ranks.segments = self.adapter.segments(self.model, arguments)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        if call.way is Way.ROWS:
+        own_rows = call.way is Way.ROWS
+        if own_rows:
             arguments = self._split().own_rows(arguments, len(sample))
         ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
         if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
-        return (), arguments
+        return ((), arguments) if own_rows else None
 
     def _begin_call(self, arguments: Arguments) -> tuple[SequenceRanks, Call]:
         """Decides who computes this call, alike on all ranks, and makes these the current ones."""
