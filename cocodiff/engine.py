@@ -8,7 +8,6 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.device import free_memory, rank_device
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.guidance import PARTS, Call, Guidance, Parts, Way
+from cocodiff.guidance import Call, Guidance, Parts, Way
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention, replace_forward
@@ -126,7 +125,6 @@ class Engine:
         if guidance == "auto" and self._pipe is None:  # a bare transformer's calls have to be told that they guide
             guidance = 1
         self._guidance = Guidance(guidance, self.size, family.rows_per_image > 1, family.branches)
-        self._warned = False
         self._set_up_exchange()
 
     def _set_up_exchange(self) -> None:
@@ -249,13 +247,13 @@ class Engine:
         ranks.segments = self.adapter.segments(self.model, arguments)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
-        own_rows = call.way is Way.ROWS
-        if own_rows:
-            arguments = self._split().own_rows(arguments, len(sample))
+        changed = None
+        if call.way is Way.ROWS:
+            changed = arguments = self._split().own_rows(arguments, len(sample))
         ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
         if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
-        return ((), arguments) if own_rows else None
+        return None if changed is None else ((), changed)
 
     def _begin_call(self, arguments: Arguments) -> tuple[SequenceRanks, Call]:
         """Decides who computes this call, alike on all ranks, and makes these the current ones."""
@@ -263,13 +261,8 @@ class Engine:
         form = tuple(sample.shape), sample.dtype, arguments.get("return_dict")
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         way = self._guidance.way(self.counter, len(sample), form, guided)
-        if way is Way.TOGETHER and self._guidance.pinned and self.rank == 0 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"guidance_parallel {PARTS}: step {self.counter.step} has one guidance branch, so all ranks compute it "
-                f"together; choose auto or 1 for runs without guidance",
-                stacklevel=2,
-            )
+        if way is Way.TOGETHER and self.rank == 0:
+            self._guidance.warn_together(self.counter.step)
         if self._parts is not None and self.counter.branch == 0:
             self._parts.drain()
         if way is Way.TOGETHER:

@@ -13,6 +13,7 @@ begun to come, all ranks compute the calls together until the next step shows an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -69,6 +70,7 @@ class Guidance:
             )
         self.pinned = setting == PARTS
         self._fits = setting != 1 and ranks % PARTS == 0
+        self._warned = False
         self.begin()
         self.outputs: dict[Form, Any] = {}
         self._batched, self._usual = batched, branches > 1
@@ -88,6 +90,16 @@ class Guidance:
                 f"choose guidance_parallel 1, or remove it"
             )
         self.possible = False
+
+    def warn_together(self, step: int) -> None:
+        """All ranks compute a call together: says so once where the settings ask for two parts."""
+        if self.pinned and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"guidance_parallel {PARTS}: step {step} has one guidance branch, so all ranks compute it together; "
+                f"choose auto or 1 for runs without guidance",
+                stacklevel=2,
+            )
 
     def way(self, counter: StepCounter, rows: int, form: Form, guided: bool | None) -> Way:
         """Of the current call. rows: of its batch. guided: whether the pipeline says that it guides; None where it does
