@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
-from cocodiff.commands.replicas import check_seats
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, load_machine
-from cocodiff.errors import UserError
 from cocodiff.files import read_json
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import VAE_FACTOR
@@ -37,15 +35,15 @@ def deal_of(
     batches: int | None = None,
     batch: int = 1,
     steps: int | None = None,
-    least: int = 1,
 ) -> Deal:
     """The deal of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's. least: ranks that share an image at least.
+    steps: denoising steps of a call, instead of the option's.
 
-    Several presets are compared on all ranks, unless replicas are given. Rank 0 says what was taken and why; with
+    Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
+    preset sends selected tokens, of which one rank has no use. Rank 0 says what was taken and why; with
     dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The deal's guidance
     is for presets whose guidance_parallel is auto.
     Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
@@ -55,19 +53,23 @@ def deal_of(
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
     compares = replicas is None and len(presets) > 1
+    least = 2 if ranks > 1 and any(config.selection != "full" for config in presets) else 1
     possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
-    if len(possible) == 1 and not values["dry_run"]:
-        return _checked(values, ranks, possible[0], presets)
+    only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
+    if only is not None and only.replicas == 1:
+        return only
     from cocodiff.planning.deal_choice import choose
     from cocodiff.planning.deal_prices import Pricer
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
+    if only is not None:
+        for work in works:
+            pricer.check_same_bits(work, only)
+        return only
     images = max(1, images)
     count = images if batches is None else max(1, batches)
     choice = choose(pricer, works, images, count, 1 if compares else replicas, guidance, least=least)
-    if replicas is None and not _alike(values, ranks, choice.taken.deal, presets):
-        choice = choose(pricer, works, images, count, 1, guidance, least=least)
     if detect().speaks:
         about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
         about += "; presets are compared on all ranks" if compares else ""
@@ -75,7 +77,7 @@ def deal_of(
         if values["dry_run"]:
             say("\n".join(dry_lines(choice)))
     choice.check_fits()
-    return _checked(values, ranks, choice.taken.deal, presets)
+    return choice.taken.deal
 
 
 def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -> dict[str, Config]:
@@ -85,20 +87,6 @@ def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -
         name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=deal.guidance)
         for name, config in presets.items()
     }
-
-
-def _checked(values: dict[str, Any], ranks: int, deal: Deal, presets: Sequence[Config]) -> Deal:
-    check_seats(values["machine"], ranks, deal, presets)
-    return deal
-
-
-def _alike(values: dict[str, Any], ranks: int, deal: Deal, presets: Sequence[Config]) -> bool:
-    """Whether all replicas make the same image of the same slice."""
-    try:
-        check_seats(values["machine"], ranks, deal, presets)
-    except UserError:
-        return False
-    return True
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:

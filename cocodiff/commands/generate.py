@@ -83,9 +83,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
 def deal(job: Job, ranks: int) -> Job:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     values, configs = job.values, [*job.presets.values()]
-    least = 2 if ranks > 1 and any(config.selection != "full" for config in configs) else 1
-    images = max(1, len(values["prompt"]))
-    chosen = deal_of(values, job.request, configs, ranks, images, least=least)
+    chosen = deal_of(values, job.request, configs, ranks, images=max(1, len(values["prompt"])))
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
 

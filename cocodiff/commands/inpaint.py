@@ -108,7 +108,6 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
         images=sum(slices for slices, _ in counts),
         batches=sum(-(-slices // together) for slices, together in counts),
         batch=batch if native <= SMALL_MODEL else 1,
-        least=2 if any(config.selection != "full" for config in presets) and ranks > 1 else 1,
     )
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)

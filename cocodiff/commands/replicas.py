@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,42 +13,12 @@ from cocodiff.commands.journal import Entry, Journals, Reader
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.record import as_read, first_difference
 from cocodiff.commands.terminal import JobBar, say
-from cocodiff.config import Config, load_machine
+from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.planning.deals import Deal
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
-
-
-def check_seats(machine: str, ranks: int, deal: Deal, configs: Iterable[Config]) -> None:
-    """Raises UserError for replicas whose ranks sit differently where results depend on that: an image would depend on
-    who has made it."""
-    axes = axes_of(machine, ranks, deal.replicas)
-    if any(map(_depends_on_seats, configs)) and len({seats(axes, of_replica) for of_replica in axes.branches}) > 1:
-        raise UserError(
-            f"--replicas {deal.replicas} of {ranks} ranks: their ranks sit differently on cards and nodes, so that "
-            f"with rings, chunks or scoring by card an image would depend on which replica makes it: choose another "
-            f"number"
-        )
-
-
-def _depends_on_seats(config: Config) -> bool:
-    by_card = config.selection != "full" and config.scoring == "card"
-    return by_card or config.chunks != 1 or config.ring not in (1, "auto")
-
-
-def seats(axes: Axes, branches: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
-    """Node, card and plane of every rank of a replica, each counted from its first."""
-    places = [axes.topology.places[rank] for rank in sorted(sum(map(tuple, branches), ()))]
-    numbers: dict[tuple[str, int], int] = {}
-
-    def counted(kind: str, number: int) -> int:
-        known = sum(1 for other, _ in numbers if other == kind)
-        return numbers.setdefault((kind, number), known)
-
-    return tuple((counted("node", p.node), counted("card", p.card), counted("plane", p.plane)) for p in places)
 
 
 def axes_of(machine: str, ranks: int, replicas: int) -> Axes:
@@ -76,7 +46,7 @@ class Replica:
 
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
-        self.seats = seats(axes, axes.branches[axes.coordinates(whole.rank).replica])
+        self.seats = axes.topology.part(axes.replica(whole.rank)).seats
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -102,18 +101,7 @@ class Part:
     def alike(self) -> Hashable:
         """The same for parts that take alike: whose ranks sit alike, and share NICs alike where they are on several
         nodes."""
-        return self.seats, self.topology.nics if self.topology.nodes > 1 else ()
-
-    @cached_property
-    def seats(self) -> tuple[tuple[int, int, int], ...]:
-        """Of every rank the node, and numbers of its card and plane, whichever of the machine's they are."""
-        numbers: dict[tuple[str, int], int] = {}
-
-        def renumbered(kind: str, number: int) -> int:
-            return numbers.setdefault((kind, number), len(numbers))
-
-        places = self.topology.places
-        return tuple((p.node, renumbered("card", p.card), renumbered("plane", p.plane)) for p in places)
+        return self.topology.seats, self.topology.nics if self.topology.nodes > 1 else ()
 
 
 class DealStep(NamedTuple):
@@ -163,7 +151,7 @@ class Pricer:
 
     def check_same_bits(self, work: Workload, deal: Deal) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
-        seats = {tuple(part.seats for part in parts) for parts in self._parts(work, deal)}
+        seats = {tuple(part.topology.seats for part in parts) for parts in self._parts(work, deal)}
         config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
         by_card = config.selection != "full" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1):

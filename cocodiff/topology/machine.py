@@ -169,6 +169,14 @@ class Topology:
         )
 
     @property
+    def seats(self) -> tuple[tuple[int, int, int], ...]:
+        """Of every rank its node, card and plane, each numbered in the order in which ranks first sit there: the same
+        for ranks that sit alike, wherever that is."""
+        kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)
+        orders = [(numbers, list(dict.fromkeys(numbers))) for numbers in kinds]
+        return tuple(zip(*([order.index(n) for n in numbers] for numbers, order in orders), strict=True))
+
+    @property
     def size(self) -> int:
         return len(self.places)
 

@@ -124,7 +124,6 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
         images=sum(len(task.stack) for task in tasks),
         batch=values["batch"] or 1,
         steps=sum(grid.steps),
-        least=2 if lossy else 1,
     )
     topology = topology_of_replica(values, ranks, deal.replicas)
     for point in grid.points:
