@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.formats.tiff import StackFile
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_row
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.restore import plan_slice, restore_slices
-from cocodiff_eval.slices import Stack, StackFile, save_preview_png, unique_names
+from cocodiff_eval.slices import Stack, save_preview_png, unique_names
 from cocodiff_eval.tiling import TilingSettings
 
 from cocodiff.commands.pipelines import Model

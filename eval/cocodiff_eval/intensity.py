@@ -8,8 +8,8 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff_eval.filling import fill_from_outside
+from cocodiff_eval.formats.volume import Progress, unwatched
 from cocodiff_eval.masks import Mask
-from cocodiff_eval.readers import Progress, unwatched
 from cocodiff_eval.slices import Stack
 
 

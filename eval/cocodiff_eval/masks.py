@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.readers import Progress, RawVolume, format_shape, open_volume, unwatched
+from cocodiff_eval.formats.table import open_volume
+from cocodiff_eval.formats.volume import Progress, RawVolume, format_shape, unwatched
 from cocodiff_eval.slices import Stack, safe_stem
 
 GENERATED = ("block", "center")

@@ -1,18 +1,17 @@
-"""The user's slices: opening them, and writing restored ones in the same dtype and shape."""
+"""The user's slices: opening them, one at a time, and previews of them."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.readers import RawVolume, format_shape, one_line, open_volume
+from cocodiff_eval.formats.table import open_volume
+from cocodiff_eval.formats.volume import RawVolume, format_shape
 
 SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
 
@@ -112,57 +111,6 @@ def _check_dtype(volume: RawVolume) -> None:
         raise UserError(f"{volume.path}: boolean values are no grey image; is this a mask? give it with --mask")
     if dtype.kind not in "uif" or dtype.itemsize > 8:
         raise UserError(f"{volume.path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
-
-
-@dataclass(frozen=True)
-class StackFile:
-    """A TIFF that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
-
-    The caller chooses a path and moves it into place afterwards.
-    """
-
-    path: Path
-    shape: tuple[int, int, int]
-    dtype: np.dtype
-    ndim: int
-
-    def create(self) -> None:
-        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
-        import tifffile
-
-        shape = self.shape if self.ndim == 3 else self.shape[1:]
-        big = self.shape[0] * self._slice_bytes > 2**32 - 2**25
-        try:
-            with tifffile.TiffWriter(self.path, bigtiff=big) as writer:
-                writer.write(shape=shape, dtype=self.dtype, photometric="minisblack")
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({one_line(error)}); choose another --out") from error
-
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        """Slice `index`, of the stack's dtype and shape. Returns when it is on the disk."""
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        with self.path.open("r+b") as file:
-            file.seek(self._start + index * self._slice_bytes)
-            file.write(image_YX.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(self, index: int) -> np.ndarray:
-        """Slice `index` as it was written, [Y, X]."""
-        offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
-        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
-
-    @property
-    def _slice_bytes(self) -> int:
-        return self.shape[1] * self.shape[2] * self.dtype.itemsize
-
-    @cached_property
-    def _start(self) -> int:
-        """Where the voxels begin in the file, in bytes."""
-        import tifffile
-
-        with tifffile.TiffFile(self.path) as file:
-            return int(file.pages.first.dataoffsets[0])
 
 
 def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:

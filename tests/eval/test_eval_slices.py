@@ -12,16 +12,8 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.slices import (
-    Stack,
-    StackFile,
-    open_stack,
-    open_stacks,
-    open_truth,
-    safe_stem,
-    save_preview_png,
-    to_grey8,
-)
+from cocodiff_eval.formats.tiff import StackFile
+from cocodiff_eval.slices import Stack, open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -13,7 +13,7 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
-from cocodiff_eval.readers import RawVolume, as_volume_shape, format_shape, one_line
+from cocodiff_eval.formats.volume import RawVolume, as_volume_shape, format_shape, one_line
 
 MOST_LINKS = 64  # that lead on to another; more are a circle
 MOST_LISTED = 8

@@ -1,0 +1,176 @@
+"""TIFF files: one slice or a stack of pages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff.errors import UserError
+from cocodiff_eval.formats.volume import (
+    RawVolume,
+    as_volume_shape,
+    check_memory,
+    format_shape,
+    one_line,
+    quiet_libraries,
+    same_channels,
+)
+
+
+def open_tiff(file: str) -> RawVolume:
+    import tifffile
+
+    with quiet_libraries() as messages:
+        try:
+            with tifffile.TiffFile(file) as tiff:
+                series = list(tiff.series)
+        except Exception as error:  # tifffile raises many kinds for a damaged file
+            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
+    broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
+    if broken:
+        raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
+    if not series:
+        raise UserError(f"{file}: a TIFF without images; save it again")
+    shapes = {(one.shape, one.dtype) for one in series}
+    if len(shapes) > 1:
+        listed = ", ".join(sorted(format_shape(shape) for shape, _ in shapes)[:4])
+        raise UserError(f"{file}: holds images of different shapes or dtypes ({listed}); save each as its own file")
+    first = series[0]
+    if first.dtype is None:
+        raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
+    reader = _TiffReader(file)
+    stem, dtype = Path(file).stem, first.dtype.newbyteorder("=")
+    # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
+    # images themselves come with their channels interleaved (YXS).
+    if "S" in first.axes and (first.axes != "SYX" or len(series) > 1):
+        if first.axes != "YXS" or len(series) > 1:
+            raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
+        check_memory(file, first.shape, dtype.itemsize)
+        image_YX = same_channels(reader.whole(), file)
+        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX)
+    shape = tuple(first.shape)
+    if len(series) > 1:  # pages appended one by one
+        if len(shape) != 2:
+            raise UserError(f"{file}: holds {len(series)} stacks; save each as a file of its own")
+        shape = (len(series), *shape)
+    if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
+        shape = tuple(side for side in shape if side > 1)
+    volume_shape = as_volume_shape(shape, file)
+    check_memory(file, volume_shape[1:], dtype.itemsize)
+    if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
+        check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
+    return RawVolume(file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape))
+
+
+class _TiffReader:
+    """Reads slices: by page where pages are slices, else by memory map, else (one compressed volume) wholly.
+
+    Each process opens the file for itself: ranks forked after the input was checked would otherwise share one file
+    position and read each other's bytes.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.process = 0
+        self.series: list[Any] = []
+        self.pages: list[Any] = []
+        self.volume: np.ndarray | None = None
+
+    def _open(self) -> None:
+        import tifffile
+
+        if self.process != os.getpid():
+            tiff = tifffile.TiffFile(self.file)
+            weakref.finalize(self, tiff.close)
+            self.series = list(tiff.series)
+            self.pages = [page for one in self.series for page in one.pages]
+            self.process = os.getpid()
+
+    def whole(self) -> np.ndarray:
+        """The first series at once, as a memory map where the file allows it."""
+        with self._errors("its image"):
+            self._open()
+            first = self.series[0]
+            return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
+
+    def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
+        """Slice `index` of a volume of `shape`, [Y, X]."""
+        with self._errors(f"slice {index}"):
+            if self.volume is None:
+                self._open()
+                if len(self.pages) == shape[0]:
+                    return np.asarray(self.pages[index].asarray()).reshape(shape[1:])
+                self.volume = self.whole().reshape(shape)
+            return np.asarray(self.volume[index])
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Damaged data, an absent codec, a full disk: all end in one line."""
+        with quiet_libraries():
+            try:
+                yield
+            except UserError:
+                raise
+            except Exception as error:
+                remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
+                raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
+
+
+@dataclass(frozen=True)
+class StackFile:
+    """A TIFF that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
+
+    The caller chooses a path and moves it into place afterwards.
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+
+    def create(self) -> None:
+        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
+        import tifffile
+
+        shape = self.shape if self.ndim == 3 else self.shape[1:]
+        big = self.shape[0] * self._slice_bytes > 2**32 - 2**25
+        try:
+            with tifffile.TiffWriter(self.path, bigtiff=big) as writer:
+                writer.write(shape=shape, dtype=self.dtype, photometric="minisblack")
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({one_line(error)}); choose another --out") from error
+
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        """Slice `index`, of the stack's dtype and shape. Returns when it is on the disk."""
+        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+        with self.path.open("r+b") as file:
+            file.seek(self._start + index * self._slice_bytes)
+            file.write(image_YX.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as it was written, [Y, X]."""
+        offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
+        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
+
+    @property
+    def _slice_bytes(self) -> int:
+        return self.shape[1] * self.shape[2] * self.dtype.itemsize
+
+    @cached_property
+    def _start(self) -> int:
+        """Where the voxels begin in the file, in bytes."""
+        import tifffile
+
+        with tifffile.TiffFile(self.path) as file:
+            return int(file.pages.first.dataoffsets[0])
