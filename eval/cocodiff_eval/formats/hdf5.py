@@ -4,7 +4,9 @@ what they hold is read only where the user allows it."""
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,30 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
-from cocodiff_eval.formats.volume import RawVolume, as_volume_shape, format_shape, one_line
+from cocodiff_eval.formats.volume import Metadata, RawVolume, Slabs, as_volume_shape, format_shape, one_line, plain
 
 MOST_LINKS = 64  # that lead on to another; more are a circle
 MOST_LISTED = 8
+DATA_EXCHANGE = "/exchange/data"
+FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
 MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
 
 
 def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
-    """A dataset, none of whose voxels are read yet. follow_links: read other files that this one names.
+    """A dataset, or a group of frames (ALS 8.3.2), none of whose voxels are read yet.
 
-    Raises UserError for a file that is no HDF5, a dataset that is not there, and other files unless they are allowed.
+    dataset: where it is None, Data Exchange's `/exchange/data`, else the one group of frames. follow_links: read other
+    files that this one names. Raises UserError for a file that is no HDF5, a dataset that is not there, and other files
+    unless they are allowed.
     """
     with _errors(f"{file}: not a readable HDF5 file"), h5py.File(file, "r") as h5:
         if dataset is None:
+            dataset = _default(h5, follow_links)
+        if dataset is None:
             raise UserError(f"{file}: name the dataset as {file}:/path; {_list_datasets(h5)}")
         node = _find(h5, dataset, follow_links)
+        if isinstance(node, h5py.Group) and (frames := find_frames(node)):
+            return _open_frames(file, node, frames, follow_links)
         if not isinstance(node, h5py.Dataset):
             what = "is a group" if isinstance(node, h5py.Group) else "is not there"
             raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
@@ -36,16 +46,110 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
         if node.shape is None:
             raise UserError(f"{file}:{dataset}: an empty dataspace, without any voxels; {_list_datasets(h5)}")
         shape, dtype = tuple(node.shape), node.dtype
+        depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
+        metadata = read_metadata(node, file, dataset)
     volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
 
-    def read(index: int) -> np.ndarray:
+    def read(first: int, end: int) -> np.ndarray:
         # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
-        with _errors(f"{file}:{dataset}: slice {index} cannot be read"), h5py.File(file, "r") as h5:
+        with _errors(f"{file}:{dataset}: slice {first} cannot be read"), h5py.File(file, "r") as h5:
             node = h5[dataset]
-            return np.asarray(node[index] if len(shape) == 3 else node[()])
+            return np.asarray(node[first:end] if len(shape) == 3 else node[()][None])
 
+    slabs = Slabs(read, volume_shape, dtype.itemsize, depth)
     name = f"{Path(file).stem}_{dataset.strip('/')}"
-    return RawVolume(f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), read)
+    return RawVolume(
+        f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), slabs.slice, metadata
+    )
+
+
+def _default(h5: Any, follow_links: bool) -> str | None:
+    """The object that is meant where none is named; None where that is not clear."""
+    if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
+        return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links) is not None else None
+    group = h5
+    for _ in range(MOST_LINKS):  # ALS 8.3.2: one group, perhaps within others
+        if find_frames(group):
+            return str(group.name)
+        inner = [name for name in group if isinstance(group.get(name, getlink=True), h5py.HardLink)]
+        groups = [group[name] for name in inner if isinstance(group[name], h5py.Group)]
+        if len(groups) != 1:
+            return None
+        group = groups[0]
+    return None
+
+
+def find_frames(group: Any) -> list[str]:
+    """The names of a group's frames in the order of their numbers: datasets [Y, X] or [1, Y, X] whose names end in a
+    number, at least two; bright (`bak`) and dark (`drk`) frames are none of them."""
+    found: list[tuple[list[int], str]] = []
+    for name in group:
+        match = FRAME.match(name)
+        if match is None or "bak" in match["stem"] or "drk" in match["stem"]:
+            continue
+        node = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+        if not isinstance(node, h5py.Dataset) or node.shape is None:
+            continue
+        if node.ndim == 2 or (node.ndim == 3 and node.shape[0] == 1):
+            found.append(([int(number) for number in re.findall(r"\d+", match["numbers"])], name))
+    return [name for _, name in sorted(found)] if len(found) > 1 else []
+
+
+def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> RawVolume:
+    """A group of frames as a stack. Raises UserError that names the frame which is not like the first."""
+    first = group[frames[0]]
+    for name in frames:
+        _check_storage(group[name], follow_links)
+        if (group[name].shape[-2:], group[name].dtype) != (first.shape[-2:], first.dtype):
+            raise UserError(
+                f"{file}: {group.name}/{name} holds {format_shape(group[name].shape)} voxels of {group[name].dtype}, "
+                f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
+            )
+    place = str(group.name)
+    shape, dtype = (len(frames), *first.shape[-2:]), first.dtype
+    metadata = read_metadata(first, file, place)
+    metadata = replace(metadata, details={**metadata.details, "frames": frames})
+
+    def read(index: int) -> np.ndarray:
+        with _errors(f"{file}:{place}: {frames[index]} cannot be read"), h5py.File(file, "r") as h5:
+            return np.asarray(h5[place][frames[index]][()]).reshape(shape[1:])
+
+    name = "_".join(filter(None, [Path(file).stem, place.strip("/")]))
+    return RawVolume(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
+
+
+def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
+    """What a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it (`element_size_um`) or
+    as ALS 8.3.2 does (`pxsize`, in mm)."""
+    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
+    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
+    size, unit = None, ""
+    given = attributes.get("element_size_um")
+    with contextlib.suppress(TypeError, ValueError):
+        if isinstance(given, list) and len(given) == 3:
+            size, unit = (float(given[0]), float(given[1]), float(given[2])), "micrometer"
+        elif "pxsize" in of_group:
+            side = float(of_group["pxsize"][0] if isinstance(of_group["pxsize"], list) else of_group["pxsize"])
+            size, unit = (side, side, side), "millimeter"
+    text = attributes.get("description")
+    return Metadata(
+        "hdf5",
+        f"{file}:{name}",
+        str(attributes.get("axes", "")),
+        size,
+        unit,
+        text if isinstance(text, str) else "",
+        ">" if dataset.dtype.byteorder == ">" else "<",
+        {**of_group, **attributes},
+        {"file": file, "object": name, "ndim": dataset.ndim},
+    )
+
+
+def _attribute(node: Any, name: str) -> Any:
+    try:
+        return node.attrs[name]
+    except Exception:  # types that h5py has not
+        return None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff_eval.formats.volume import (
+    Metadata,
     RawVolume,
     as_volume_shape,
     check_memory,
@@ -58,4 +59,4 @@ def open_png(file: str) -> RawVolume:
     def read(index: int) -> np.ndarray:
         return image_YX
 
-    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read)
+    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png", file))

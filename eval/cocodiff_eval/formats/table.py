@@ -1,19 +1,62 @@
-"""The table of formats: which opener a path goes to."""
+"""The table of formats: which opener a path goes to, and what writes a result."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from cocodiff.errors import UserError
+from cocodiff.errors import UserError, check_choice
+from cocodiff_eval.formats.hdf5 import open_hdf5
+from cocodiff_eval.formats.hdf5_file import Hdf5File
+from cocodiff_eval.formats.ome_zarr import open_zarr, split_store
+from cocodiff_eval.formats.ome_zarr_file import ZarrFile
 from cocodiff_eval.formats.png import open_png
-from cocodiff_eval.formats.tiff import open_tiff
-from cocodiff_eval.formats.volume import RawVolume, check_file, check_memory
+from cocodiff_eval.formats.sequence import SequenceFiles, is_pattern, open_sequence
+from cocodiff_eval.formats.tiff import StackFile, open_tiff
+from cocodiff_eval.formats.volume import RawVolume, VolumeFile, check_file, check_memory, is_folder
 
-HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".nxs")
-TIFF_SUFFIXES = (".tif", ".tiff")
-SUPPORTED = "PNG (.png), TIFF (.tif, .tiff) and HDF5 (.h5, .hdf5, .hdf, .nxs, as file.h5:/dataset)"
+SUPPORTED = (
+    "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
+    "file.h5:/dataset) and OME-Zarr (.zarr)"
+)
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files. suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only
+    read."""
+
+    suffixes: tuple[str, ...]
+    opener: Callable[[str], RawVolume] | None = None
+    writer: type[VolumeFile] | None = None
+    suffix: str = ""
+
+
+# By the word of --format. Folders, patterns, stores and datasets within files are told apart by `open_volume`.
+FORMATS = {
+    "png": Format((".png",), open_png),
+    "tiff": Format((".tif", ".tiff"), open_tiff, StackFile, ".tif"),
+    "sequence": Format((), open_sequence, SequenceFiles, ""),
+    "zarr": Format((), None, ZarrFile, ".ome.zarr"),
+    "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, Hdf5File, ".h5"),
+}
+SAME = "same"
+WRITTEN = tuple(word for word, one in FORMATS.items() if one.writer is not None)
+
+
+def result_format(word: str, volume: RawVolume) -> str:
+    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG.
+
+    Raises UserError for a word that is none.
+    """
+    if word != SAME:
+        check_choice("format", word, (SAME, *WRITTEN))
+        return word
+    kind = {"hdf5": "h5"}.get(volume.metadata.kind, volume.metadata.kind)
+    return kind if kind in WRITTEN else "tiff"
 
 
 def split_hdf5(path: str) -> tuple[str, str | None]:
@@ -25,23 +68,26 @@ def split_hdf5(path: str) -> tuple[str, str | None]:
 
 
 def open_volume(path: str, follow_links: bool = False) -> RawVolume:
-    """Open a PNG, TIFF or HDF5 file of slices; reads the header only (for PNG, which has no random access, the image).
+    """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
-    follow_links: read other files that an HDF5 file names.
+    path: a PNG or TIFF file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or Zarr as
+    `store.zarr` or `store.zarr:/image`. follow_links: read other files that an HDF5 file names.
     Raises UserError for a missing, unreadable or unsupported file, for anything that is not 2-D or 3-D grey data, and
     for slices that this machine's memory cannot hold.
     """
-    file, dataset = split_hdf5(str(path))
+    path = str(path)
+    if store := split_store(path):
+        return open_zarr(*store)
+    if is_pattern(path) or is_folder(path):
+        return open_sequence(path)
+    file, dataset = split_hdf5(path)
     check_file(file)
     suffix = Path(file).suffix.lower()
-    if suffix == ".png":
-        return open_png(file)
-    if suffix in TIFF_SUFFIXES:
-        return open_tiff(file)
-    if suffix in HDF5_SUFFIXES:
-        from cocodiff_eval.formats.hdf5 import open_hdf5
-
+    if suffix in FORMATS["h5"].suffixes:
         volume = open_hdf5(file, dataset, follow_links)
         check_memory(volume.path, volume.shape[1:], volume.dtype.itemsize)
         return volume
+    for one in FORMATS.values():
+        if suffix in one.suffixes and one.opener is not None:
+            return one.opener(file)
     raise UserError(f"{path}: the extension {suffix or '(none)'!r} is not supported; convert to {SUPPORTED}")

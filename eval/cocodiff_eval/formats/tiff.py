@@ -6,7 +6,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,18 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff_eval.formats.tiff_metadata import read_metadata, stored, tiff_options
 from cocodiff_eval.formats.volume import (
+    Metadata,
     RawVolume,
+    VolumeFile,
     as_volume_shape,
     check_memory,
     format_shape,
     one_line,
     quiet_libraries,
     same_channels,
+    write_bytes,
 )
 
 
@@ -32,6 +35,7 @@ def open_tiff(file: str) -> RawVolume:
         try:
             with tifffile.TiffFile(file) as tiff:
                 series = list(tiff.series)
+                metadata = read_metadata(tiff, file) if series else Metadata()
         except Exception as error:  # tifffile raises many kinds for a damaged file
             raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
@@ -56,7 +60,7 @@ def open_tiff(file: str) -> RawVolume:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
         check_memory(file, first.shape, dtype.itemsize)
         image_YX = same_channels(reader.whole(), file)
-        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX)
+        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX, metadata)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
@@ -68,7 +72,9 @@ def open_tiff(file: str) -> RawVolume:
     check_memory(file, volume_shape[1:], dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
-    return RawVolume(file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape))
+    return RawVolume(
+        file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape), metadata
+    )
 
 
 class _TiffReader:
@@ -125,43 +131,30 @@ class _TiffReader:
                 raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
 
 
-@dataclass(frozen=True)
-class StackFile:
-    """A TIFF that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
+class StackFile(VolumeFile):
+    """A TIFF, uncompressed and with all slices in a row, so that any process may write any of them."""
 
-    The caller chooses a path and moves it into place afterwards.
-    """
-
-    path: Path
-    shape: tuple[int, int, int]
-    dtype: np.dtype
-    ndim: int
-
-    def create(self) -> None:
-        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
+    def _create(self) -> None:
         import tifffile
 
         shape = self.shape if self.ndim == 3 else self.shape[1:]
         big = self.shape[0] * self._slice_bytes > 2**32 - 2**25
-        try:
-            with tifffile.TiffWriter(self.path, bigtiff=big) as writer:
-                writer.write(shape=shape, dtype=self.dtype, photometric="minisblack")
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({one_line(error)}); choose another --out") from error
+        opening, options = tiff_options(self)
+        with quiet_libraries(), tifffile.TiffWriter(self.path, bigtiff=big, **opening) as writer:
+            writer.write(shape=shape, dtype=self.dtype, **options)
 
     def write(self, index: int, image_YX: np.ndarray) -> None:
-        """Slice `index`, of the stack's dtype and shape. Returns when it is on the disk."""
         assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        with self.path.open("r+b") as file:
-            file.seek(self._start + index * self._slice_bytes)
-            file.write(image_YX.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        write_bytes(self.path, self._start + index * self._slice_bytes, image_YX.astype(self._stored).tobytes())
 
     def read(self, index: int) -> np.ndarray:
-        """Slice `index` as it was written, [Y, X]."""
         offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
-        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
+        image = np.fromfile(self.path, self._stored, count, offset=offset)
+        return image.reshape(self.shape[1:]).astype(self.dtype)
+
+    @property
+    def _stored(self) -> np.dtype:
+        return stored(self.dtype, self.metadata.byteorder)
 
     @property
     def _slice_bytes(self) -> int:
@@ -172,5 +165,5 @@ class StackFile:
         """Where the voxels begin in the file, in bytes."""
         import tifffile
 
-        with tifffile.TiffFile(self.path) as file:
+        with quiet_libraries(), tifffile.TiffFile(self.path) as file:
             return int(file.pages.first.dataoffsets[0])

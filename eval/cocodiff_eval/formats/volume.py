@@ -7,14 +7,17 @@ Every failure is a `UserError` that names the file and the remedy.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +26,52 @@ from cocodiff.files import irregular
 
 # Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
 WORKING_BYTES = 16
+MOST_VALUES = 10_000  # of an attribute that is kept as plain data
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a file says of its voxels besides their values.
+
+    kind         a word of `table.FORMATS`
+    source       the file and, after a colon, the object in it; writers of the same kind copy attributes from there
+    axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
+    voxel_size   sides along slices, rows and columns, in `unit`; None where unknown
+    unit         as UDUNITS spells it ("micrometer"); "" where unknown
+    description  free text
+    byteorder    "<" or ">", of the stored voxels
+    attributes   the object's own, as plain data that JSON takes
+    details      what writers of the same kind need besides
+    """
+
+    kind: str = ""
+    source: str = ""
+    axes: str = ""
+    voxel_size: tuple[float, float, float] | None = None
+    unit: str = ""
+    description: str = ""
+    byteorder: str = "<"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a volume that is restored: from `start` to before `stop`, each [slice, row, column]."""
+
+    start: tuple[int, int, int]
+    stop: tuple[int, int, int]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        slices, rows, columns = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return slices, rows, columns
 
 
 @dataclass(frozen=True)
 class RawVolume:
     """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to
-    read a slice."""
+    read a slice. labels: whether any non-zero value is a label; region: the part of a file that this is."""
 
     path: str
     stem: str
@@ -36,6 +79,120 @@ class RawVolume:
     dtype: np.dtype
     ndim: int
     reader: Callable[[int], np.ndarray]
+    metadata: Metadata = field(default_factory=Metadata)
+    labels: bool = False
+    region: Region | None = None
+
+    def cropped(self, region: Region) -> RawVolume:
+        """The part of this volume in a region that lies inside it."""
+        first, rows, columns = (slice(*ends) for ends in zip(region.start, region.stop, strict=True))
+
+        def read(index: int) -> np.ndarray:
+            return np.asarray(self.reader(first.start + index))[rows, columns]
+
+        return replace(self, shape=region.shape, reader=read, region=region)
+
+
+@dataclass(frozen=True)
+class VolumeFile(ABC):
+    """A result that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
+
+    metadata: the input's, kept; provenance: how the result was made; region: the part of the input that it is. The
+    caller chooses a path and moves it into place afterwards. One process calls `create` before and `finish` after all
+    others `write`.
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    metadata: Metadata = field(default_factory=Metadata)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    region: Region | None = None
+
+    def create(self) -> None:
+        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
+        with writing(self.path):
+            self._create()
+
+    @abstractmethod
+    def _create(self) -> None: ...
+
+    @abstractmethod
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        """Slice `index`, of the volume's dtype and shape. Returns when it is on the disk."""
+
+    @abstractmethod
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as it was written, [Y, X]."""
+
+    def finish(self) -> None:
+        """Writes what needs all slices: smaller levels of a pyramid."""
+        return
+
+    def notes(self) -> dict[str, Any]:
+        """How the result was made, for the file's own metadata: plain data that JSON takes, empty for no provenance."""
+        notes = dict(self.provenance)
+        if notes and self.region is not None:
+            notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
+        return notes
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the file system or a library refuses of a new file. Raises UserError; a full disk stays an OSError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another --out") from error
+
+
+def write_bytes(path: Path, offset: int, data: bytes) -> None:
+    """Writes a part of a file that is there. Returns when it is on the disk."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Slabs:
+    """Keeps the slices that were decoded together with the last one read: chunks may hold many slices each.
+
+    depth: slices in a chunk. Where so many are larger than KEPT_BYTES, slices are read one by one.
+    """
+
+    KEPT_BYTES = 128 * 2**20
+
+    def __init__(self, read: Callable[[int, int], np.ndarray], shape: Sequence[int], itemsize: int, depth: int) -> None:
+        """read: gives the slices from a number to before another, [n, Y, X]."""
+        self.read, self.slices = read, shape[0]
+        self.depth = depth if depth * shape[1] * shape[2] * itemsize <= self.KEPT_BYTES else 1
+        self.first, self.kept = 0, np.empty(0)
+
+    def slice(self, index: int) -> np.ndarray:
+        if not self.first <= index < self.first + len(self.kept):
+            first = index - index % self.depth
+            self.kept = self.read(first, min(first + self.depth, self.slices))
+            self.first = first
+        return np.asarray(self.kept[index - self.first])
+
+
+def plain(value: Any) -> Any:
+    """Attributes as data that JSON takes: NumPy's values become Python's, what has no such form becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [plain(one) for one in value] if np.size(value) <= MOST_VALUES else f"({np.size(value)} values)"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value if isinstance(value, str | bool | int | float | None) else str(value)
 
 
 # Called with the numbers of slices and what is read: gives the same numbers, and may show how far it is.
@@ -93,6 +250,14 @@ def check_file(file: str) -> None:
         raise UserError(f"{file}: is a directory; name the files in it, e.g. {Path(file) / '*.png'}")
     if kind:
         raise UserError(f"{file}: is {kind}; save its data as a regular file")
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path names a folder. A name that no file can have does not."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int = WORKING_BYTES) -> None:

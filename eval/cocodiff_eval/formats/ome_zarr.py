@@ -1,0 +1,224 @@
+"""OME-Zarr stores (NGFF 0.4 on Zarr v2, 0.5 on Zarr v3), of which level 0 is read, and single Zarr arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff.errors import UserError
+from cocodiff_eval.formats.units import unit_name
+from cocodiff_eval.formats.volume import (
+    Metadata,
+    RawVolume,
+    Slabs,
+    as_volume_shape,
+    check_memory,
+    format_shape,
+    is_folder,
+    one_line,
+    plain,
+)
+
+MARKS = ("zarr.json", ".zgroup", ".zarray")
+MOST_LISTED = 8
+_STORE = re.compile(r"^(?P<store>.+?\.zarr)(?::?/(?P<inner>.*))?$", re.IGNORECASE)
+
+
+def split_store(path: str) -> tuple[str, str] | None:
+    """`store.zarr:/path` or `store.zarr/path` as store and path inside; None where a path names no store."""
+    match = _STORE.match(path.rstrip("/"))
+    if match is not None and is_folder(match["store"]):
+        return match["store"], (match["inner"] or "").strip("/")
+    if is_folder(path) and any((Path(path) / mark).is_file() for mark in MARKS):
+        return path.rstrip("/"), ""
+    return None
+
+
+def open_node(store: str, inner: str) -> Any:
+    """A group or an array of a store on disk, for reading. Raises UserError where there is none."""
+    import zarr
+    from zarr.storage import LocalStore
+
+    try:
+        return zarr.open(LocalStore(store, read_only=True), path=inner, mode="r")
+    except Exception as error:  # zarr raises many kinds
+        what = f"{inner} is not there or no Zarr" if inner else f"not a readable Zarr store ({one_line(error)})"
+        raise UserError(f"{store}: {what}; {_list_arrays(store)}") from error
+
+
+def open_zarr(store: str, inner: str) -> RawVolume:
+    """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before the last three (time,
+    channel) must have length 1.
+
+    Raises UserError for what is neither, and for chunks that this machine's memory cannot hold.
+    """
+    import zarr
+
+    node, path = open_node(store, inner), f"{store}:/{inner}" if inner else store
+    if isinstance(node, zarr.Group) and "bioformats2raw.layout" in _ngff(node.attrs.asdict()) and "0" in node:
+        inner = "/".join(filter(None, [inner, "0"]))  # a collection of images: the first
+        node = open_node(store, inner)
+    image: dict[str, Any] = {}
+    if isinstance(node, zarr.Group):
+        image = multiscale(node.attrs.asdict())
+        if not image:
+            name = f"{store}:/path"
+            raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
+        try:
+            array = node[str(image["datasets"][0]["path"])]
+        except Exception as error:
+            raise UserError(f"{path}: level 0 of its multiscale image is not there ({one_line(error)})") from error
+    else:
+        array = node
+    if not isinstance(array, zarr.Array):
+        raise UserError(f"{path}: level 0 of its multiscale image is no array; {_list_arrays(store)}")
+    shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+    lead = _leading(shape, path)
+    volume_shape = as_volume_shape(shape[lead:], path)
+    check_memory(path, volume_shape[1:], dtype.itemsize)
+    check_memory(path, array.chunks[lead:], dtype.itemsize, working=0)
+    if dtype.kind not in "buifc":
+        raise UserError(f"{path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
+    ndim = len(shape) - lead
+
+    def read(first: int, end: int) -> np.ndarray:
+        found = array[(0,) * lead + ((slice(first, end),) if ndim == 3 else (slice(None),))]
+        return np.asarray(found) if ndim == 3 else np.asarray(found)[None]
+
+    def checked(index: int) -> np.ndarray:
+        try:
+            return slabs.slice(index)
+        except Exception as error:
+            raise UserError(
+                f"{path}: slice {index} cannot be read ({one_line(error)}); copy or save it again"
+            ) from error
+
+    slabs = Slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
+    metadata = _metadata(store, inner, node, array, image, lead)
+    labels = "labels" in inner.split("/")[:-1] or "image-label" in _ngff(node.attrs.asdict())
+    return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
+
+
+def _leading(shape: tuple[int, ...], path: str) -> int:
+    """How many axes stand before the slices, rows and columns."""
+    lead = max(0, len(shape) - 3)
+    if any(side != 1 for side in shape[:lead]):
+        raise UserError(
+            f"{path}: {len(shape)} dimensions {format_shape(shape)}; of those before slices, rows and columns (time, "
+            "channel) only one each can be restored: save that as a store of its own"
+        )
+    return lead
+
+
+def _ngff(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """NGFF's part of attributes: below `ome` from 0.5 on."""
+    ome = attributes.get("ome")
+    return ome if isinstance(ome, Mapping) else attributes
+
+
+def multiscale(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The first multiscale image that a group's attributes describe; empty where there is none."""
+    listed = _ngff(attributes).get("multiscales")
+    first = listed[0] if isinstance(listed, list | tuple) and listed else None
+    if not isinstance(first, Mapping) or not first.get("datasets"):
+        return {}
+    return dict(first)
+
+
+def scale_of(transforms: Any, count: int) -> list[float]:
+    """The product of the scales among coordinate transformations, along `count` axes."""
+    total = [1.0] * count
+    for one in transforms or ():
+        if one.get("type") == "scale" and len(one.get("scale", ())) == count:
+            total = [a * float(b) for a, b in zip(total, one["scale"], strict=True)]
+    return total
+
+
+def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:
+    axes = [one if isinstance(one, Mapping) else {"name": str(one)} for one in image.get("axes", ())]
+    count, size, unit = len(array.shape), None, ""
+    transforms = image.get("datasets", [{}])[0].get("coordinateTransformations") if image else None
+    if transforms and len(axes) == count:
+        sides = [
+            a * b
+            for a, b in zip(
+                scale_of(transforms, count), scale_of(image.get("coordinateTransformations"), count), strict=True
+            )
+        ][lead:]
+        units = {str(axis.get("unit", "")) for axis in axes[lead:]}
+        if len(units) == 1:
+            unit = unit_name(units.pop())
+        if unit or any(side != 1 for side in sides):
+            size = (sides[0] if len(sides) == 3 else sides[-2], sides[-2], sides[-1])
+    attributes = node.attrs.asdict()
+    kept = {name: value for name, value in attributes.items() if name != "multiscales"}
+    if isinstance(kept.get("ome"), Mapping):
+        kept["ome"] = {name: value for name, value in kept["ome"].items() if name not in ("multiscales", "version")}
+    details = {
+        "store": store,
+        "inner": inner,
+        "level": str(image["datasets"][0]["path"]) if image else "",
+        "image": dict(image),
+        "lead": lead,
+        "levels": _level_shapes(node, image),
+    }
+    return Metadata(
+        "zarr",
+        f"{store}:/{inner}",
+        "".join(str(axis.get("name", "")) for axis in axes),
+        size,
+        unit,
+        str(attributes.get("description", "")),
+        _byteorder(array),
+        plain(kept),
+        details,
+    )
+
+
+def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The shapes of all levels that are there."""
+    found = []
+    for dataset in image.get("datasets", ()):
+        try:
+            found.append(tuple(node[str(dataset["path"])].shape))
+        except Exception:
+            break
+    return found
+
+
+def _byteorder(array: Any) -> str:
+    if array.metadata.zarr_format == 2:
+        return ">" if np.dtype(array.metadata.dtype.to_native_dtype()).byteorder == ">" else "<"
+    endian = getattr(array.serializer, "endian", None)
+    return ">" if getattr(endian, "value", endian) == "big" else "<"
+
+
+def _stem(store: str, inner: str) -> str:
+    parts = inner.split("/")
+    if len(parts) > 1 and parts[-2] == "labels":
+        return parts[-1]
+    name = re.sub(r"(\.ome)?\.zarr$", "", Path(store).name, flags=re.IGNORECASE)
+    return "_".join(filter(None, [name, *parts]))
+
+
+def _list_arrays(store: str) -> str:
+    """The images and arrays of a store, for an error."""
+    import zarr
+    from zarr.storage import LocalStore
+
+    found: list[str] = []
+    try:
+        root = zarr.open_group(LocalStore(store, read_only=True), mode="r")
+        for name, node in sorted(root.members(max_depth=3)):
+            if isinstance(node, zarr.Array) and len(node.shape) >= 2:
+                found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
+    except Exception:
+        found = found or []
+    if not found:
+        return "it holds no array of 2 dimensions or more"
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    return "it holds " + ", ".join(found[:MOST_LISTED]) + more
