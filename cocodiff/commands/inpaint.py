@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from cocodiff_eval.formats.words import SAME, WRITTEN
+
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.commands.deal import deal_of, own_pixels, with_guidance
@@ -24,7 +26,7 @@ from cocodiff.commands.options import (
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
-from cocodiff.commands.record import described_inputs
+from cocodiff.commands.record import described_inputs, lasting
 from cocodiff.commands.session import DTYPES, Job, finish, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
@@ -35,10 +37,23 @@ from cocodiff.topology.machine import Topology
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 OPTIONS = (
-    Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True, required=True),
     Option(
-        "mask", "block, center or a mask file whose non-zero voxels are restored; one or more", ["block"], many=True
+        "input",
+        "slices: PNG, TIFF (also stacks), a folder of TIFF files or a quoted pattern of their names as one stack, HDF5 "
+        "as file.h5:/dataset, or OME-Zarr",
+        many=True,
+        required=True,
     ),
+    Option(
+        "mask",
+        "block, center or a mask file whose non-zero voxels are restored (labels/NAME: of the Zarr input's own store); "
+        "one or more",
+        ["block"],
+        many=True,
+    ),
+    Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
+    Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
+    Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     Option("preset", "how ranks exchange tokens: one or more presets, as A,B or A B", ["tapa"], many=True),
     Option("steps", "denoising steps that run", 50, type=int),
     Option(
@@ -115,6 +130,8 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
     """The work: a `restore_stack.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+    from cocodiff_eval.formats.region import Part
+    from cocodiff_eval.formats.table import result_format
     from cocodiff_eval.intensity import intensity_range
     from cocodiff_eval.masks import make_mask
     from cocodiff_eval.slices import open_stacks, open_truth
@@ -122,7 +139,8 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     from cocodiff.commands.restore_stack import Task, file_names
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
-    stacks = open_stacks(values["input"], links)
+    part = Part(values.get("slices") or "", values.get("roi") or "")
+    stacks = open_stacks(values["input"], links, part)
     if values["truth"] and len(stacks) > 1:
         raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
     masks = list(dict.fromkeys(values["mask"]))
@@ -138,7 +156,8 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
             known = truth or (None if mask.from_file else stack)
             found.append((stack, mask, intensity_range(stack, mask, progress), known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
-    return [Task(*one, files) for one, files in zip(found, names, strict=True)]
+    words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
+    return [Task(*one, files, word) for one, files, word in zip(found, names, words, strict=True)]
 
 
 def work(tasks: list[Any], job: Job, transport: Any) -> None:
@@ -163,11 +182,11 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
         batches += batches_of(number, of_task, together, values["exact_slices"])
-    settings = partial(describe_inputs, tasks, values)
+    settings, made = partial(describe_inputs, tasks, values), provenance(job)
     with session.queue(settings, [len(batch.indices) for batch in batches], "slices") as queue, torch.no_grad():
         if session.folder is not None:
             for task in tasks:
-                for file in result_files(task, presets, session.images).values():
+                for file in result_files(task, presets, session.images, made).values():
                     if not file.path.exists():
                         file.create()
         transport.broadcast_object(None)  # the files are there
@@ -180,6 +199,9 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
                 queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
     rows, pictures = [], []
     if session.folder is not None:
+        for task in tasks:
+            for file in result_files(task, presets, session.images, made).values():
+                file.finish()
         rows = [row for _, _, row in sorted(queue.rows(), key=lambda found: found[:2])]
         for task, of_task in zip(tasks, masked, strict=True):
             pictures += pictures_of(task, of_task, presets, session.images)
@@ -193,4 +215,20 @@ def find_masked(tasks: list[Any]) -> list[list[bool]]:
 
 
 def describe_inputs(tasks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {"exact_slices": values["exact_slices"], "inputs": described_inputs(tasks)}
+    described = {"exact_slices": values["exact_slices"], "inputs": described_inputs(tasks)}
+    others = [task.format for task in tasks]
+    return described if set(others) == {"tiff"} else described | {"formats": others}
+
+
+def provenance(job: Job) -> dict[str, dict[str, Any]]:
+    """How the results of each preset are made, for the files' own metadata: plain data."""
+    from cocodiff_eval.metrics import json_ready
+
+    names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples")
+    settings = {name: job.values[name] for name in names if job.values.get(name) is not None}
+    return {
+        preset: json_ready(
+            {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
+        )
+        for preset, config in job.presets.items()
+    }

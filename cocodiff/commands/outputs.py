@@ -184,11 +184,21 @@ class OutputFolder:
         manifest = Manifest.read(self.final) if self._inside else None
         replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
         for path in paths if replaced else ():
-            if "\0" not in path and Path(path.split(":/")[0]).resolve() in replaced:
+            if "\0" not in path and self._is_among(path, replaced):
                 raise UserError(
                     f"{path} is among the results in --out {self.out}, which --overwrite would replace: "
                     f"choose another folder"
                 )
+
+    @staticmethod
+    def _is_among(path: str, files: set[Path]) -> bool:
+        """Whether an input is one of some files, a folder or a pattern of them, or in a store that holds them."""
+        place = Path(path.split(":/")[0]).resolve()
+        stores = [above for above in place.parents if above.suffix.lower() == ".zarr"]
+        return any(
+            one == place or any(one.is_relative_to(folder) for folder in (place, *stores)) or one.match(str(place))
+            for one in files
+        )
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

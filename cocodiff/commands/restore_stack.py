@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
-from cocodiff_eval.formats.tiff import StackFile
+from cocodiff_eval.formats.table import new_volume
+from cocodiff_eval.formats.volume import VolumeFile
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_row
@@ -41,8 +43,8 @@ class FileNames:
     stack: str
     mask: str
 
-    def result(self, preset: str) -> str:
-        return f"{self.stack}_{self.mask}_{preset}.tif"
+    def result(self, preset: str, suffix: str = ".tif") -> str:
+        return f"{self.stack}_{self.mask}_{preset}{suffix}"
 
     def preview(self, place: str, preset: str) -> str:
         """place: `[3]` of a stack's slice, nothing of a single one."""
@@ -51,13 +53,15 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown."""
+    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    results, a word of `cocodiff_eval.formats.table.FORMATS`."""
 
     stack: Stack
     mask: Mask
     scale: IntensityRange
     truth: Stack | None
     files: FileNames
+    format: str = "tiff"
 
 
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
@@ -166,10 +170,19 @@ def _evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
     return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
 
 
-def result_files(task: Task, presets: Sequence[str], folder: Path) -> dict[str, StackFile]:
-    stack = task.stack
+def result_files(
+    task: Task, presets: Sequence[str], folder: Path, provenance: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, VolumeFile]:
+    """Where the results of each preset go. provenance: how each is made, for those who create and finish them."""
     return {
-        preset: StackFile(folder / task.files.result(preset), stack.shape, stack.dtype, stack.ndim)
+        preset: new_volume(
+            task.format,
+            folder,
+            partial(task.files.result, preset),
+            task.stack.volume,
+            task.stack.dtype,
+            {**provenance[preset], "mask": task.mask.name} if provenance else {},
+        )
         for preset in presets
     }
 

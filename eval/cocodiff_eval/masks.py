@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff.files import is_there
+from cocodiff_eval.formats.region import matched
 from cocodiff_eval.formats.table import open_volume
 from cocodiff_eval.formats.volume import Progress, RawVolume, format_shape, unwatched
 from cocodiff_eval.slices import Stack, safe_stem
@@ -54,10 +56,12 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
 def make_mask(
     kind: str, stack: Stack, seed: int = 0, follow_links: bool = False, progress: Progress = unwatched
 ) -> Mask:
-    """The mask for one input: `block` (seeded), `center`, or a path of a PNG, TIFF or HDF5 mask file.
+    """The mask for one input: `block` (seeded), `center`, or a path of a mask in any format that is read, or
+    `labels/NAME` of a Zarr input's own store.
 
     follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is.
-    A 2-D mask file holds for every slice; a 3-D one must have the stack's shape. In a file, non-zero is "restore".
+    A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
+    part of. In a file, non-zero is "restore".
     Raises UserError for another shape, an empty or full mask, and more than two values.
     """
     if kind in GENERATED:
@@ -65,12 +69,20 @@ def make_mask(
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX)
     try:
-        volume = open_volume(kind, follow_links)
+        volume = matched(open_volume(_in_store(kind, stack), follow_links), stack.volume)
     except UserError as error:
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
     return _mask_from_file(volume, stack, progress)
+
+
+def _in_store(kind: str, stack: Stack) -> str:
+    """The path of a mask: `labels/NAME` is a label image of the input's own store."""
+    store = stack.metadata.details.get("store")
+    inside = store is not None and kind.startswith("labels/") and not is_there(kind)
+    parts = [stack.metadata.details.get("inner"), kind]
+    return f"{store}:/{'/'.join(filter(None, parts))}" if inside else kind
 
 
 def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask:
@@ -97,7 +109,7 @@ def _check_values(volume: RawVolume, progress: Progress) -> None:
         if slice_YX.dtype.kind not in "buif":
             raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")
         values.update(np.unique(slice_YX)[:300].tolist())
-        if len(values) > 2:
+        if len(values) > 2 and not volume.labels:
             shown = ", ".join(f"{value:g}" for value in sorted(values)[:4])
             raise UserError(
                 f"{volume.path}: a mask has two values (0 keeps, the other restores), this one has at least "

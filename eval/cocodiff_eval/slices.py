@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff_eval.formats.region import Part, matched
 from cocodiff_eval.formats.table import open_volume
-from cocodiff_eval.formats.volume import RawVolume, format_shape
+from cocodiff_eval.formats.volume import Metadata, RawVolume, format_shape
 
+WHOLE = Part()
 SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
 
 
@@ -33,6 +35,11 @@ class Stack:
     dtype: np.dtype
     ndim: int
     volume: RawVolume
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the file says of its voxels besides their values: their size, axes, attributes."""
+        return self.volume.metadata
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -65,13 +72,13 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def open_stack(path: str, name: str | None = None, follow_links: bool = False) -> Stack:
-    """Open one slice or stack: PNG, TIFF, or HDF5 as `file.h5:/dataset`. Reads no voxels of a stack yet.
+def open_stack(path: str, name: str | None = None, follow_links: bool = False, part: Part = WHOLE) -> Stack:
+    """Open one slice or stack in any of `formats.table`. Reads no voxels of a stack yet.
 
-    follow_links: read other files that an HDF5 file names.
+    follow_links: read other files that an HDF5 file names. part: of the volume, the only one that is read.
     Raises UserError for what cannot be read and for data that is no grey image (complex, boolean, below 16 x 16).
     """
-    volume = open_volume(path, follow_links)
+    volume = part.of(open_volume(path, follow_links))
     _check_dtype(volume)
     if min(volume.shape[1:]) < SMALLEST_SIDE:
         raise UserError(
@@ -83,18 +90,21 @@ def open_stack(path: str, name: str | None = None, follow_links: bool = False) -
     return Stack(name or safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
 
 
-def open_stacks(paths: Sequence[str], follow_links: bool = False) -> list[Stack]:
+def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:
     """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
     if not paths:
         raise UserError("no input given; name at least one file: --input slice.tif")
-    stacks = [open_stack(path, follow_links=follow_links) for path in paths]
+    stacks = [open_stack(path, follow_links=follow_links, part=part) for path in paths]
     names = unique_names([stack.name for stack in stacks])
     return [replace(stack, name=name) for stack, name in zip(stacks, names, strict=True)]
 
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
-    """Open the known original of `stack`; it may have another dtype, never another shape (UserError)."""
+    """Open the known original of `stack`, or of the volume that it is a part of; it may have another dtype, never
+    another shape (UserError)."""
     truth = open_stack(path, follow_links=follow_links)
+    volume = matched(truth.volume, stack.volume)
+    truth = replace(truth, volume=volume, shape=volume.shape)
     if truth.shape != stack.shape:
         raise UserError(
             f"{path}: the truth has shape {format_shape(truth.shape)} but {stack.path} has "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from cocodiff.errors import UserError, check_choice
 from cocodiff_eval.formats.hdf5 import open_hdf5
@@ -16,6 +19,7 @@ from cocodiff_eval.formats.png import open_png
 from cocodiff_eval.formats.sequence import SequenceFiles, is_pattern, open_sequence
 from cocodiff_eval.formats.tiff import StackFile, open_tiff
 from cocodiff_eval.formats.volume import RawVolume, VolumeFile, check_file, check_memory, is_folder
+from cocodiff_eval.formats.words import SAME, WRITTEN
 
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
@@ -43,8 +47,6 @@ FORMATS = {
     "zarr": Format((), None, ZarrFile, ".ome.zarr"),
     "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, Hdf5File, ".h5"),
 }
-SAME = "same"
-WRITTEN = tuple(word for word, one in FORMATS.items() if one.writer is not None)
 
 
 def result_format(word: str, volume: RawVolume) -> str:
@@ -57,6 +59,15 @@ def result_format(word: str, volume: RawVolume) -> str:
         return word
     kind = {"hdf5": "h5"}.get(volume.metadata.kind, volume.metadata.kind)
     return kind if kind in WRITTEN else "tiff"
+
+
+def new_volume(
+    word: str, folder: Path, name: Callable[[str], str], like: RawVolume, dtype: np.dtype, provenance: Mapping[str, Any]
+) -> VolumeFile:
+    """A result of an input's shape in one of FORMATS, not created yet. name: of the file, from its suffix."""
+    one = FORMATS[word]
+    assert one.writer is not None, word
+    return one.writer(folder / name(one.suffix), like.shape, dtype, like.ndim, like.metadata, provenance, like.region)
 
 
 def split_hdf5(path: str) -> tuple[str, str | None]:

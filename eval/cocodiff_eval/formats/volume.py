@@ -71,7 +71,8 @@ class Region:
 @dataclass(frozen=True)
 class RawVolume:
     """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to
-    read a slice. labels: whether any non-zero value is a label; region: the part of a file that this is."""
+    read a slice. labels: whether any non-zero value is a label; region: the part that this is of a volume of shape
+    `whole`."""
 
     path: str
     stem: str
@@ -82,6 +83,7 @@ class RawVolume:
     metadata: Metadata = field(default_factory=Metadata)
     labels: bool = False
     region: Region | None = None
+    whole: tuple[int, int, int] | None = None
 
     def cropped(self, region: Region) -> RawVolume:
         """The part of this volume in a region that lies inside it."""
@@ -90,7 +92,7 @@ class RawVolume:
         def read(index: int) -> np.ndarray:
             return np.asarray(self.reader(first.start + index))[rows, columns]
 
-        return replace(self, shape=region.shape, reader=read, region=region)
+        return replace(self, shape=region.shape, reader=read, region=region, whole=self.shape)
 
 
 @dataclass(frozen=True)
