@@ -20,7 +20,7 @@ from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.replicas import Replica
-from cocodiff.commands.restore_stack import batches_of
+from cocodiff.commands.samples import batches_of
 from cocodiff.errors import UserError
 
 SLICES = 10
