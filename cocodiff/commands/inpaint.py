@@ -60,6 +60,7 @@ OPTIONS = (
         "strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float
     ),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
+    Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
     Option("prompt", "what the slices show, for models with text encoders", ""),
     Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
@@ -95,7 +96,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "batch", "ranks", "exact_slices")
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
     check_strength(values["strength"], [values["steps"]])
     presets = preset_configs(values)
     Topology.build(load_machine(values["machine"]), ranks)
@@ -111,18 +112,22 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
 def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     from cocodiff.commands.restore_stack import SMALL_MODEL, slices_together, tiles_in_a_call
+    from cocodiff.commands.samples import count_batches
 
     values, native, presets = job.values, own_pixels(job.request.model), [*job.presets.values()]
-    batch = tiles_in_a_call(values["batch"], native)
-    counts = [(len(task.stack), slices_together(task.stack.shape[1:], native, batch)) for task in tasks]
+    tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
+    counts = [
+        count_batches(len(task.stack), slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
+    ]
     chosen = deal_of(
         values,
         job.request,
         presets,
         ranks,
-        images=sum(slices for slices, _ in counts),
-        batches=sum(-(-slices // together) for slices, together in counts),
-        batch=batch if native <= SMALL_MODEL else 1,
+        images=samples * sum(len(task.stack) for task in tasks),
+        batches=sum(batches for batches, _ in counts),
+        batch=tiles if native <= SMALL_MODEL else 1,
+        steps=values["steps"] * max(calls for _, calls in counts),
     )
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
@@ -165,48 +170,66 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     import torch
     from cocodiff_eval.metrics import json_ready
 
-    from cocodiff.commands.restore_stack import (
-        Restorer,
-        batches_of,
-        pictures_of,
-        restore_batch,
-        result_files,
-        slices_together,
-    )
+    from cocodiff.commands.restore_stack import Restorer, pictures_of, restore_batch, result_files, slices_together
+    from cocodiff.commands.samples import Batch, Parts, batches_of
 
     values, session = job.values, open_session(job, transport)
-    presets = list(job.presets)
+    presets, samples = list(job.presets), values["samples"]
     restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
     masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    batches: list[Any] = []
+    batches: list[Batch] = []
     for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
-        batches += batches_of(number, of_task, together, values["exact_slices"])
+        batches += batches_of(number, of_task, together, values["exact_slices"], samples)
+    unit = "slices" if samples == 1 else "samples"
+    parts = Parts(job.output.journals.folder / "samples")
     settings, made = partial(describe_inputs, tasks, values), provenance(job)
-    with session.queue(settings, [len(batch.indices) for batch in batches], "slices") as queue, torch.no_grad():
+    with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():
         if session.folder is not None:
             for task in tasks:
-                for file in result_files(task, presets, session.images, made).values():
+                for file in result_files(task, presets, session.images, samples, made).values():
                     if not file.path.exists():
                         file.create()
+            parts.folder.mkdir(exist_ok=True)
         transport.broadcast_object(None)  # the files are there
         restorer.inpainter.on_step = queue.bar.advance
         for number in queue:
             batch = batches[number]
             leads, task = session.replica.leads, tasks[batch.task]
-            rows = restore_batch(task, batch, restorer, session.images, leads, queue.bar)
+            rows = restore_batch(task, batch, restorer, session.images, parts, leads, queue.bar)
             if leads:
                 queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
     rows, pictures = [], []
     if session.folder is not None:
+        found = queue.rows() + rows_of_parts(tasks, batches, restorer, session, parts)
         for task in tasks:
-            for file in result_files(task, presets, session.images, made).values():
+            for file in result_files(task, presets, session.images, samples, made).values():
                 file.finish()
-        rows = [row for _, _, row in sorted(queue.rows(), key=lambda found: found[:2])]
+        rows = [row for _, _, row in sorted(found, key=lambda one: one[:2])]
         for task, of_task in zip(tasks, masked, strict=True):
-            pictures += pictures_of(task, of_task, presets, session.images)
+            pictures += pictures_of(task, of_task, presets, session.images, samples)
     counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
     finish(session, rows, pictures, slice_counts=counts)
+
+
+def rows_of_parts(tasks: list[Any], batches: list[Any], restorer: Any, session: Any, parts: Any) -> list[list[Any]]:
+    """On rank 0, when all batches are done: the slices whose samples were dealt, written and judged."""
+    from cocodiff_eval.metrics import json_ready
+
+    from cocodiff.commands.restore_stack import put_together
+
+    groups: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+    for batch in batches:
+        if not batch.whole:
+            groups.setdefault((batch.task, batch.indices), []).append(batch)
+    dealt = [*groups.values()]
+    progress = reading_bar(not session.job.values["quiet"])
+    found: list[list[Any]] = []
+    for number in progress(range(len(dealt)), "putting samples together"):
+        task = dealt[number][0].task
+        rows = put_together(tasks[task], dealt[number], restorer, session.images, parts)
+        found += [[task, index, json_ready(row)] for index, row in rows]
+    return found
 
 
 def find_masked(tasks: list[Any]) -> list[list[bool]]:
@@ -215,7 +238,11 @@ def find_masked(tasks: list[Any]) -> list[list[bool]]:
 
 
 def describe_inputs(tasks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-    described = {"exact_slices": values["exact_slices"], "inputs": described_inputs(tasks)}
+    described = {
+        "samples": values["samples"],
+        "exact_slices": values["exact_slices"],
+        "inputs": described_inputs(tasks),
+    }
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
 

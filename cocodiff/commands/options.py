@@ -48,9 +48,8 @@ RESUME = Option(
 )
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
-MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "branches": 100} | dict.fromkeys(
-    ("height", "width", "size"), 2**16
-)
+MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100}
+MOST |= dict.fromkeys(("height", "width", "size"), 2**16)
 
 
 def engine_record() -> type[Config]:

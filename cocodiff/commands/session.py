@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -259,6 +259,30 @@ class Cost:
             )
             for n in range(count)
         ]
+
+    @classmethod
+    def summed(cls, costs: Sequence[Cost]) -> Cost:
+        """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
+        if len(costs) == 1:
+            return costs[0]
+        links = dict.fromkeys(link for cost in costs for link in cost.sent)
+        sent = {link: sum(cost.sent.get(link, 0) for cost in costs) for link in links}
+        return cls(sum(cost.seconds for cost in costs), sent, mean_drift([cost.drift for cost in costs]))
+
+
+def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list[dict[str, float | None]]:
+    """Profiles of several runs (`Engine.drift_profile`) as one: at each step the mean of the values that are there."""
+    steps: dict[float | None, list[Mapping[str, float | None]]] = {}
+    for profile in profiles:
+        for row in profile:
+            steps.setdefault(row["step"], []).append(row)
+    rows: list[dict[str, float | None]] = []
+    for step, of_step in steps.items():
+        rows.append({"step": step})
+        for name in ("change", "stable_fraction"):
+            there = [value for row in of_step if (value := row[name]) is not None]
+            rows[-1][name] = sum(there) / len(there) if there else None
+    return rows
 
 
 @contextmanager

@@ -22,6 +22,8 @@ SSIM_WINDOW = 7
 _SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
 
 
+# What rows of several samples have besides: their number, coverages (`uncertainty.coverage`), a single one's PSNR.
+OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
 NOTHING: Mapping[str, float | None] = {"psnr_db": None, "ssim": None, "mse": None}  # quality without a truth
 
 
@@ -70,6 +72,15 @@ class MaskedQuality:
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
+def masked_psnr_db(
+    scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> float | None:
+    """`psnr_db` of `MaskedQuality` for one slice, without the similarity, which takes longer."""
+    judged_YX = mask_YX & np.isfinite(truth_YX)
+    difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
+    return psnr_db(float(np.square(difference).mean())) if difference.size else None
+
+
 class ExactDistance:
     """Compares a restoration with the same run under an exact exchange, slice by slice."""
 
@@ -104,6 +115,7 @@ def metrics_row(
     baseline: Mapping[str, Any] | None = None,
     drift: Sequence[Mapping[str, float | None]] = (),
     exact_bytes: Mapping[str, int] | None = None,
+    of_samples: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
 
@@ -112,6 +124,8 @@ def metrics_row(
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
     `drift`, of a run that leaves tokens behind, and then the bytes of the exact run beside it: for each step the mean
     relative change of v and the fraction of tokens that stayed.
+    `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is
+    the mean of the samples' own PSNR.
     """
     row: dict[str, Any] = {
         "name": name,
@@ -125,6 +139,8 @@ def metrics_row(
         "seconds": seconds,
         "bytes": {link: int(link_bytes.get(link, 0)) for link in LINKS},
     }
+    if of_samples is not None:
+        row |= {name: of_samples[name] for name in OF_SAMPLES}
     if baseline is not None:
         row["baseline"] = dict(baseline)
     if drift:
@@ -156,7 +172,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "bytes"}],
     "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
     the images whose bits differ, `identical` the number of images whose bits are those of the exact run, of those
-    `compared` with one.
+    `compared` with one. Means of OF_SAMPLES are there where images have them.
     """
     groups: dict[tuple[str | None, str], list[Mapping[str, Any]]] = {}
     baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
@@ -171,6 +187,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "mode": mode,
             "n": len(group),
             **{key: mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
+            **means_of_samples(group),
             "compared": sum(row.get("exact_compared", True) for row in group),
             "identical": sum(row.get("exact_compared", True) and row["psnr_vs_exact_db"] is None for row in group),
             "bytes": {link: sum(row["bytes"][link] for row in group) for link in LINKS},
@@ -187,6 +204,12 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for mask, by_name in baselines.items()
     ]
     return {"rows": means, "baseline": baseline}
+
+
+def means_of_samples(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means of OF_SAMPLES over rows of one run; empty where it made one sample of each image."""
+    found = {key: mean([row.get(key) for row in rows]) for key in OF_SAMPLES}
+    return {**found, "samples": rows[0]["samples"]} if found["samples"] is not None else {}
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

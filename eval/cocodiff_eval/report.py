@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.slices import to_grey8
-from cocodiff_eval.table import MISSING, base_name, grouped, number, size, versus_exact, with_baseline
+from cocodiff_eval.table import MISSING, base_name, grouped, number, samples_told, size, versus_exact, with_baseline
 
 SHOWN_SLICES = 4
 LARGEST_PICTURE = 512
@@ -30,6 +30,7 @@ class Picture:
     input_YX       the slice as given; under the mask it is shown only where `truth_YX` is given
     restored       preset (or "biharmonic") to restored slice
     truth_YX       the original, or None where it is unknown
+    spread         preset to standard deviation of its samples; empty for a single sample
     """
 
     name: str
@@ -40,6 +41,7 @@ class Picture:
     scale: IntensityRange
     restored: Mapping[str, np.ndarray]
     truth_YX: np.ndarray | None = None
+    spread: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "psnr": number(row["psnr_db"], 2),
             "ssim": number(row["ssim"], 3),
             "mse": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
+            "of_samples": samples_told(row) if any("samples" in one for one in rows) else (),
             "exact": versus_exact(row),
             "seconds": number(row["seconds"], 2),
             "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
@@ -187,6 +190,7 @@ def render_report(
         sections=_sections(metrics, pictures, slice_counts or {}),
         summary=_summary_rows(metrics),
         judged=any(row["mask"] is not None for row in metrics["images"]),
+        several=any("samples" in row for row in metrics["images"]),
         links=[LINK_NAMES[link] for link in LINKS],
         ramp=data_uri(ramp),
         not_compared=not all(row["compared"] for row in metrics["summary"]["rows"]),

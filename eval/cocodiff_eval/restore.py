@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PASS_KEYS = 1 << 20  # noise keys of a pass of tiles; a level has two passes
+
+
 class Inpainter(Protocol):
     """A model that restores the masked part of square images of one size."""
 
@@ -27,7 +30,8 @@ class Inpainter(Protocol):
         """Sides must be multiples of this, e.g. 8 or 16."""
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch."""
+        """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch;
+        keys that differ in their lower 32 bits draw different noise."""
 
 
 class Request(NamedTuple):
@@ -75,15 +79,17 @@ def restore_slices(
     *,
     batch: int = 8,
     settings: TilingSettings | None = None,
+    samples: Sequence[int] | None = None,
 ) -> list[np.ndarray]:
     """Restore several slices as `restore_slice` does each, with tiles of all of them in one call of the model.
 
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
     a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
+    samples: a number for each, 0 unless given; the same slice under another number gets other noise.
     """
     started = [
-        _restoration(image_YX, mask_YX, inpainter, batch, settings)
-        for image_YX, mask_YX in zip(images_YX, masks_YX, strict=True)
+        _restoration(image_YX, mask_YX, inpainter, batch, settings, sample)
+        for image_YX, mask_YX, sample in zip(images_YX, masks_YX, samples or [0] * len(images_YX), strict=True)
     ]
     restored: list[np.ndarray | None] = [None] * len(started)
     waiting: dict[int, Request] = {}
@@ -121,8 +127,23 @@ def _sharing_a_call(waiting: dict[int, Request], batch: int) -> list[int]:
     return together
 
 
+def sample_keys(sample: int) -> int:
+    """What is added to the noise keys of sample 0 to get those of another, up to number 1023.
+
+    torch's generator on the CPU reads no more than the lower 32 bits of a seed, so the keys of all samples have to
+    differ there: tiles number bits 0 to 15 and passes bits 20 to 25, and the sample's ten bits take the other ones.
+    """
+    assert 0 <= sample < 1024, sample
+    return ((sample & 63) << 26) | ((sample >> 6) << 16)
+
+
 def _restoration(
-    image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None
+    image_YX: np.ndarray,
+    mask_YX: np.ndarray,
+    inpainter: Inpainter,
+    batch: int,
+    settings: TilingSettings | None,
+    sample: int,
 ) -> Restoration:
     """One slice, request by request."""
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
@@ -135,7 +156,7 @@ def _restoration(
         if coarser is not None:
             image = np.where(level.mask_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
-            keys_from = (level.exponent * 2 + number) << 20
+            keys_from = (level.exponent * 2 + number) * PASS_KEYS + sample_keys(sample)
             image = yield from _run_pass(image, level, tile_pass, plan, keys_from)
         coarser = image
     assert coarser is not None

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cocodiff.text_table import aligned
-from cocodiff_eval.metrics import mean
+from cocodiff_eval.metrics import mean, means_of_samples
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
+OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, after SSIM, where there are several samples
 _LONGEST_NAME = 28
 MISSING = "–"
 
@@ -34,6 +35,13 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     if row["psnr_vs_exact_db"] is not None:
         return f"{row['psnr_vs_exact_db']:.1f} dB"
     return "identical" if row.get("exact_compared", True) else MISSING
+
+
+def samples_told(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The cells of OF_SAMPLES: a single sample's PSNR, and the coverage of intervals of 50 and 90 %."""
+    share = [row.get(name) for name in ("coverage_50", "coverage_90")]
+    inside = [MISSING if one is None else f"{100 * one:.0f} %" for one in share]
+    return number(row.get("psnr_db_single"), 2), inside[0], inside[1]
 
 
 def base_name(name: str) -> str:
@@ -63,6 +71,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     together = {
         **rows[0],
         **{key: mean([row[key] for row in rows]) for key in (*quality, "psnr_vs_exact_db")},
+        **means_of_samples(rows),
         "name": base_name(rows[0]["name"]),
         "exact_compared": any(row.get("exact_compared", True) for row in rows),
         "seconds": sum(row["seconds"] for row in rows),
@@ -85,15 +94,17 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
-    lines: list[tuple[str, ...]] = [HEADINGS]
+    sampled = OF_SAMPLES if any("samples" in row for row in metrics["images"]) else ()
+    lines: list[tuple[str, ...]] = [(*HEADINGS[:5], *sampled, *HEADINGS[5:])]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in with_baseline(rows):
-            quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), versus_exact(row))
+            told = samples_told(row) if sampled else ()
+            quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), *told, versus_exact(row))
             total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
             shown_mask = "-" if mask is None else mask
             lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), total))
-    return text_table(lines, "<<<>>>>>")
+    return text_table(lines, "<<<" + ">" * (len(lines[0]) - 3))
 
 
 def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -52,6 +52,9 @@ def test_a_dry_run_of_slices(tmp_path, capsys):
     out, files = str(tmp_path / "out"), [str(path) for path in SAMPLES]
     assert main(["inpaint", "--input", *files, "--ranks", "12", "--out", out, "--dry_run"]) == 0
     assert f"ranks dealt to {len(files)} replicas of {12 // len(files)} ranks (U" in capsys.readouterr().out
+    several = ["inpaint", "--input", files[1], "--samples", "12", "--ranks", "12", "--out", out, "--dry_run"]
+    assert main(several) == 0
+    assert "ranks dealt to 6 replicas of 2 ranks (U" in capsys.readouterr().out
     assert not Path(out).exists()
 
 

@@ -20,10 +20,11 @@ from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.replicas import Replica
-from cocodiff.commands.restore_stack import batches_of
+from cocodiff.commands.samples import batches_of
 from cocodiff.errors import UserError
 
 SLICES = 10
+SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,60 @@ def test_a_run_that_ended_badly_goes_on_only_as_it_began(
     assert sum(row["exact_compared"] for row in rows) == 3 and len(rows) == SLICES
     assert "resume" not in (out / "run.yaml").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.processes
+def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path: Path) -> None:
+    """One bundled slice, and replicas that make some of its samples each; killed between, and gone on with by fewer."""
+
+    def several(out: str, *more: Any, samples: int = 12) -> list[str]:
+        fixed = ("--input", SLICE, "--samples", samples, "--steps", 3, "--quiet")
+        return [str(word) for word in ("inpaint", *fixed, "--out", tmp_path / out, *more)]
+
+    done = forked(*several("whole", "--ranks", 1), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = Killed(tmp_path, several("out", "--ranks", 4, "--replicas", 4))
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.end()
+    kept = run.journals.kept()
+    assert kept is not None and kept.unit == "samples" and 2 <= kept.done < kept.total == 12
+    refused = forked(*several("out", "--ranks", 1, "--resume", samples=11), folder=tmp_path)
+    assert refused.returncode == 2 and "(samples: 12 there, 11 now)" in refused.stderr
+    done = forked(*several("out", "--ranks", 2, "--replicas", 2, "--resume"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert results(tmp_path / "out") == results(tmp_path / "whole")
+    images, (row,) = results(tmp_path / "whole")
+    assert sorted(images) == [f"{SLICE.stem}_block_tapa{end}" for end in (".png", ".tif", "_std.tif")]
+    assert row["samples"] == 12 and row["psnr_db"] > row["psnr_db_single"]
+    assert 0 < row["coverage_50"] < row["coverage_90"] <= 1
+    original, mean, spread = (
+        tifffile.imread(path)
+        for path in (SLICE, *(tmp_path / "whole" / "images" / name for name in sorted(images)[1:]))
+    )
+    assert mean.dtype == original.dtype and spread.dtype == np.float32
+    known = spread == 0
+    assert 0.7 < known.mean() < 0.8 and mean[known].tobytes() == original[known].tobytes()
+
+
+def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
+    def cut(slices: int, together: int, samples: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        batches = batches_of(0, [True] * slices, together, 1, samples)
+        made = [(index, sample) for batch in batches for index in batch.indices for sample in batch.samples]
+        assert sorted(made) == [(index, sample) for index in range(slices) for sample in range(samples)]
+        assert all(len(call) <= together for batch in batches for call in batch.calls)
+        assert all(
+            [pair for call in batch.calls for pair in call]
+            == [(place, sample) for place in range(len(batch.indices)) for sample in batch.samples]
+            for batch in batches
+        )
+        return [(batch.indices, batch.samples) for batch in batches]
+
+    assert cut(1, 8, 8) == [((0,), (n, n + 1)) for n in range(0, 8, 2)]
+    assert cut(1, 1, 4) == [((0,), (n,)) for n in range(4)]
+    assert len(cut(1, 1, 1000)) == 16
+    assert cut(20, 8, 8) == [((index,), tuple(range(8))) for index in range(20)]
+    assert [indices for indices, _ in cut(3, 8, 1)] == [(0,), (1, 2)]
+    assert {samples for _, samples in cut(40, 8, 3)} == {(0, 1, 2)}
 
 
 def test_batches_depend_on_masks_alone_and_the_sample_has_its_own() -> None:

@@ -171,6 +171,28 @@ def test_terminal_table() -> None:
     ]
 
 
+def test_rows_of_several_samples_have_their_spread_judged() -> None:
+    of_samples = {"samples": 8, "coverage_50": 0.4, "coverage_90": 0.8, "psnr_db_single": 20.0}
+    unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None}
+    several = [
+        metrics_row("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, of_samples=of_samples),
+        metrics_row("a[1]", "block", "flat", QUALITY, 2.0, {}, of_samples={**of_samples, "coverage_50": 0.5}),
+        metrics_row("b", "hole", "flat", NOTHING, 2.0, {}, of_samples=unknown),
+    ]
+    document = metrics_document({}, 1, several)
+    first, last = document["summary"]["rows"]
+    assert (first["samples"], first["coverage_50"], first["psnr_db_single"]) == (8, pytest.approx(0.45), 20.0)
+    assert last["samples"] == 8 and last["coverage_90"] is None
+    lines = [line.split() for line in terminal_table(document).split("\n")]
+    assert " ".join(lines[0]) == "image mask preset PSNR dB SSIM one sample in 50 % in 90 % vs exact seconds bytes"
+    assert lines[1][5:] == ["21.50", "0.650", "20.00", "45", "%", "80", "%", "identical", "4.0", "0", "B"]
+    assert lines[2][5:] == ["18.00", "0.500", "-", "-", "-", "-", "0.4", "-"]
+    assert lines[3][3:] == ["-", "-", "-", "-", "-", "identical", "2.0", "0", "B"]
+    names = {"samples", "coverage_50", "coverage_90", "psnr_db_single"}
+    plain = metrics_document({}, 1, rows())
+    assert not any(names & set(row) for row in (*plain["images"], *plain["summary"]["rows"]))
+
+
 def test_documents_are_json_where_numbers_overflow() -> None:
     scale, mask_YX = IntensityRange(0.0, 1e-300), np.ones((16, 16), bool)
     truth_YX, restored_YX = np.full((16, 16), 1e300), np.zeros((16, 16))

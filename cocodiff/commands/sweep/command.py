@@ -42,7 +42,7 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", *(own.name for own in OWN))
+LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", "samples", *(own.name for own in OWN))
 # One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
 CHANGED = {"parallel": "off"}
 OPTIONS = (

@@ -1,0 +1,153 @@
+"""Several restorations of a slice, each with noise of its own: which of them a replica makes at once, and what is kept
+of them until all are there.
+
+The samples of a slice are made in one batch where there are slices enough for many replicas. Otherwise they are cut
+into batches as well, whose sums lie beside the journals until rank 0 puts them together, in the order of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cocodiff_eval.report import shown_slices
+from cocodiff_eval.uncertainty import Moments
+
+from cocodiff.commands.session import Cost
+
+BATCHES = 16  # of a task; with fewer, samples are dealt to replicas too
+SHARING = 2  # samples that a small model restores in one call at least
+COPIED_TOGETHER = 64  # slices without masked voxels in a batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of slices of a task that one replica restores. task: its number. compared: whether the exact run is made
+    of them for comparison alone. of: samples that each slice gets in all. together: slices, or samples of them, that
+    share the model's calls."""
+
+    task: int
+    indices: tuple[int, ...]
+    compared: bool
+    samples: tuple[int, ...] = (0,)
+    of: int = 1
+    together: int = COPIED_TOGETHER
+
+    @property
+    def size(self) -> int:
+        """Restorations in each mode."""
+        return len(self.indices) * len(self.samples)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its slices have no samples in other batches."""
+        return len(self.samples) == self.of
+
+    @property
+    def calls(self) -> list[list[tuple[int, int]]]:
+        """What shares the model's calls: the place of a slice in `indices`, and a sample."""
+        pairs = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
+        return [[pairs[number] for number in group] for group in evenly(range(len(pairs)), self.together)]
+
+
+def batches_of(task: int, masked: Sequence[bool], together: int, sample: int, samples: int = 1) -> list[Batch]:
+    """The slices of a task in batches, which depend on nothing but these arguments.
+
+    masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
+    sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
+    the same calls. samples: of each slice.
+    """
+    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
+    chosen = shown_slices(masked, sample)
+    slices, at_once = shape_of_batch(len(hidden), together, samples)
+    groups = [(group, True) for group in evenly(chosen, slices)]
+    groups += [(group, False) for group in evenly(sorted({*hidden} - {*chosen}), slices)]
+    batches = [
+        Batch(task, group, compared, part, samples, together)
+        for group, compared in groups
+        for part in evenly(range(samples), at_once)
+    ]
+    empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
+    batches += [Batch(task, group, False, tuple(range(samples)), samples) for group in empty]
+    return sorted(batches, key=lambda batch: (batch.indices, batch.samples))
+
+
+def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
+    """At most so many slices, and samples of each, in a batch of a task with so many slices to restore."""
+    least = SHARING if together > 1 else 1
+    at_once = min(samples, max(least, -(-slices * samples // BATCHES)))
+    return max(1, together // at_once), at_once
+
+
+def count_batches(slices: int, together: int, samples: int) -> tuple[int, int]:
+    """How many batches a task has with so many slices to restore, and how many calls of the model take a batch's
+    slices, as far as tiles of one strength fit a call."""
+    of_slices, at_once = shape_of_batch(slices, together, samples)
+    return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)
+
+
+def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Cut into as few groups of at most `most` as go, of nearly equal sizes."""
+    count = -(-len(indices) // most)
+    cuts = [round(n * len(indices) / count) for n in range(count + 1)] if count else []
+    return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of a slice in one mode. moments: of the normalised restorations; cost: of all of them; psnr_db: of each,
+    as a run with this sample alone would have it, None where the truth is unknown."""
+
+    moments: Moments
+    cost: Cost
+    psnr_db: tuple[float | None, ...] = ()
+
+    @property
+    def restored01_YX(self) -> np.ndarray:
+        """The mean of the samples: float64 [Y, X] in [0, 1]."""
+        return self.moments.mean_YX
+
+    @classmethod
+    def merged(cls, parts: Sequence[Drawn]) -> Drawn:
+        """Parts of a slice's samples, from the first to the last."""
+        moments = parts[0].moments
+        for part in parts[1:]:
+            moments = moments.merged(part.moments)
+        psnr_db = tuple(one for part in parts for one in part.psnr_db)
+        return cls(moments, Cost.summed([part.cost for part in parts]), psnr_db)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The folder of samples whose slices are not complete."""
+
+    folder: Path
+
+    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[Drawn]]) -> None:
+        """drawn: in each mode the samples of each slice of the batch. Returns when they are on the disk."""
+        for place, index in enumerate(batch.indices):
+            of_modes = {mode: of_slices[place] for mode, of_slices in drawn.items()}
+            facts = {mode: [one.moments.count, vars(one.cost), one.psnr_db] for mode, one in of_modes.items()}
+            images: dict[str, Any] = {f"mean {mode}": one.moments.mean_YX for mode, one in of_modes.items()}
+            images |= {f"squares {mode}": one.moments.squares_YX for mode, one in of_modes.items()}
+            with self._path(batch, index).open("wb") as file:
+                np.savez(file, facts=np.array(json.dumps(facts)), **images)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
+        """What was kept of a slice of a batch, in each mode."""
+        with np.load(self._path(batch, index), allow_pickle=False) as found:
+            return {
+                mode: Drawn(Moments(count, found[f"mean {mode}"], found[f"squares {mode}"]), Cost(**cost), tuple(psnr))
+                for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items()
+            }
+
+    def _path(self, batch: Batch, index: int) -> Path:
+        return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
