@@ -145,13 +145,16 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
     import torch
     from cocodiff_eval.metrics import json_ready
+    from cocodiff_eval.report import plan_pictures
 
+    from cocodiff.commands.report_pictures import ReportPictures
     from cocodiff.commands.restore_stack import (
         Restorer,
         batches_of,
-        pictures_of,
+        picture_of,
         restore_batch,
         result_files,
+        save_previews,
         slices_together,
     )
 
@@ -159,6 +162,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     presets = list(job.presets)
     restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
     masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    pages = ReportPictures(job.output.journals.folder, plan_pictures(masked, len(presets) + 1))
     batches: list[Any] = []
     for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
@@ -175,16 +179,21 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
         for number in queue:
             batch = batches[number]
             leads, task = session.replica.leads, tasks[batch.task]
-            rows = restore_batch(task, batch, restorer, session.images, leads, queue.bar)
+            rows = restore_batch(task, batch, restorer, session.images, leads, queue.bar, pages)
             if leads:
                 queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
-    rows, pictures = [], []
+    found: list[Any] = []
     if session.folder is not None:
-        rows = [row for _, _, row in sorted(queue.rows(), key=lambda found: found[:2])]
+        found = sorted(queue.rows(), key=lambda one: one[:2])
         for task, of_task in zip(tasks, masked, strict=True):
-            pictures += pictures_of(task, of_task, presets, session.images)
+            save_previews(task, of_task, presets, session.images)
+    pictures = pages.all(
+        found,
+        lambda task, index: picture_of(tasks[task], index, presets, session.images),
+        reading_bar(not values["quiet"]),
+    )
     counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
-    finish(session, rows, pictures, slice_counts=counts)
+    finish(session, [row for _, _, row in found], pictures, slice_counts=counts, side=pages.plan.side)
 
 
 def find_masked(tasks: list[Any]) -> list[list[bool]]:

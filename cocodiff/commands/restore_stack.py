@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cocodiff_eval.slices import Stack, StackFile, save_preview_png, unique_name
 from cocodiff_eval.tiling import TilingSettings
 
 from cocodiff.commands.pipelines import Model
+from cocodiff.commands.report_pictures import ReportPictures, picture
 from cocodiff.commands.session import Cost, measured
 from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
@@ -174,7 +176,7 @@ def result_files(task: Task, presets: Sequence[str], folder: Path) -> dict[str, 
 
 
 def restore_batch(
-    task: Task, batch: Batch, restorer: Restorer, folder: Path, leads: bool, bar: JobBar
+    task: Task, batch: Batch, restorer: Restorer, folder: Path, leads: bool, bar: JobBar, pages: ReportPictures
 ) -> list[tuple[int, dict[str, Any]]]:
     """Restores slices in every mode. The leader of the replica judges them, writes them to the files in `folder` and
     returns rows of metrics.json, each with its slice's index; others return none."""
@@ -197,6 +199,7 @@ def restore_batch(
         judged = judge_slice(task, restorer, index, originals[number], masks[number], of_slice)
         for preset, file in files.items():
             file.write(index, judged.native[preset])
+        pages.add(batch.task, index, judged.picture)
         rows += [(index, row) for row in judged.rows]
     return rows
 
@@ -205,6 +208,7 @@ def restore_batch(
 class Judged:
     native: dict[str, np.ndarray]  # restored slices in the input's dtype
     rows: list[dict[str, Any]]
+    picture: Callable[[], Picture]  # what the report shows
 
 
 def judge_slice(
@@ -215,8 +219,9 @@ def judge_slice(
     rows: list[dict[str, Any]] = []
     presets = {preset: runs[preset] for preset in restorer.presets}
     native = {name: compose_native(original_YX, run.restored01_YX, mask_YX, scale) for name, run in presets.items()}
+    shown = partial(picture, task, index, slice_name(task.stack, index))
     if not mask_YX.any():
-        return Judged(native, rows)
+        return Judged(native, rows, partial(shown, (original_YX, mask_YX, None), native, None))
     truth_YX = task.truth.read(index) if task.truth is not None else None
     started = time.perf_counter()
     smooth_YX = smoothed(task, original_YX, mask_YX)
@@ -238,7 +243,7 @@ def judge_slice(
                 exact_bytes=exact.cost.sent if exact is not None else None,
             )
         )
-    return Judged(native, rows)
+    return Judged(native, rows, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX))
 
 
 def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
@@ -246,19 +251,14 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
     return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
 
 
-def pictures_of(task: Task, masked: Sequence[bool], presets: list[str], folder: Path) -> list[Picture]:
-    """What the report shows of a finished task, whose previews are saved beside the restored slices."""
-    files = result_files(task, presets, folder)
-    pictures: list[Picture] = []
-    for index in shown_slices(masked):
-        original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
-        restored = {preset: file.read(index) for preset, file in files.items()}
-        restored["biharmonic"] = smoothed(task, original_YX, mask_YX)
-        truth_YX = task.truth.read(index) if task.truth is not None else None
-        name, scale = slice_name(task.stack, index), task.scale
-        pictures.append(Picture(name, task.mask.name, index, original_YX, mask_YX, scale, restored, truth_YX))
-        save_previews(folder, task, pictures[-1], presets)
-    return pictures
+def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path) -> Picture:
+    """What the report shows of a slice whose results are in their files."""
+    native = {name: file.read(index) for name, file in result_files(task, presets, folder).items()}
+    original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+    hidden = bool(mask_YX.any())
+    truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
+    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden else None
+    return picture(task, index, slice_name(task.stack, index), (original_YX, mask_YX, truth_YX), native, smooth_YX)
 
 
 def slice_name(stack: Stack, index: int) -> str:
@@ -282,7 +282,10 @@ def psnr_vs_exact_db(scale: IntensityRange, exact: Run, run: Run, mask_YX: np.nd
     return distance.psnr_vs_exact_db()
 
 
-def save_previews(folder: Path, task: Task, picture: Picture, presets: list[str]) -> None:
-    for preset in presets:
-        path = folder / task.files.preview(picture.name.removeprefix(task.stack.name), preset)
-        save_preview_png(path, picture.restored[preset], picture.scale.low, picture.scale.high)
+def save_previews(task: Task, masked: Sequence[bool], presets: Sequence[str], folder: Path) -> None:
+    """Saves a few restored slices as PNG beside the files of results."""
+    files = result_files(task, presets, folder)
+    for index in shown_slices(masked):
+        for preset in presets:
+            path = folder / task.files.preview(slice_name(task.stack, index).removeprefix(task.stack.name), preset)
+            save_preview_png(path, files[preset].read(index), task.scale.low, task.scale.high)
