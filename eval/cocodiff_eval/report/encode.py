@@ -157,7 +157,8 @@ def _webp(image: np.ndarray, quality: int) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(image).convert("RGB").save(buffer, "WEBP", lossless=quality == LOSSLESS, quality=quality)
+    # Method 2 takes half the time of the default, 4, and a tenth more bytes.
+    Image.fromarray(image).convert("RGB").save(buffer, "WEBP", lossless=quality == LOSSLESS, quality=quality, method=2)
     return buffer.getvalue()
 
 

@@ -1,6 +1,6 @@
 // Curves of the quality over the slices, drawn from the numbers.
 
-const CURVE = { width: 900, height: 150, left: 46, right: 8, top: 8, bottom: 20 };
+const CURVE = { height: 150, left: 46, right: 8, top: 8, bottom: 20 };
 
 function element(name, attributes = {}, ...children) {
   const found = document.createElement(name);
@@ -40,24 +40,34 @@ class Curve {
     const room = 0.06 * (high - low) || Math.abs(0.1 * high) || 1;
     this.low = low - room;
     this.high = high + room;
-    const { width, height } = CURVE;
+    this.modes = modes;
     const label = `${title} over slices, from ${low} to ${high}; click to go to a slice`;
-    this.svg = vector("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-    this.axes();
-    for (const mode of modes.filter((one) => one in values)) this.line(mode, colourOf(modes, mode));
-    this.cursor = vector("line", { class: "cursor", y1: CURVE.top, y2: height - CURVE.bottom });
-    this.svg.append(this.cursor);
+    this.svg = vector("svg", { role: "img", "aria-label": label });
+    this.cursor = vector("line", { class: "cursor", y1: CURVE.top, y2: CURVE.height - CURVE.bottom });
     this.svg.addEventListener("click", (event) => {
       const box = this.svg.getBoundingClientRect();
-      const x = ((event.clientX - box.left) / box.width) * width;
-      const share = (x - CURVE.left) / (width - CURVE.left - CURVE.right);
+      const x = ((event.clientX - box.left) / box.width) * this.width;
+      const share = (x - CURVE.left) / (this.width - CURVE.left - CURVE.right);
       choose(Math.round(Math.min(1, Math.max(0, share)) * this.last));
     });
     this.figure = element("figure", { class: "curve" }, element("h3", {}, title), this.svg);
+    this.marked = 0;
+    this.draw(900);
+  }
+
+  /** So many pixels wide. */
+  draw(width) {
+    this.width = Math.max(200, width);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${CURVE.height}`);
+    this.svg.replaceChildren();
+    this.axes();
+    for (const mode of this.modes.filter((one) => one in this.values)) this.line(mode, colourOf(this.modes, mode));
+    this.svg.append(this.cursor);
+    this.mark(this.marked);
   }
 
   x(number) {
-    return CURVE.left + (number / this.last) * (CURVE.width - CURVE.left - CURVE.right);
+    return CURVE.left + (number / this.last) * (this.width - CURVE.left - CURVE.right);
   }
 
   y(value) {
@@ -68,10 +78,10 @@ class Curve {
   axes() {
     for (const value of ticks(this.low, this.high)) {
       const y = this.y(value);
-      this.svg.append(vector("line", { class: "axis", x1: CURVE.left, x2: CURVE.width - CURVE.right, y1: y, y2: y }));
+      this.svg.append(vector("line", { class: "axis", x1: CURVE.left, x2: this.width - CURVE.right, y1: y, y2: y }));
       this.svg.append(vector("text", { x: CURVE.left - 6, y: y + 4, "text-anchor": "end" }, String(value)));
     }
-    for (const number of ticks(0, this.last).filter(Number.isInteger)) {
+    for (const number of ticks(0, this.last).filter(Number.isInteger)) { // slices
       this.svg.append(vector("text", { x: this.x(number), y: CURVE.height - 4, "text-anchor": "middle" }, String(number)));
     }
   }
@@ -96,6 +106,7 @@ class Curve {
   }
 
   mark(number) {
+    this.marked = number;
     this.cursor.setAttribute("x1", this.x(number));
     this.cursor.setAttribute("x2", this.x(number));
   }

@@ -76,19 +76,22 @@ class Viewer {
     const kinds = this.generated ? [] : ["original", "masked"];
     this.cells = kinds.map((kind, row) => this.cell(kind, null, 0, row));
     const first = this.first();
-    const ofPreset = this.generated ? ["image"] : ["restored", "error", "spread"].filter((kind) => kind in first);
     this.modes.forEach((mode, column) => {
+      const ofPreset = this.generated ? ["image"] : ["restored"];
+      if (mode in this.numbers.psnr_db) ofPreset.push("error");
+      if (mode in (first.spread ?? {})) ofPreset.push("spread");
       ofPreset.forEach((kind, row) => this.cells.push(this.cell(kind, mode, column + kinds.length / 2, row)));
     });
     const columns = this.modes.length + kinds.length / 2;
     const grid = element("div", { class: "cells", role: "group", "aria-label": "Pictures", style: `--columns: ${columns}` });
     grid.append(...this.cells.map((cell) => cell.button));
-    return element("div", { class: columns > 3 ? "panes" : "panes few" }, stage, grid);
+    return element("div", { class: "panes" }, stage, grid);
   }
 
   cell(kind, mode, column, row) {
     const canvas = element("canvas", { "aria-hidden": "true" });
-    const label = element("span", {}, mode === null ? KINDS[kind] : kind === "image" ? mode : `${KINDS[kind]}: ${mode}`);
+    const of = mode === null || kind === "image" ? "" : element("span", { class: "of" }, `: ${mode}`);
+    const label = element("span", {}, kind === "image" ? mode : KINDS[kind], of);
     const value = element("span", { class: "value" });
     const button = element("button", { type: "button", class: "cell" }, canvas, label, value);
     button.style.setProperty("--column", column + 1);
@@ -111,6 +114,7 @@ class Viewer {
         left.append(curve.figure);
       }
       box.append(left);
+      new ResizeObserver(() => this.drawnCurves.forEach((curve) => curve.draw(left.clientWidth))).observe(left);
     }
     this.worstTitle = element("h3");
     this.worst = element("ol");
