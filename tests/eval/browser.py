@@ -18,14 +18,15 @@ PATIENCE_S = 60.0
 class Browser:
     """One page in headless Chromium. A context manager."""
 
-    def __init__(self, profile: Path, width: int = 1200, height: int = 900) -> None:
+    def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         self._read, theirs_out = os.pipe()
         theirs_in, self._write = os.pipe()
         # Chromium reads commands from descriptor 3 and writes answers to 4.
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"]
-        flags += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--no-first-run"]
-        command = ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", CHROMIUM, *flags, "about:blank"]
+        flags += [f"--user-data-dir={profile}", "--no-first-run"]
+        pipes = f"3</proc/self/fd/{theirs_in} 4>/proc/self/fd/{theirs_out}"  # sh copies no descriptors above 9
+        command = ["sh", "-c", f'exec "$@" {pipes}', "sh", CHROMIUM, *flags, "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -21,19 +21,20 @@ from cocodiff_eval.slices import to_grey8
 
 LOSSLESS = 100
 QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP
+SMALLEST_SIDE = 64  # pixels; below it nothing could be seen
 BLOCK = 16  # pixels of a side of the blocks that WebP codes
 
 
 def encode(picture: Picture | Generated, side: int, share: int) -> str:
-    """JSON of the pictures of a slice or image, at most `side` pixels on their longer side and, if the compression can,
-    at most `share` bytes in all before they become base64."""
-    if isinstance(picture, Generated):
-        images = {("images", mode): _reduced8(image, side) for mode, image in picture.images.items()}
-        head: dict[str, Any] = {"name": picture.name, "mask": None, "index": 0}
-    else:
-        head, images = _of_slice(picture, side)
-        share -= sum(len(head[key]) * 3 // 4 for key in ("hole", "unknown"))
-    quality, files = _fitting(images, share)
+    """JSON of the pictures of a slice or image: at most `side` pixels on their longer side, and fewer where they would
+    take more than `share` bytes in all (before they become base64) at the lowest quality."""
+    while True:
+        head, images = _of_image(picture, side) if isinstance(picture, Generated) else _of_slice(picture, side)
+        masks = sum(len(head.get(kind, "")) * 3 // 4 for kind in ("hole", "unknown"))
+        quality, files = _fitting(images, share - masks)
+        if masks + sum(map(len, files.values())) <= share or side <= SMALLEST_SIDE:
+            break
+        side = max(SMALLEST_SIDE, side * 3 // 4)
     document = {**head, "quality": quality}
     for (kind, mode), data in files.items():
         if mode:
@@ -43,8 +44,16 @@ def encode(picture: Picture | Generated, side: int, share: int) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], dict[tuple[str, str], np.ndarray]]:
-    """The numbers and masks of a slice, and its pictures, uint8, by their kind and mode."""
+Images = dict[tuple[str, str], np.ndarray]  # uint8, by their kind and mode
+
+
+def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
+    images = {("images", mode): _reduced8(image, side) for mode, image in picture.images.items()}
+    return {"name": picture.name, "mask": None, "index": 0}, images
+
+
+def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
+    """The numbers and masks of a slice, and its pictures."""
     scale, mask_YX = picture.scale, picture.mask_YX
     original_YX, unknown_YX = _original(picture)
     # The brightest material may lie wholly under the mask: the pictures then need the wider range of the original.
