@@ -104,6 +104,7 @@ def work(job: Job, transport: Any) -> None:
     """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
     import torch
     from cocodiff_eval.metrics import json_ready
+    from cocodiff_eval.report import encode, plan_pictures
     from cocodiff_eval.slices import safe_stem, unique_names
 
     session = open_session(job, transport)
@@ -118,11 +119,11 @@ def work(job: Job, transport: Any) -> None:
             if session.replica.leads:
                 save(session, names[number], images)
                 queue.add(number, [json_ready(row) for row in judge(session, names[number], images)])
-    rows, pictures = [], []
-    if session.folder is not None:
-        rows = queue.rows()
-        pictures = [shown(session, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
-    finish(session, rows, pictures, title="Generated images")
+    rows = queue.rows() if session.folder is not None else []
+    plan = plan_pictures([[True] * len(prompts)], len(job.presets))
+    pictures = (encode(shown(session, names[n], prompts[n]), plan.side, plan.share) for n in sorted(plan.shown[0]))
+    named = dict(zip(names, prompts, strict=True))
+    finish(session, rows, pictures, title="Generated images", prompts=named, side=plan.side)
 
 
 def image_sides(session: Session) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.record import described_inputs, lasting
-from cocodiff.commands.session import DTYPES, Job, finish, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -141,7 +141,7 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     from cocodiff_eval.masks import make_mask
     from cocodiff_eval.slices import open_stacks, open_truth
 
-    from cocodiff.commands.restore_stack import Task, file_names
+    from cocodiff.commands.tasks import Task, file_names
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
     part = Part(values.get("slices") or "", values.get("roi") or "")
@@ -169,9 +169,12 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
     import torch
     from cocodiff_eval.metrics import json_ready
+    from cocodiff_eval.report import plan_pictures
 
-    from cocodiff.commands.restore_stack import Restorer, pictures_of, restore_batch, result_files, slices_together
+    from cocodiff.commands.report_pictures import ReportPictures
+    from cocodiff.commands.restore_stack import Restorer, Results, restore_batch, slices_together
     from cocodiff.commands.samples import Batch, Parts, batches_of
+    from cocodiff.commands.tasks import result_files
 
     values, session = job.values, open_session(job, transport)
     presets, samples = list(job.presets), values["samples"]
@@ -181,38 +184,61 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
         batches += batches_of(number, of_task, together, values["exact_slices"], samples)
-    unit = "slices" if samples == 1 else "samples"
-    parts = Parts(job.output.journals.folder / "samples")
-    settings, made = partial(describe_inputs, tasks, values), provenance(job)
+    kept = job.output.journals.folder
+    pages = ReportPictures(kept, plan_pictures(masked, len(presets) + 1))
+    results = Results(session.images, Parts(kept / "samples"), pages)
+    settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
     with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():
         if session.folder is not None:
             for task in tasks:
-                for file in result_files(task, presets, session.images, samples, made).values():
+                for file in result_files(task, presets, session.images, samples, provenance(job)).values():
                     if not file.path.exists():
                         file.create()
-            parts.folder.mkdir(exist_ok=True)
+            results.parts.folder.mkdir(exist_ok=True)
         transport.broadcast_object(None)  # the files are there
         restorer.inpainter.on_step = queue.bar.advance
         for number in queue:
             batch = batches[number]
             leads, task = session.replica.leads, tasks[batch.task]
-            rows = restore_batch(task, batch, restorer, session.images, parts, leads, queue.bar)
+            rows = restore_batch(task, batch, restorer, results, leads, queue.bar)
             if leads:
                 queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
-    rows, pictures = [], []
+    found = []
     if session.folder is not None:
-        found = queue.rows() + rows_of_parts(tasks, batches, restorer, session, parts)
-        for task in tasks:
-            for file in result_files(task, presets, session.images, samples, made).values():
-                file.finish()
-        rows = [row for _, _, row in sorted(found, key=lambda one: one[:2])]
+        progress = reading_bar(not values["quiet"])
+        found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, progress), key=by_slice)
+    hand_over(session, tasks, masked, found, pages)
+
+
+def by_slice(row: list[Any]) -> list[Any]:
+    """The order of rows in metrics.json: by task, then by slice."""
+    return row[:2]
+
+
+def hand_over(session: Session, tasks: list[Any], masked: list[list[bool]], found: list[Any], pages: Any) -> None:
+    """Completes the files of results and writes the report. found: rows of metrics.json, on rank 0."""
+    from cocodiff.commands.judging import picture_of, save_previews
+    from cocodiff.commands.tasks import result_files
+
+    job, images = session.job, session.images
+    presets, samples = list(job.presets), job.values["samples"]
+    if session.folder is not None:
         for task, of_task in zip(tasks, masked, strict=True):
-            pictures += pictures_of(task, of_task, presets, session.images, samples)
+            for file in result_files(task, presets, images, samples, provenance(job)).values():
+                file.finish()
+            save_previews(task, of_task, presets, images)
+    pictures = pages.all(
+        found,
+        lambda task, index: picture_of(tasks[task], index, presets, images, samples),
+        reading_bar(not job.values["quiet"]),
+    )
     counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
-    finish(session, rows, pictures, slice_counts=counts)
+    finish(session, [row for _, _, row in found], pictures, slice_counts=counts, side=pages.plan.side)
 
 
-def rows_of_parts(tasks: list[Any], batches: list[Any], restorer: Any, session: Any, parts: Any) -> list[list[Any]]:
+def rows_of_parts(
+    tasks: list[Any], batches: list[Any], restorer: Any, results: Any, progress: Callable[[range, str], Iterable[int]]
+) -> list[list[Any]]:
     """On rank 0, when all batches are done: the slices whose samples were dealt, written and judged."""
     from cocodiff_eval.metrics import json_ready
 
@@ -223,11 +249,10 @@ def rows_of_parts(tasks: list[Any], batches: list[Any], restorer: Any, session: 
         if not batch.whole:
             groups.setdefault((batch.task, batch.indices), []).append(batch)
     dealt = [*groups.values()]
-    progress = reading_bar(not session.job.values["quiet"])
     found: list[list[Any]] = []
     for number in progress(range(len(dealt)), "putting samples together"):
         task = dealt[number][0].task
-        rows = put_together(tasks[task], dealt[number], restorer, session.images, parts)
+        rows = put_together(tasks[task], dealt[number], restorer, results)
         found += [[task, index, json_ready(row)] for index, row in rows]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -298,10 +298,10 @@ def measured(engine: Engine) -> Iterator[Cost]:
     cost.drift = engine.drift_profile()
 
 
-def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **report: Any) -> None:
+def finish(session: Session, rows: Sequence[Any], pictures: Iterable[str], **report: Any) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    report: further arguments of `cocodiff_eval.report.render_report`.
+    pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
@@ -312,10 +312,10 @@ def finish(session: Session, rows: Sequence[Any], pictures: Sequence[Any], **rep
 
 
 def _write_results(
-    session: Session, folder: Path, rows: Sequence[Any], pictures: Sequence[Any], records: Any, report: dict[str, Any]
+    session: Session, folder: Path, rows: Sequence[Any], pictures: Iterable[str], records: Any, report: dict[str, Any]
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
-    from cocodiff_eval.report import render_report
+    from cocodiff_eval.report import write_report
     from cocodiff_eval.table import terminal_table
 
     from cocodiff.trace import save_traces
@@ -333,7 +333,7 @@ def _write_results(
         "seed": str(values["seed"]),
         "cocodiff": __version__,
     }
-    (folder / "report.html").write_text(render_report(document, pictures, facts, **report), encoding="utf-8")
+    write_report(folder / "report.html", document, pictures, facts, **report)
     write_settings(folder, values)
     session.job.output.publish()
     say()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff_eval.report import fill_template
+from cocodiff_eval.report.templates import fill_template
 from cocodiff_eval.sweep_summary import LIMITS, NOTE, Row, Spread, cost_cells, quality_cells
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def test_results_have_the_promised_names(made: Path) -> None:
 
 def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
     page = (made / "prompt-sd3" / "report.html").read_text()
-    assert page.count('<img src="data:image/png;base64,') == 6 and "Generated images" in page
-    assert all(f'<p class="scale">{prompt}</p>' in page for prompt in PROMPTS)
+    blocks = re.findall(r'<script type="text/plain" class="picture"[^>]*>(.*?)</script>', page)
+    assert [list(json.loads(block)["images"]) for block in blocks] == [["flat", "tapa"]] * 3
+    assert "Generated images" in page and all(f"<small>{prompt}</small>" in page for prompt in PROMPTS)
     assert "SSIM" not in page and "mask None" not in page and "identical" in page
 
 

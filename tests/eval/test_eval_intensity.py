@@ -12,7 +12,7 @@ from cocodiff_eval.filling import fill_from_outside
 from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, prepare_slice
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, halve_shape, upsample
-from cocodiff_eval.report import with_hole
+from cocodiff_eval.report import Picture, encode
 from cocodiff_eval.restore import restore_slice
 from cocodiff_eval.slices import Stack, open_stack
 from eval_helpers import SmoothInpainter, phantom
@@ -165,8 +165,8 @@ def test_nothing_under_the_mask_reaches_an_output(
         restored_YX = compose_native(stack.read(0), restore_slice(prepared_YX, mask_YX, model), mask_YX, scale)
         smooth_YX = compose_native(stack.read(0), biharmonic(scale.normalise(image_YX), mask_YX), mask_YX, scale)
         np.testing.assert_array_equal(restored_YX[~mask_YX], image_YX[~mask_YX])
-        hole = with_hole(image_YX, mask_YX, scale.low, scale.high)
-        outputs.append((scale, *(a.tobytes() for a in (prepared_YX, restored_YX, smooth_YX, hole)), *model.shown))
+        shown = encode(Picture("a", kind, 0, image_YX, mask_YX, scale, {"tapa": restored_YX}), 256, 10**6)
+        outputs.append((scale, shown, *(a.tobytes() for a in (prepared_YX, restored_YX, smooth_YX)), *model.shown))
     assert outputs[0] == outputs[1]
 
 

@@ -1,17 +1,31 @@
-"""The report holds every row and picture, needs nothing from outside, and never shows what lies under a mask file."""
+"""The report holds every row and slice, needs nothing from outside, stays small, and never shows what lies under a mask
+file."""
 
 import base64
 import io
+import json
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, Browser
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
 from cocodiff_eval.metrics import metrics_document, metrics_row
-from cocodiff_eval.report import Picture, data_uri, error_image, render_report, shown_slices, with_hole
+from cocodiff_eval.report import (
+    Generated,
+    Picture,
+    encode,
+    error_image,
+    plan_pictures,
+    shown_slices,
+    worst_slices,
+    write_report,
+)
 from eval_helpers import phantom
 from PIL import Image
 
@@ -25,24 +39,49 @@ FACTS = {"model": "embedded", "steps": "20", "seed": "0", "machine": "local <3",
 
 
 class Outline(HTMLParser):
-    """Tags opened and closed, and every attribute that could load something."""
+    """Tags opened and closed, every attribute that could load something, and the inert blocks."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.loads: list[str] = []
-        self.tags: list[str] = []
+        self.masks: dict[str, str] = {}
+        self.pictures: dict[tuple[str, int], dict[str, Any]] = {}
+        self.numbers: list[dict[str, Any]] = []
+        self._block: dict[str, str | None] = {}
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
         self.loads += [value or "" for name, value in attributes if name in ("src", "href", "srcset")]
-        if tag not in ("meta", "img", "link", "br"):
+        if tag not in ("meta", "img", "link", "br", "input"):
             self.open.append(tag)
+        self._block = dict(attributes) if tag == "script" else {}
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self._block = {}
+
+    def handle_data(self, data: str) -> None:
+        block = self._block
+        if block.get("class") == "picture":
+            self.pictures[str(block["data-series"]), int(str(block["data-number"]))] = json.loads(data)
+        elif block.get("class") == "numbers":
+            self.numbers.append(json.loads(data))
+        elif (block.get("id") or "").startswith("mask-"):
+            self.masks[str(block["id"]).removeprefix("mask-")] = data
+
+
+def pixels(text: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
+
+
+def rendered(
+    folder: Path, metrics: dict, pictures: Iterable[Picture | Generated], facts: dict[str, str], **more: Any
+) -> str:
+    path = folder / "report.html"
+    write_report(path, metrics, (encode(picture, 512, 10**6) for picture in pictures), facts, **more)
+    return path.read_text(encoding="utf-8")
 
 
 def known() -> tuple[dict, list[Picture]]:
@@ -59,48 +98,66 @@ def known() -> tuple[dict, list[Picture]]:
 
 def test_report_has_all_rows_and_pictures(tmp_path: Path) -> None:
     metrics, pictures = known()
-    (tmp_path / "report.html").write_text(render_report(metrics, pictures, FACTS), encoding="utf-8")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = rendered(tmp_path, metrics, pictures, FACTS)
     outline = Outline(page)
-    assert not outline.open
-    assert all(load.startswith("data:image/png;base64,") for load in outline.loads)
-    assert not re.search(r"https?://|url\(|<script|<link", page)
+    assert not outline.open and not outline.loads
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)|url\(|<link|@import|fetch\(", page)
     for text in ("21.53", "0.654", "7.03e-03", "12.34", "identical", "39.8 dB", "5.0 MiB", "77 B", "18.25", "0.512"):
         assert f">{text}<" in page, text
     for text in ("Restored slices", "embedded", "local &lt;3", "0.1.0", "ranks", ">4<", "cross plane", "biharmonic"):
         assert text in page, text
-    for caption in ("original", "masked input", "flat", "cocodiff", "error of flat", "error of biharmonic"):
-        assert f"<figcaption>{caption}</figcaption>" in page, caption
-    top = re.search(r"<span>(0\.\d+) or more of the intensity range", page)
-    assert top is not None and 0.05 < float(top[1]) < 0.1  # a tenth of the brightest hidden voxels
+    (shown,) = outline.pictures.values()
+    assert list(shown["restored"]) == list(shown["error"]) == ["flat", "cocodiff", "biharmonic"]
+    assert 0.05 < float(shown["error_top"]) < 0.1  # a tenth of the brightest hidden voxels
     assert "prefers-color-scheme: dark" in page and "@media print" in page and 'name="viewport"' in page
     assert len(re.findall("<tbody>", page)) == 1  # one image: its mean would repeat the row
+    # Without loss: the original is whole, as its truth is known; restored pixels stand under the mask; errors there.
+    grey_YX = np.rint(IMAGE_YX / max(1.0, IMAGE_YX.max()) * 255)
+    np.testing.assert_allclose(pixels(shown["original"])[..., 0], grey_YX, atol=1)
+    hole_YX = pixels(outline.masks[shown["hole"]])
+    np.testing.assert_array_equal(hole_YX, MASK_YX)
+    flat_YX = pixels(shown["restored"]["flat"])[..., 0]
+    np.testing.assert_allclose(flat_YX[MASK_YX], grey_YX[MASK_YX] * 0.9, atol=1)
+    error_YX = pixels(shown["error"]["flat"])[..., 0]
+    assert not error_YX[~MASK_YX].any() and error_YX[MASK_YX].max() == 255
 
 
-def test_means_appear_with_the_second_image() -> None:
+def test_means_appear_with_the_second_image(tmp_path: Path) -> None:
     rows = [metrics_row(name, "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE) for name in ("a", "b")]
     rows.append(metrics_row("c", "m", "flat", NOTHING, 1.0, {}, exact_compared=False))
-    page = render_report(metrics_document({}, 1, rows), [], {**FACTS, "ranks": "1, alone"})
-    assert "All images" in page and page.count("<tbody>") == 4 and "1, alone" in page
-    assert "A dash: no exact run was made." in page
+    page = rendered(tmp_path, metrics_document({}, 1, rows), [], {**FACTS, "ranks": "1, alone"})
+    assert "All images" in page and page.count("<tbody>") == 3 and "1, alone" in page
+    assert "A dash: no exact run was made." in page and "No exact run was made to compare with." in page
+    assert [one["names"] for one in Outline(page).numbers] == [["a", "b"], ["c"]]  # images share a slider
 
 
-def test_without_truth_only_the_input_and_the_restored_are_shown() -> None:
-    rows = [metrics_row("scan", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False)]
-    pictures = [Picture("scan", "scratch", n, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}) for n in (0, 7)]
-    page = render_report(metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 9})
-    assert "<figcaption>original" not in page and "error of" not in page and "absolute error" not in page
-    assert "slice 7" in page and "7 more slices" in page and "9 slices" in page
-    assert page.count("<td>–</td>") == 4
-    assert "The original under this mask is unknown" in page
+def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> None:
+    rows = [metrics_row(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
+    dark_YX = np.where(MASK_YX, IMAGE_YX * 0.5, IMAGE_YX)
+    pictures = [Picture(f"scan[{n}]", "scratch", n, IMAGE_YX, MASK_YX, SCALE, {"flat": dark_YX}) for n in (0, 7)]
+    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 9})
+    outline = Outline(page)
+    assert page.count("<td>–</td>") == 4 and "9 slices" in page
+    assert "The original under this mask is unknown" in page and outline.numbers[0]["psnr_db"] == {}
+    assert '7 slices without masked voxels were copied bit for bit: <span class="which">1–6, 8</span>' in page
+    assert len(outline.masks) == 1 and set(outline.pictures) == {("0", 0), ("0", 7)}
+    for shown in outline.pictures.values():
+        assert "error" not in shown and shown["unknown"] == shown["hole"] in outline.masks
+        assert len(np.unique(pixels(shown["original"])[MASK_YX])) == 1  # nothing of what lies there
 
 
-def test_slices_of_a_stack_share_a_section() -> None:
-    rows = [metrics_row(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE) for n in range(30)]
+def test_slices_of_a_stack_share_a_section(tmp_path: Path) -> None:
+    rows = [
+        metrics_row(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, exact_compared=n % 10 == 0)
+        for n in range(30)
+    ]
     pictures = [Picture("scan[7]", "block", 7, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, IMAGE_YX)]
-    page = render_report(metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 40})
-    assert page.count("<section>") == 1 and "slice 7" in page and "39 more slices" in page
+    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 40})
+    assert page.count('<section class="series"') == 1 and set(Outline(page).pictures) == {("0", 7)}
     assert "Quality: means over the slices" in page and ">30.00<" in page
+    assert "27 slices not compared with an exact run" in page and "compared: 0, 10, 20<" in page
+    (numbers,) = Outline(page).numbers
+    assert numbers["psnr_db"] == {"flat": [21.53] * 30, "biharmonic": [18.25] * 30} and numbers["total"] == 40
 
 
 def test_which_slices_are_shown() -> None:
@@ -111,25 +168,87 @@ def test_which_slices_are_shown() -> None:
     assert shown_slices([0, 0]) == []
 
 
-def test_pictures() -> None:
+def test_the_more_slices_the_smaller_their_pictures() -> None:
+    few, many, far_more = (plan_pictures([[True] * count], 3) for count in (4, 2000, 20000))
+    assert few.side == 512 and len(many.shown[0]) == 2000 and many.worst == 0
+    assert 160 <= many.side < 512 and many.share * 2000 <= 20e6
+    assert 1000 < len(far_more.shown[0]) < 6000 and {0, 19999} <= far_more.shown[0]
+    assert (len(far_more.shown[0]) + far_more.worst) * far_more.share <= 20e6 and far_more.worst > 0
+    quality = {0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}
+    assert worst_slices(quality, frozenset({2}), 1) == [0]
+    noise_YX = np.random.default_rng(0).random((300, 300))
+    restored = dict.fromkeys(("flat", "tapa", "biharmonic"), noise_YX)
+    picture = Picture("a", "block", 0, noise_YX, block_mask((300, 300), 0), SCALE, restored, noise_YX)
+    text = encode(picture, many.side, many.share)  # noise is what compresses worst
+    assert len(text) * 2000 < 30e6 and 64 < json.loads(text)["width"] < many.side
+    assert json.loads(encode(known()[1][0], many.side, many.share))["width"] == 48
+
+
+def test_error_and_spread_are_of_masked_voxels() -> None:
     torn_YX = np.where(MASK_YX, np.nan, IMAGE_YX)
-    hole_YXC = with_hole(torn_YX, MASK_YX, 0.0, 1.0)
-    assert len(np.unique(hole_YXC[MASK_YX], axis=0)) == 1 and hole_YXC.dtype == np.uint8
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
-    uri = data_uri(np.zeros((2000, 1000), np.uint8))
-    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (256, 512)
+    spread = {"flat": np.where(MASK_YX, np.float32(0.2), 0)}
+    shown = json.loads(
+        encode(Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread), 24, 10**5)
+    )
+    assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
+    assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
-def test_odd_pictures_do_not_break_the_page(value: float) -> None:
-    """No error at all, a constant image, and a truth that is unknown everywhere under the mask."""
+def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> None:
+    """No error at all, a constant image, a truth that is unknown everywhere under the mask, and nothing masked."""
     image_YX = np.full((40, 48), value)
     scale = IntensityRange(value, value)
-    metrics, _ = known()
+    rows = [metrics_row(f"t[{n}]", "block", "flat", QUALITY, 1.0, {}) for n in (0, 1)]
     pictures = [
-        Picture("tooth", "block", 0, image_YX, MASK_YX, scale, {"flat": image_YX}, image_YX),
-        Picture("tooth", "block", 1, image_YX, MASK_YX, scale, {"flat": image_YX}, np.full((40, 48), np.nan)),
+        Picture("t[0]", "block", 0, image_YX, MASK_YX, scale, {"flat": image_YX}, image_YX),
+        Picture("t[1]", "block", 1, image_YX, MASK_YX, scale, {"flat": image_YX}, np.full((40, 48), np.nan)),
+        Picture("t[2]", "block", 2, image_YX, MASK_YX & False, scale, {}),
     ]
     with np.errstate(all="raise"):
-        assert render_report(metrics, pictures, {}).count("<figcaption>flat") == 2
+        page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slice_counts={"t": 3})
+    assert [("restored" in shown) for shown in Outline(page).pictures.values()] == [True, True, False]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
+    texts = {n: json.loads(encode(picture, 192, 9000)) for n, picture in enumerate(known()[1])}
+    rows = []
+    for n in range(2000):
+        quality = QUALITY | {"psnr_db": 20.0 - (n == 1234)}
+        rows += [metrics_row(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
+    stored = {kind: dict.fromkeys(("a", "b", "biharmonic"), texts[0][kind]["flat"]) for kind in ("restored", "error")}
+    padding = {"padding": "A" * 11000}  # as large as of real slices
+    pictures = (json.dumps({**texts[0], **stored, **padding, "name": f"scan[{n}]", "index": n}) for n in range(2000))
+    page = tmp_path / "report.html"
+    write_report(page, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 2000})
+    assert page.stat().st_size < 30e6
+    shown, kind = (f"document.querySelector('.series').dataset.{name}" for name in ("shown", "kind"))
+    with Browser(tmp_path / "profile") as browser:
+        browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
+        browser.open(page)
+        browser.until(shown, "0")
+        for keys, slice_ in (
+            (["ArrowRight"] * 3, "3"),
+            (["PageDown"], "13"),
+            (["End", "ArrowLeft"], "1998"),
+            (["Home"], "0"),
+        ):
+            for key in keys:
+                browser.press(key)
+            browser.until(shown, slice_)
+        for key, wanted in (("1", "original"), (" ", "restored"), (" ", "original"), ("2", "masked"), ("4", "error")):
+            browser.press(key)
+            browser.until(kind, wanted)
+        browser.value("document.querySelector('.worst button').click()")
+        browser.until(shown, "1234")
+        browser.press("ArrowDown")
+        browser.until("document.querySelector('[aria-label=Preset] [aria-pressed=true]').textContent", "b")
+        browser.value(
+            """(() => { const svg = document.querySelector('.curve svg'), box = svg.getBoundingClientRect();
+            svg.dispatchEvent(new MouseEvent('click', {clientX: box.right - 1, clientY: box.top + 9})); })()"""
+        )
+        browser.until(shown, "1999")
+        assert browser.value("document.documentElement.scrollWidth") == 360

@@ -1,0 +1,100 @@
+"""The work of a job: stacks and their masks, and the files that their results go to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cocodiff_eval.formats.table import new_volume
+from cocodiff_eval.formats.volume import VolumeFile
+from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.masks import Mask
+from cocodiff_eval.slices import Stack, unique_names
+
+LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The names of a stack and a mask in those of result files; no two tasks of a run are called the same."""
+
+    stack: str
+    mask: str
+
+    def result(self, preset: str, suffix: str = ".tif") -> str:
+        return f"{self.stack}_{self.mask}_{preset}{suffix}"
+
+    def preview(self, place: str, preset: str) -> str:
+        """place: `[3]` of a stack's slice, nothing of a single one."""
+        return f"{self.stack}{place}_{self.mask}_{preset}.png"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    results, a word of `cocodiff_eval.formats.table.FORMATS`."""
+
+    stack: Stack
+    mask: Mask
+    scale: IntensityRange
+    truth: Stack | None
+    files: FileNames
+    format: str = "tiff"
+
+
+def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
+    """Names for the files of each stack and mask of a run: their own; numbered where `a` + `b_c` and `a_b` + `c` would
+    be one, and cut where a file system would not take them."""
+    fitting = [
+        (stack, mask) if len(os.fsencode(f"{stack}_{mask}")) <= LONGEST_STEM else (_cut(stack), _cut(mask))
+        for stack, mask in pairs
+    ]
+    stems = unique_names([f"{stack}_{mask}" for stack, mask in fitting])
+    return [FileNames(stack, stem[len(stack) + 1 :]) for (stack, _), stem in zip(fitting, stems, strict=True)]
+
+
+def _cut(name: str) -> str:
+    return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
+
+
+def result_files(
+    task: Task,
+    presets: Sequence[str],
+    folder: Path,
+    samples: int = 1,
+    provenance: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, VolumeFile]:
+    """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
+    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask.
+
+    provenance: how each preset's results are made, for those who create and finish the files.
+    """
+    spread = np.dtype(np.float32)
+    dtypes = {preset: (preset, task.stack.dtype) for preset in presets}
+    if samples > 1:
+        dtypes |= {spread_of(preset): (preset, spread) for preset in presets}
+    return {
+        name: new_volume(
+            task.format,
+            folder,
+            partial(task.files.result, name),
+            task.stack.volume,
+            dtype,
+            {**provenance[preset], "mask": task.mask.name} if provenance else {},
+        )
+        for name, (preset, dtype) in dtypes.items()
+    }
+
+
+def spread_of(preset: str) -> str:
+    """The name under which a preset's standard deviation is kept."""
+    return f"{preset}_std"
+
+
+def slice_name(stack: Stack, index: int) -> str:
+    return stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"

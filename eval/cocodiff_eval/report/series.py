@@ -1,0 +1,151 @@
+"""The rows of `metrics.json` as the report groups them: the slices of a stack under a mask, single slices under one
+mask, or generated images."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cocodiff_eval.table import base_name
+
+LONGEST_LIST = 12  # ranges of slices that are written out
+
+
+@dataclass
+class Series:
+    """Slices or images that share a slider. rows: those of each slice or image, by its number in the series.
+
+    stack  its name, or None for single slices and generated images, which `names` names
+    total  slices of the stack, those without masked voxels included
+    """
+
+    stack: str | None
+    mask: str | None
+    total: int = 0
+    names: list[str] = field(default_factory=list)
+    rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+
+    def number(self, name: str) -> int:
+        """The number in the series of the slice or image of that name."""
+        return slice_index(name) if self.stack is not None else self.names.index(name)
+
+    @property
+    def modes(self) -> list[str]:
+        """The presets, and biharmonic where there is such a baseline."""
+        modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in rows)
+        baseline = any(row.get("baseline") is not None for rows in self.rows.values() for row in rows)
+        return [*modes, "biharmonic"] if baseline else [*modes]
+
+
+def slice_index(name: str) -> int:
+    """12 of `scan[12]`, 0 of `scan`."""
+    found = re.search(r"\[(\d+)\]$", name)
+    return int(found[1]) if found else 0
+
+
+def key_of(name: str, mask: str | None, slice_counts: Mapping[str, int]) -> tuple[str | None, str | None]:
+    """Stack and mask of the series that a slice belongs to."""
+    base = base_name(name)
+    return (base if mask is not None and (base != name or slice_counts.get(name, 1) > 1) else None), mask
+
+
+def series_of(
+    rows: Sequence[Mapping[str, Any]], slice_counts: Mapping[str, int]
+) -> dict[tuple[str | None, str | None], Series]:
+    """All series of a run in the order of `rows`. slice_counts: the slices of each stack."""
+    found: dict[tuple[str | None, str | None], Series] = {}
+    for row in rows:
+        key = key_of(row["name"], row["mask"], slice_counts)
+        series = found.setdefault(key, Series(*key))
+        if series.stack is None and (not series.names or series.names[-1] != row["name"]):
+            series.names.append(row["name"])
+        number = slice_index(row["name"]) if series.stack is not None else len(series.names) - 1
+        series.rows.setdefault(number, []).append(row)
+    for series in found.values():
+        known = slice_counts.get(series.stack, 0) if series.stack is not None else len(series.names)
+        series.total = max(known, 1 + max(series.rows))
+    return found
+
+
+def numbers(series: Series) -> dict[str, Any]:
+    """What the page's script draws curves from: lists over the slices of the series, for each mode."""
+    order = sorted(series.rows)
+    modes = series.modes
+    document: dict[str, Any] = {"total": series.total, "modes": modes, "numbers": order}
+    document["names"] = series.names if series.stack is None else None
+    document["stack"] = series.stack
+    for key, digits in (("psnr_db", 2), ("ssim", 4)):
+        lists: dict[str, list[float | None]] = {mode: [] for mode in modes}
+        for number in order:
+            of_slice = _by_mode(series.rows[number], key)
+            for mode in modes:
+                value = of_slice.get(mode)
+                lists[mode].append(None if value is None else round(value, digits))
+        document[key] = {mode: values for mode, values in lists.items() if any(one is not None for one in values)}
+    document["exact"] = {
+        row["mode"]: {} for row in next(iter(series.rows.values()))
+    }  # of the few slices that are compared: dB, or 0 for the same bits
+    for number in order:
+        for row in series.rows[number]:
+            if row.get("exact_compared", True):
+                document["exact"].setdefault(row["mode"], {})[number] = round(row["psnr_vs_exact_db"] or 0.0, 1)
+    return document
+
+
+def _by_mode(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, float | None]:
+    values = {}
+    for row in rows:
+        values[row["mode"]] = row[key]
+        if row.get("baseline") is not None:
+            values["biharmonic"] = row["baseline"][key]
+    return values
+
+
+def remarks(series: Series) -> list[tuple[str, str]]:
+    """What was not restored, or not judged, and why: (how many slices and why, which)."""
+    if series.mask is None:
+        return []
+    thing = "slice" if series.stack is not None else "image"
+    masked = set(series.rows)
+    unmasked = [index for index in range(series.total) if index not in masked]
+    unknown = [n for n, rows in series.rows.items() if all(row["mse"] is None for row in rows)]
+    apart = [n for n, rows in series.rows.items() if not any(row.get("exact_compared", True) for row in rows)]
+    found = []
+    if unmasked:
+        copied = "was copied" if len(unmasked) == 1 else "were copied"
+        found.append(
+            (f"{_count(unmasked, thing)} without masked voxels {copied} bit for bit", _ranges(unmasked, series))
+        )
+    if len(unknown) == len(masked):
+        found.append(("The original under this mask is unknown, so nothing can be measured against it", ""))
+    elif unknown:
+        found.append((f"{_count(unknown, thing)} cannot be judged: the original is unknown", _ranges(unknown, series)))
+    if len(apart) == len(masked):
+        found.append(("No exact run was made to compare with", ""))
+    elif apart:
+        compared = sorted(masked - {*apart})
+        text = f"{_count(apart, thing)} not compared with an exact run, which was made of a sample alone"
+        found.append((text, f"compared: {_ranges(compared, series)}"))
+    return found
+
+
+def _count(indices: Sequence[int], thing: str) -> str:
+    return f"{len(indices)} {thing}{'' if len(indices) == 1 else 's'}"
+
+
+def _ranges(indices: Sequence[int], series: Series) -> str:
+    """`0-3, 7, 9-12`, or names."""
+    if series.stack is None:
+        shown = [series.names[index] for index in sorted(indices)]
+    else:
+        spans: list[list[int]] = []
+        for index in sorted(indices):
+            if spans and index == spans[-1][1] + 1:
+                spans[-1][1] = index
+            else:
+                spans.append([index, index])
+        shown = [str(first) if first == last else f"{first}–{last}" for first, last in spans]
+    more = f" and {len(shown) - LONGEST_LIST} more" if len(shown) > LONGEST_LIST else ""
+    return ", ".join(shown[:LONGEST_LIST]) + more

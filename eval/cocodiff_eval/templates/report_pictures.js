@@ -1,0 +1,114 @@
+"use strict";
+
+// Pictures of a slice, decoded from the page's inert blocks when they are looked at.
+
+const HOLE = [46, 110, 168];
+const REMEMBERED = 12; // slices whose pixels are kept
+
+const colours = (() => {
+  const text = atob(document.getElementById("colours").textContent);
+  return Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+})();
+
+/** Pixels (red, green, blue, alpha) of an image file in base64; of none, null. */
+async function pixelsOf(base64, type) {
+  if (!base64) return null;
+  const image = new Image();
+  image.src = `data:image/${type};base64,${base64}`;
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  canvas.width = image.naturalWidth;
+  canvas.height = image.naturalHeight;
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.drawImage(image, 0, 0);
+  return context.getImageData(0, 0, canvas.width, canvas.height);
+}
+
+async function allPixels(files) {
+  const modes = Object.keys(files || {});
+  const images = await Promise.all(modes.map((mode) => pixelsOf(files[mode], "webp")));
+  return new Map(modes.map((mode, place) => [mode, images[place]]));
+}
+
+function maskOf(key) {
+  return pixelsOf(key && document.getElementById(`mask-${key}`).textContent, "png");
+}
+
+/** The blocks of one series. `numbers`: its slices that have pictures, in order. */
+class Pictures {
+  constructor(series) {
+    const blocks = document.querySelectorAll(`script.picture[data-series="${series}"]`);
+    this.blocks = new Map([...blocks].map((block) => [Number(block.dataset.number), block]));
+    this.numbers = [...this.blocks.keys()].sort((a, b) => a - b);
+    this.decoded = new Map();
+  }
+
+  /** A promise of the decoded pictures of a slice. */
+  slice(number) {
+    if (!this.decoded.has(number)) {
+      if (this.decoded.size >= REMEMBERED) this.decoded.delete(this.decoded.keys().next().value);
+      this.decoded.set(number, this.decode(JSON.parse(this.blocks.get(number).textContent)));
+    }
+    return this.decoded.get(number);
+  }
+
+  async decode(stored) {
+    const [original, hole, unknown, restored, error, spread, images] = await Promise.all([
+      pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown),
+      allPixels(stored.restored), allPixels(stored.error), allPixels(stored.spread), allPixels(stored.images),
+    ]);
+    return { ...stored, original, hole, unknown, restored, error, spread, images };
+  }
+}
+
+/** Whether a decoded slice has a picture of this kind and preset. */
+function hasPicture(slice, kind, mode) {
+  if (kind === "original") return slice.original !== null;
+  if (kind === "masked") return slice.hole !== null;
+  if (kind === "image") return slice.images.has(mode);
+  return slice[kind].has(mode);
+}
+
+/** Pixels of one kind of picture, for a canvas. */
+function composed(slice, kind, mode) {
+  if (kind === "image") return slice.images.get(mode);
+  if (kind === "original") return painted(slice.original, slice.unknown);
+  if (kind === "masked") return painted(slice.original, slice.hole);
+  if (kind === "restored") return replaced(slice.original, slice.restored.get(mode), slice.hole);
+  return coloured(slice[kind].get(mode));
+}
+
+/** A copy whose masked pixels have the colour of holes. */
+function painted(image, mask) {
+  const result = new ImageData(image.data.slice(), image.width, image.height);
+  for (let at = 0; mask && at < result.data.length; at += 4) {
+    if (mask.data[at] > 127) result.data.set(HOLE, at);
+  }
+  return result;
+}
+
+/** The restored slice: the original, with the restored pixels under the mask. */
+function replaced(image, restored, mask) {
+  const result = new ImageData(image.data.slice(), image.width, image.height);
+  for (let at = 0; at < result.data.length; at += 4) {
+    if (mask.data[at] > 127) result.data.set(restored.data.subarray(at, at + 4), at);
+  }
+  return result;
+}
+
+/** Grey values in the colours of the scale. */
+function coloured(grey) {
+  const result = new ImageData(grey.width, grey.height);
+  for (let at = 0; at < result.data.length; at += 4) {
+    const colour = 3 * grey.data[at];
+    result.data.set(colours.subarray(colour, colour + 3), at);
+    result.data[at + 3] = 255;
+  }
+  return result;
+}
+
+function show(canvas, image) {
+  if (canvas.width !== image.width) canvas.width = image.width;
+  if (canvas.height !== image.height) canvas.height = image.height;
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
