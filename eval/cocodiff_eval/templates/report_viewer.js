@@ -20,6 +20,11 @@ class Viewer {
     this.generated = this.first().images !== undefined;
     this.kind = this.generated ? "image" : "restored";
     this.root.append(this.slider(), this.choices(), this.panes(), this.curves());
+    const pictured = this.pictures.numbers.length, { total } = this.numbers;
+    if (this.numbers.stack !== null && pictured < total) {
+      const text = `Pictures of ${pictured} of ${total} slices: evenly spread, and the worst. Numbers are of all.`;
+      this.root.append(element("p", { class: "note" }, text));
+    }
     this.root.hidden = false;
     const worked = this.numbers.numbers.find((number) => this.pictures.blocks.has(number));
     this.place = Math.max(0, this.pictures.numbers.indexOf(worked)); // the first slice that was restored
