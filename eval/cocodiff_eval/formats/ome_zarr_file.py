@@ -46,6 +46,8 @@ class ZarrFile(VolumeFile):
         from zarr.storage import LocalStore
 
         with writing(self.path):
+            for unfinished in self.path.rglob("*.partial"):  # of a run that was killed while it wrote
+                unfinished.unlink()
             store = LocalStore(self.path)
             shapes = self._level_shapes()
             for level in range(1, len(shapes)):
