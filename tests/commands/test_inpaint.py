@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+import zarr
 from launching import run
 from PIL import Image
 from tiny_models import sd3_inpaint_pipeline
@@ -120,14 +121,44 @@ def test_voxels_outside_the_mask_keep_bits_dtype_and_shape(
     out = restore("--input", tmp_path / name, "--mask", tmp_path / "hole.tif")
     restored = tifffile.imread(out / "images" / "a_hole_tapa.tif") if ":" not in name else None
     if restored is None:
-        (written,) = (out / "images").glob("*_hole_tapa.tif")
-        restored = tifffile.imread(written)
+        with h5py.File(out / "images" / "a_scan_data_hole_tapa.h5") as file:
+            restored = file["scan/data"][:]
     assert restored.dtype == volume.dtype and restored.shape == volume.shape
     assert np.array_equal(restored[..., ~hidden], volume[..., ~hidden])
     assert not np.array_equal(restored[..., hidden], volume[..., hidden])
     rows = json.loads((out / "metrics.json").read_text())["images"]
     assert len(rows) == (shape[0] if len(shape) == 3 else 1)
     assert all(row["psnr_db"] is row["ssim"] is row["mse"] is None for row in rows)  # no truth under a mask file
+
+
+def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, tmp_path: Path) -> None:
+    volume, labels = noise((4, 48, 64), np.uint16), np.zeros((4, 48, 64), np.uint8)
+    labels[1:3, 4:20, 6:30], labels[2, 30:35, 8:20] = 4, 9
+    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    scale = [{"type": "scale", "scale": [2.0, 0.5, 0.5]}]
+    datasets = [{"path": "0", "coordinateTransformations": scale}]
+    image = {"version": "0.4", "axes": axes, "datasets": datasets}
+    store = zarr.create_group(tmp_path / "scan.zarr", zarr_format=2, attributes={"multiscales": [image]})
+    store.create_array("0", data=volume, chunks=(2, 32, 32))
+    store.create_group("labels").create_array("holes", data=labels, chunks=(2, 32, 32))
+    words = ("--input", tmp_path / "scan.zarr", "--mask", "labels/holes", "--slices", "1:4", "--roi", "0:40,4:")
+    out = restore(*words, "--no-exact", "--seed", 3)
+    kept, hidden = volume[1:4, :40, 4:], labels[1:4, :40, 4:] > 0
+    result = zarr.open_group(out / "images" / "scan_holes_tapa.ome.zarr", mode="r")
+    restored = result["0"][:]
+    assert np.array_equal(restored[~hidden], kept[~hidden]) and not np.array_equal(restored[hidden], kept[hidden])
+    about = result.attrs["multiscales"][0]["datasets"][0]["coordinateTransformations"]
+    assert about == [*scale, {"type": "translation", "translation": [2.0, 0.0, 2.0]}]
+    made = result.attrs["cocodiff"]
+    assert (made["preset"], made["seed"], made["steps"], made["region"]["start"]) == ("tapa", 3, 2, [1, 0, 4])
+    # A sequence, from the settings of that run, into a folder that is there; a result is no input of its own run.
+    sequence = ("--format", "sequence", "--config", out / "run.yaml", "--overwrite")
+    again = restore(*sequence)
+    files = sorted((again / "images" / "scan_holes_tapa").iterdir())
+    assert [file.name for file in files] == ["slice_00001.tif", "slice_00002.tif", "slice_00003.tif"]
+    assert np.array_equal(np.stack([tifffile.imread(file) for file in files]), restored)
+    for inside in ("images/scan_holes_tapa.ome.zarr", "images/scan_holes_tapa.ome.zarr/0", "images"):
+        assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
 
 
 def test_the_truth_under_the_mask_cannot_reach_the_output(restore: Restore, tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ class ZarrFile(VolumeFile):
         from zarr.storage import LocalStore
 
         with writing(self.path):
+            for unfinished in self.path.rglob("*.partial"):  # of a run that was killed while it wrote
+                unfinished.unlink()
             store = LocalStore(self.path)
             shapes = self._level_shapes()
             for level in range(1, len(shapes)):
@@ -114,19 +116,19 @@ class ZarrFile(VolumeFile):
         return str(datasets[level]["path"]) if level < len(datasets) else str(level)
 
     def _level(self, level: int) -> Any:
-        import zarr
-        from zarr.storage import LocalStore
-
-        if level > 0:
-            return zarr.open_array(LocalStore(self.path), path=self._name(level), mode="r+", config=WHOLE)
-        return self._level0
+        return self._level0 if level == 0 else self._open(level)
 
     @cached_property
     def _level0(self) -> Any:
+        return self._open(0)
+
+    def _open(self, level: int) -> Any:
         import zarr
         from zarr.storage import LocalStore
 
-        return zarr.open_array(LocalStore(self.path), path=self._name(0), mode="r+", config=WHOLE)
+        # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            return zarr.open_array(LocalStore(self.path), path=self._name(level), mode="r+")
 
     def _make_level(self, store: Any, level: int, shape: tuple[int, ...], overwrite: bool = False) -> None:
         import zarr
@@ -216,10 +218,6 @@ class ZarrFile(VolumeFile):
         if any(moved) or "translation" in found:
             transforms.append({"type": "translation", "translation": moved})
         return transforms
-
-
-# A chunk that holds the fill value alone is written too: -0.0 equals 0.0, and not its bits.
-WHOLE = {"write_empty_chunks": True}
 
 
 LOSSLESS = ("blosc", "zlib", "gzip", "gz", "zstd", "lz4", "bz2", "lzma", "shuffle", "delta")
