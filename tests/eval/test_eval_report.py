@@ -85,6 +85,15 @@ def test_means_appear_with_the_second_image() -> None:
     assert "A dash: no exact run was made." in page
 
 
+def test_several_samples_show_how_far_they_spread() -> None:
+    of_samples = {"samples": 8, "coverage_50": 0.43, "coverage_90": 0.81, "psnr_db_single": 20.12}
+    rows = [metrics_row("a", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, of_samples=of_samples)]
+    page = render_report(metrics_document({}, 1, rows), [], FACTS)
+    for text in ("one sample, dB", "in 90 %", "20.12", "43 %", "81 %"):
+        assert f">{text}<" in page, text
+    assert "one sample" not in render_report(known()[0], [], FACTS)
+
+
 def test_without_truth_only_the_input_and_the_restored_are_shown() -> None:
     rows = [metrics_row("scan", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False)]
     pictures = [Picture("scan", "scratch", n, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}) for n in (0, 7)]
