@@ -185,7 +185,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
         batches += batches_of(number, of_task, together, values["exact_slices"], samples)
     kept = job.output.journals.folder
-    pages = ReportPictures(kept, plan_pictures(masked, len(presets) + 1))
+    pages = ReportPictures(kept, plan_pictures(masked, len(presets) * (1 + (samples > 1)) + 1))
     results = Results(session.images, Parts(kept / "samples"), pages)
     settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
     with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():

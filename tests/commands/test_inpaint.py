@@ -213,13 +213,15 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
 
 
 def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
+    """Of two samples, which share calls: their mean against the exact run's mean."""
     tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
-    presets = ("--preset", "tapa", "cocodiff", "cocodiff+")
+    presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "--samples", 2)
     words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
     done = forked("inpaint", *words, *presets, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     exact, *lossy = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert "drift" not in exact and len(lossy) == 2
+    assert exact["samples"] == 2 and exact["psnr_vs_exact_db"] is None
     for row in lossy:
         assert [step["step"] for step in row["drift"]] == list(range(6))
         assert row["drift"][0] == {"step": 0, "change": None, "stable_fraction": 0.0}

@@ -124,6 +124,7 @@ def test_a_key_without_a_value_is_not_given(refused: Check, tmp_path: Path, name
 def test_values_out_of_range(refused: Check) -> None:
     assert "at least 1" in refused("--steps", "0")
     assert "at most 1,000,000" in refused("--steps", str(2**64))
+    assert "--samples 0: at least 1" in refused("--samples", "0") and "at most 1,000" in refused("--samples", "1001")
     assert "give at least" in refused("--strength", "1e-300") and "give at least" in refused("--strength", "5e-324")
     assert "steps" in refused("--steps", "9" * 5000)
     assert "not a number" in refused("--steps", "many")

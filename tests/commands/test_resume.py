@@ -21,6 +21,7 @@ from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.replicas import Replica
 from cocodiff.commands.samples import batches_of
+from cocodiff.commands.session import Cost
 from cocodiff.errors import UserError
 
 SLICES = 10
@@ -193,6 +194,17 @@ def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
     assert cut(20, 8, 8) == [((index,), tuple(range(8))) for index in range(20)]
     assert [indices for indices, _ in cut(3, 8, 1)] == [(0,), (1, 2)]
     assert {samples for _, samples in cut(40, 8, 3)} == {(0, 1, 2)}
+
+
+def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
+    def cost(seconds: float, *changes: float | None) -> Cost:
+        rows = [{"step": n, "change": one, "stable_fraction": 0.5} for n, one in enumerate(changes)]
+        return Cost(seconds, {"plane": 3}, rows)
+
+    total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
+    assert (total.seconds, total.sent) == (4.5, {"plane": 9})
+    first, second = total.drift
+    assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
 
 
 def test_batches_depend_on_masks_alone_and_the_sample_has_its_own() -> None:

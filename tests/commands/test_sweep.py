@@ -243,7 +243,8 @@ def test_points_that_cannot_run_are_refused_at_the_start(
         (tmp_path / "a.yaml").write_text(f"points: [{{name: mine, preset: flat, {setting}}}]")
         refused = mistake(capsys, *given, "--config", str(tmp_path / "a.yaml"))
         assert "point mine: " in refused and said in refused
-    assert "unknown option --chunks" in mistake(capsys, *given, "--chunks", "2")
+    for option in ("--chunks", "--samples"):
+        assert f"unknown option {option}" in mistake(capsys, *given, option, "2")
     assert not (tmp_path / "out").exists()
 
 

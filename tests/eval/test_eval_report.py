@@ -131,6 +131,15 @@ def test_means_appear_with_the_second_image(tmp_path: Path) -> None:
     assert [one["names"] for one in Outline(page).numbers] == [["a", "b"], ["c"]]  # images share a slider
 
 
+def test_several_samples_show_how_far_they_spread(tmp_path: Path) -> None:
+    of_samples = {"samples": 8, "coverage_50": 0.43, "coverage_90": 0.81, "psnr_db_single": 20.12}
+    rows = [metrics_row("a", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, of_samples=of_samples)]
+    page = rendered(tmp_path, metrics_document({}, 1, rows), [], FACTS)
+    for text in ("one sample, dB", "in 90 %", "20.12", "43 %", "81 %"):
+        assert f">{text}<" in page, text
+    assert "one sample" not in rendered(tmp_path, known()[0], [], FACTS)
+
+
 def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> None:
     rows = [metrics_row(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
     dark_YX = np.where(MASK_YX, IMAGE_YX * 0.5, IMAGE_YX)
