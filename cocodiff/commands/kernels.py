@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check_choice("action", words[0], ACTIONS)
     if words[0] == "report":
         return _report(parse("kernels report", ABOUT_REPORT, REPORT_OPTIONS, words[1:]), launch)
-    values = parse("kernels build", ABOUT, with_settings(OPTIONS, lambda one: one.name == "device"), words[1:])
+    options = with_settings(OPTIONS, lambda one: one.name == "device")
+    devices = [replace(one, choices=(*(one.choices or ()), GPU)) if one.name == "device" else one for one in options]
+    values = parse("kernels build", ABOUT, devices, words[1:])
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device
     from cocodiff.kernels import compile_ahead, sycl_ops

@@ -63,9 +63,9 @@ class Library:
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
         """Takes the kernels from the cache, or compiles them while other processes wait.
 
-        What icpx or ocloc compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what they were
-        compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which the
-        marker tells.
+        What icpx or ocloc compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what
+        they were compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which
+        the marker tells.
         """
         name = "".join(c if c.isalnum() else "_" for c in about)
         marker, kept = self.folder / f"built-{name}", Kept(self.folder / f"saved-{name}", about)

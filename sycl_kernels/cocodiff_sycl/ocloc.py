@@ -112,7 +112,7 @@ def find_ocloc(folder: str | Path | None = None) -> Ocloc:
         if path is None:
             raise Unavailable(f"no ocloc found: launch/ocloc FOLDER fetches it; then give FOLDER or set {OCLOC}")
         return Ocloc((path,))
-    root = Path(folder).resolve() / "root"
+    root = Path(folder).resolve() / "system"
     programs = sorted((root / "usr/bin").glob("ocloc-*"))
     if not (root / "ready").exists() or not programs:
         raise Unavailable(f"{folder} has no ocloc: launch/ocloc {folder} fetches it")

@@ -139,10 +139,10 @@ def row_of(usage: Usage, path: str) -> Row:
 
 
 def table_of(rows: list[Row]) -> list[str]:
-    """The report in Markdown. Times are for a tensor of 1 MB: of its traffic, of its instructions, the longer counts."""
+    """The report in Markdown. Times are for a tensor of 1 MB: of its traffic and of its instructions."""
     lines = [
-        "| kernel | SIMD | registers | spills, B | private, B | local, B | B a message | wide | block | instr. a number "
-        "| traffic, us/MB | instr., us/MB | bound by |",
+        "| kernel | SIMD | registers | spills, B | private, B | local, B | B a message | wide | block "
+        "| instr. a number | traffic, us/MB | instr., us/MB | bound by |",
         f"|{' --- |' * 13}",
     ]
     for row in rows:
