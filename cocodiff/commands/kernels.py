@@ -40,7 +40,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if words[0] == "report":
         return _report(parse("kernels report", ABOUT_REPORT, REPORT_OPTIONS, words[1:]), launch)
     options = with_settings(OPTIONS, lambda one: one.name == "device")
-    devices = [replace(one, choices=(*(one.choices or ()), GPU)) if one.name == "device" else one for one in options]
+    devices = [replace(one, choices=(*one.words, GPU)) if one.name == "device" else one for one in options]
     values = parse("kernels build", ABOUT, devices, words[1:])
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device

@@ -17,8 +17,8 @@ LANES = 16
 INSTRUCTIONS = {
     **dict.fromkeys(("pack", "gather_pack", "unpack", "scatter_rows"), 27.4),
     "l1_score": 16.6,
-    "qk_norm_rope": 54.8,
-    "merge_partials": 86.2,
+    "qk_norm_rope": 51.2,
+    "merge_partials": 70.2,
 }
 
 

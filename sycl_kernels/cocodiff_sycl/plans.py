@@ -130,6 +130,8 @@ class Plans:
             if not lse.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, not of strides {lse.stride()}")
         rows = B * L * H
+        if rows >= 2**32:
+            raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
         each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"

@@ -35,8 +35,9 @@ template <typename Out, typename Part, bool WORDS> inline void merge_rows(const 
     if (larger == -__builtin_inf()) continue; // nothing was attended to, in either
     const double both = larger + sycl::log1p(sycl::exp(-sycl::fabs(known - fresh)));
     const double w = 1 / (1 + sycl::exp(known - fresh));
-    const i64 of_all = row / of.heads, head = row - of_all * of.heads;
-    const i64 batch = of_all / of.tokens, token = of_all - batch * of.tokens;
+    // In 32 bits, which hold the rows' number: a GPU has no division of 64.
+    const uint32_t of_all = uint32_t(row) / uint32_t(of.heads), batch = of_all / uint32_t(of.tokens);
+    const i64 head = row - i64(of_all) * of.heads, token = of_all - i64(batch) * of.tokens;
     merge_row<Out, Part, WORDS>(
         reinterpret_cast<typename Out::Bits *>(of.out) + batch * of.o_batch + token * of.o_token + head * of.o_head,
         reinterpret_cast<const typename Part::Bits *>(of.part) + batch * of.p_batch + token * of.p_token +
