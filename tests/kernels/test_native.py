@@ -23,6 +23,7 @@ from cocodiff_sycl.native_file import Native, native_file, read_native, write_na
 from cocodiff_sycl.ocloc import OCLOC, Usage, find_ocloc
 from cocodiff_sycl.report import Row, hot_loop
 
+from cocodiff.cli import main
 from cocodiff.kernels import TorchOps
 
 ABOUT = Native("pvc", 1, "ocloc 1.0")
@@ -104,6 +105,7 @@ def test_binaries_are_made_once_for_a_compiler_and_a_device(cache, tmp_path):
 def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match=r"has no ocloc: launch/ocloc .* fetches it"):
         find_ocloc(tmp_path)
+    assert main(["kernels", "build", "--device", "pvc", "--ocloc", str(tmp_path)]) == 2
     monkeypatch.delenv(OCLOC, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="no ocloc found: launch/ocloc FOLDER fetches it"):
