@@ -9,10 +9,20 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.dispatch import PATHS, Kernels, compile_ahead, sycl_ops
+from cocodiff.kernels.dispatch import PATHS, Kernels, compile_ahead, compile_native_for, report_on, sycl_ops
 from cocodiff.kernels.reference import TorchOps
 
-__all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "compile_ahead", "sycl_ops", "views"]
+__all__ = [
+    "PATHS",
+    "Kernels",
+    "Rows",
+    "TorchOps",
+    "compile_ahead",
+    "compile_native_for",
+    "report_on",
+    "sycl_ops",
+    "views",
+]
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

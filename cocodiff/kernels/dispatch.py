@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, open_cpu, open_xpu
+from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, build_for_gpu, open_cpu, open_xpu, report_lines
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
@@ -147,3 +147,20 @@ def compile_ahead(gpu: str) -> Path:
         return build_ahead_of_time(gpu)
     except Unavailable as error:
         raise UserError(f"no kernels ahead of time for {gpu}: {error}") from error
+
+
+def compile_native_for(gpu: str, ocloc: str | Path | None) -> tuple[Path, bool]:
+    """The file of binaries that Intel's offline compiler made for a GPU (pvc), and whether it was made now. Raises
+    UserError where that is not possible here."""
+    try:
+        return build_for_gpu(gpu, ocloc)
+    except Unavailable as error:
+        raise UserError(f"no binaries for {gpu}: {error}") from error
+
+
+def report_on(gpu: str, ocloc: str | Path | None) -> list[str]:
+    """What the kernels cost on a tile of a GPU (pvc), as the lines of a table in Markdown. Raises UserError."""
+    try:
+        return report_lines(gpu, ocloc)
+    except Unavailable as error:
+        raise UserError(f"no report on {gpu}: {error}") from error
