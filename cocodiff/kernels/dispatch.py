@@ -23,6 +23,7 @@ from torch import Tensor
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
 from cocodiff.kernels.reference import TorchOps
+from cocodiff.kernels.residual import Prediction, Reconstructions
 
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
@@ -92,6 +93,14 @@ class Kernels:
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
+
+    def encode_residual(
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+    ) -> None:
+        self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_2)
+
+    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
+        self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
