@@ -62,8 +62,9 @@ class CodedCall:
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
         return list(received_BSGW.values())
 
-    def encode_output(self, out_BTGD: Tensor) -> Tensor:
-        """What travels back in the place of some rows of attention's output: [B, T, G, W]."""
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+        """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
+        Runs on a lane."""
         return out_BTGD
 
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
