@@ -250,7 +250,8 @@ class Engine:
         changed = None
         if call.way is Way.ROWS:
             changed = arguments = self._split().own_rows(arguments, len(sample))
-        ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
+        moment = Moment(self.counter.run, self.counter.step, self._steps(), self.counter.sigma)
+        ranks.strategy.coding.begin_step(moment)
         if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
         return None if changed is None else ((), changed)
@@ -352,7 +353,7 @@ class Engine:
 
         purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
         guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part."""
+        "gather" for the model's output within a part, "notes" for what the residual codec decides by."""
         of = self._current_results().bytes
         return {
             link: of[purpose][link] + (of["unsplit"][link] if purpose == "attention" else 0) for link in LINK_CLASSES

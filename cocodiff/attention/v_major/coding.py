@@ -24,7 +24,7 @@ from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import CodedCall, Coding, Encoded, Moment
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
@@ -60,7 +60,9 @@ class VMajor(Coding):
         self._cards: dict[tuple[tuple[int, ...], torch.device], Cards] = {}
 
     @classmethod
-    def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Ranks) -> VMajor:
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Ranks, everyone: AllRanks
+    ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     @classmethod
