@@ -133,6 +133,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
                 for _ in range(1 if fraction is None else 1 + strategy.coding.steps_to_settle):
                     step += 1
                     strategy.coding.begin_step(Moment(0, step, case.steps))
+                    strategy.coding.agree()
                     trace.clear()
                     transport.recorder.cut()  # what is settled once for all layers of a call is not a layer's
                     layer.run(strategy)

@@ -5,8 +5,8 @@ P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` wher
 scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
 are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
 `branches x layers x 8 x B x S x H x D x itemsize / P` once. Activations are an estimate (`activations`). Text encoders
-and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU a rank also has pages of the libraries of its own (LIBRARIES), and the weights are
-there once for all (`node_memory`).
+and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU
+a rank also has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
 """
 
 from __future__ import annotations

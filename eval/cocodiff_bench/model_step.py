@@ -118,7 +118,7 @@ OPTIONS = common.with_common_options(
     Option("text_tokens", "of the two branches' prompts; default: the model's longest", [], type=int, many=True),
     Option(
         "variants",
-        f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the residual codec in it; "
+        f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it; "
         f"by default those without chunks and guidance, and split_v_first with int4 and int2",
         many=True,
     ),

@@ -85,10 +85,12 @@ class StandIn:
         self._step += 1
         self._strategy.coding.hold_at(fraction)
         self._strategy.coding.begin_step(Moment(0, self._step, 1))
+        self._strategy.coding.agree()
 
     def settle(self, calls: Sequence[Call], fraction: float | None) -> None:
-        """Steps that differ from those which follow, without waits."""
-        for _ in range(0 if fraction is None else self._strategy.coding.steps_to_settle):
+        """The whole step and those that differ from the ones which follow, without waits."""
+        leading = 0 if fraction is None else self._strategy.coding.steps_to_settle
+        for _ in range(1 + leading if leading else 0):
             self.begin(fraction)
             for branch, call in enumerate(calls):
                 self.run(call, branch, 0.0)
