@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.part import Part
 from cocodiff.commands.emulate.command import emulated
@@ -36,6 +36,7 @@ from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS, Variant
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -43,64 +44,12 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from cocodiff.attention.strategy import LazyQKV
     from cocodiff_bench.stand_in import StandIn
 
-FRACTIONS = (None, 0.5, 1.0)  # of stable tokens, at which V-Major is measured; None: all travel, and none is scored
-CODED = (None, 0.0)  # steps of the residual codec: whole and coded
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
 FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
 
 
-class Variant(NamedTuple):
-    """parts: of the ranks, each of which computes a guidance branch."""
-
-    exchange: str
-    order: str = "joint"
-    selection: str = "full"
-    chunks: int = 1
-    parts: int = 1
-    codec: str = "none"
-
-    @property
-    def exact(self) -> bool:
-        return self.selection == "full" and self.codec == "none"
-
-    @property
-    def fractions(self) -> tuple[float | None, ...]:
-        """Of stable tokens, at which a layer is measured."""
-        return FRACTIONS if self.selection == "v_major" else CODED if self.codec != "none" else (None,)
-
-
-VARIANTS = {
-    "flat_serial": Variant("flat"),
-    "flat": Variant("flat"),
-    "tapa": Variant("tapa"),
-    "tapa v_first": Variant("tapa", "v_first"),
-    "cocodiff": Variant("tapa", "v_first", "v_major"),
-    "split": Variant("split"),
-    "split v_first": Variant("split", "v_first"),
-    "split v_major": Variant("split", "v_first", "v_major"),
-}
-# Beside those that are measured where none are named.
-MORE_VARIANTS = {
-    "flat chunks": Variant("flat", chunks=2),
-    "split chunks": Variant("split", chunks=2),
-    "guidance flat": Variant("flat", parts=2),
-    "guidance flat v_first": Variant("flat", "v_first", parts=2),
-    "guidance split": Variant("split", parts=2),
-    "guidance split v_first": Variant("split", "v_first", parts=2),
-    "guidance flat chunks": Variant("flat", chunks=2, parts=2),
-    "guidance split chunks": Variant("split", chunks=2, parts=2),
-}
-CODECS = ("int8", "int4", "int2")
-CODED_VARIANTS = {  # of the residual codec: whatever sends tensors whole, with a codec's name behind
-    f"{name} {codec}": variant._replace(codec=codec)
-    for name, variant in {**VARIANTS, **MORE_VARIANTS}.items()
-    for codec in CODECS
-    if variant.selection == "full"
-}
-ALL_VARIANTS = VARIANTS | MORE_VARIANTS | CODED_VARIANTS
-USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
 OUTPUTS = "exchange of outputs"
 OUTPUT_CHANNELS = 64  # of a token, of all families: 16 latent channels of 2 x 2
 OPTIONS = common.with_common_options(
