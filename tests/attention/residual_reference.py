@@ -63,6 +63,8 @@ class Reference:
     unfit: bool = False
     better: set[str] = field(default_factory=set)
     coded: bool = False
+    calls: int = 0
+    whole_calls: list[int] = field(default_factory=list)
 
     def call(self, tensors: list[Tensor], run: int, step: int, sigma: float, attend: Attention) -> Tensor:
         """q, k and v of one call, of all tokens; returns the output as all ranks' rows have it."""
@@ -71,6 +73,8 @@ class Reference:
         self.last, self.unfit = (form, step), False
         if not self.coded:
             self.known, self.sigmas, self.better = {}, [], set()
+            self.whole_calls.append(self.calls)
+        self.calls += 1
         self.sigmas.append(sigma)
         before, self.better = self.better, set()
         q, k, v = (self.through(name, x, before) for name, x in zip("qkv", tensors, strict=True))
