@@ -361,9 +361,10 @@ class Engine:
         }
 
     def drift_profile(self) -> list[dict[str, float | None]]:
-        """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
-        that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it inside the
-        block, as `bytes`."""
+        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        reference and the fraction of image tokens that stayed; with a codec the fraction of calls that were coded, and
+        of their tensors that predicted linearly. Empty where everything travels as it is. Every rank calls it inside
+        the block, as `bytes`."""
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:

@@ -28,7 +28,10 @@ def test_every_family_is_coded(family):
             for codec in ("none", "int8", "int2"):
                 with parallelize(own, "split", transport=transport, codec=codec) as engine:
                     outputs.append(denoise(own, inputs))
-                    assert (engine.strategy.coding.bytes_held() > 0) == (codec != "none" and transport.size > 1)
+                    coded = codec != "none" and transport.size > 1
+                    assert (engine.strategy.coding.bytes_held() > 0) == coded
+                shares = [(row["coded_fraction"], row["linear_fraction"]) for row in engine.drift_profile()]
+                assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if coded else [])
         return outputs
 
     (alone,) = run_ranks(1, work)

@@ -245,8 +245,8 @@ def same_bits(config: Config, exact: Config) -> bool:
 @dataclass
 class Cost:
     """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
-    in a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`). whole: what the
-    bytes would have been with all tokens as they are."""
+    in a lossy run what its coding noted at each step (`Engine.drift_profile`). whole: what the bytes would have been
+    with all tokens as they are."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
@@ -286,7 +286,7 @@ def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list
     rows: list[dict[str, float | None]] = []
     for step, of_step in steps.items():
         rows.append({"step": step})
-        for name in ("change", "stable_fraction"):
+        for name in (name for name in of_step[0] if name != "step"):
             there = [value for row in of_step if (value := row[name]) is not None]
             rows[-1][name] = sum(there) / len(there) if there else None
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -37,6 +37,24 @@ class AllRanks(NamedTuple):
 
     topology: Topology
     ranks: Ranks
+
+
+class StepNotes(Protocol):
+    """What a coding notes of one step, over a rank's sites."""
+
+    @classmethod
+    def merged(cls, parts: Sequence[Any]) -> dict[str, float | None]:
+        """The notes of several ranks as one row of a profile."""
+        ...
+
+
+def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, float | None]]:
+    """The profile over all ranks' reports (`Coding.report`), one row a step: "step" and what the coding notes."""
+    rows: list[dict[str, float | None]] = []
+    for step in sorted({step for report in reports for step in report}):
+        parts = [report[step] for report in reports if step in report]
+        rows.append({"step": step, **parts[0].merged(parts)})
+    return rows
 
 
 class Encoded(NamedTuple):
@@ -134,8 +152,8 @@ class Coding:
         """Bytes that are held between calls now."""
         return 0
 
-    def report(self) -> dict[int, Any]:
-        """Notes of every step so far (`Drift`), to be merged over ranks."""
+    def report(self) -> dict[int, StepNotes]:
+        """Notes of every step so far, to be merged over ranks."""
         return {}
 
     def forget_report(self) -> None:

@@ -8,6 +8,7 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/co
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.state import TENSORS, SiteState, kept
+from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState, kept
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
 from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -43,6 +44,7 @@ class Residual(Coding):
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
         self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, 2]
+        self._report: defaultdict[int, CodedStep] = defaultdict(CodedStep)
         self._deciding: tuple[list[SiteState], LanePending[list[Any] | None]] | None = None
 
     @classmethod
@@ -101,6 +103,12 @@ class Residual(Coding):
     def bytes_held(self) -> int:
         return sum(site.bytes_held() for site in self._sites.values())
 
+    def report(self) -> dict[int, StepNotes]:
+        return {**self._report}
+
+    def forget_report(self) -> None:
+        self._report.clear()
+
     def hold_at(self, fraction: float | None) -> None:
         self._always_whole = fraction is None
 
@@ -113,6 +121,11 @@ class Residual(Coding):
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         step, sigma = self.moment.step, self.moment.sigma
         state.begin(form, step, float(step) if sigma is None else sigma, self._always_whole)
+        noted = self._report[step]
+        noted.calls += 1
+        if state.coded:
+            noted.coded += 1
+            noted.linear += sum(self.prediction(state, name).linear for name in TENSORS)
         return state
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:

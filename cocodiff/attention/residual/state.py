@@ -49,9 +49,9 @@ class SiteState:
     sent: dict[str, End] = field(default_factory=dict)
     received: dict[str, End] = field(default_factory=dict)
 
-    def begin(self, form: tuple[Any, ...], step: int, level: float, whole: bool) -> bool:
-        """Notes a call and tells whether it is coded: if it follows the last one, of the same form, in which all groups
-        had a scale. whole: it is not in any case."""
+    def begin(self, form: tuple[Any, ...], step: int, level: float, whole: bool) -> None:
+        """A call begins. It is coded if it follows the last one, of the same form, in which all groups had a scale.
+        whole: it is not in any case."""
         whole = whole or self.form != form or self.last_step != step - 1 or not self.fits
         self.form, self.last_step = form, step
         if whole:
@@ -59,7 +59,6 @@ class SiteState:
             self.sent, self.received = {}, {}
         else:
             self.coded, self.levels = self.coded + 1, [*self.levels[1 - NEWEST :], level]
-        return not whole
 
     @property
     def factor(self) -> float:
@@ -75,6 +74,23 @@ class SiteState:
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
         return sum(buffer.nbytes for end in ends for buffer in end.buffers)
+
+
+@dataclass
+class CodedStep:
+    """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
+    predicted linearly."""
+
+    calls: int = 0
+    coded: int = 0
+    linear: int = 0
+
+    @classmethod
+    def merged(cls, parts: Sequence[CodedStep]) -> dict[str, float | None]:
+        """Over ranks: "coded_fraction" of the calls, and "linear_fraction" of the tensors that were coded, None where
+        none was."""
+        calls, coded, linear = (sum(getattr(part, name) for part in parts) for name in ("calls", "coded", "linear"))
+        return {"coded_fraction": coded / calls, "linear_fraction": linear / (len(TENSORS) * coded) if coded else None}
 
 
 def continuation(levels: Sequence[float]) -> float:
