@@ -30,7 +30,7 @@ from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Values
+from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -146,7 +146,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             name: {link: (count - before[name][link]) // calls for link, count in engine.bytes().items()}
             for name, engine in engines.items()
         }
-        errors = {name: errors_of(variant.last, expected_last, transport) for name, variant in variants.items()}
+        reference = next(iter(variants.values())).last
+        errors = {name: errors_of(one.last, expected_last, reference, transport) for name, one in variants.items()}
         lossless = [name for name in variants if name not in lossy_presets(values) and FP8 not in name]
         for name in lossless:
             check_output(name, variants[name].last, expected_last, allowed, transport.rank)
@@ -216,11 +217,19 @@ def report(
     case = f"FLUX in {values['dtype']}, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
     found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
     measured = [row | dict(more[row["variant"]]) for row in found]
-    common.say_rows(
-        measured, "a step", lambda row: [f"first {row['first_s'] * 1e3:.0f} ms", f"error {row['relative_error']:.1e}"]
+    common.say_rows(measured, "a step", more_words)
+    say(
+        f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
+        f"{measured[0]['variant']}"
     )
-    say("error: of the last step to one process in fp32, as a part of its norm")
     common.publish(output, values, measured)
+
+
+def more_words(row: Row) -> list[str]:
+    return [
+        f"first {row['first_s'] * 1e3:.0f} ms",
+        f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}",
+    ]
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -303,12 +312,13 @@ def check_output(name: str, output: Tensor, expected: Tensor, allowed: float, ra
         raise RuntimeError(f"{name} is wrong: {error:.1e} off one process on rank {rank}, not {allowed:.1e}")
 
 
-def errors_of(output: Tensor, expected: Tensor, transport: Any) -> dict[str, float]:
-    """The largest of any rank, absolute, and in the L2 norm as a part of the expected one; on rank 0 they are whole."""
-    off = output.float() - expected
-    own = float(off.abs().max()), float(off.norm() / expected.norm())
-    largest, relative = map(max, zip(*(transport.gather_object(own) or [own]), strict=True))
-    return {"max_abs_error": largest, "relative_error": relative}
+def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: Any) -> dict[str, float]:
+    """The largest of any rank: absolute, in the L2 norm as a part of the expected one, and in that norm to an exact
+    variant of the same dtype, whose rounding is not in it; on rank 0 they are whole."""
+    off, beside = output.float() - expected, output.float() - reference.float()
+    own = [float(off.abs().max()), float(off.norm() / expected.norm()), float(beside.norm() / expected.norm())]
+    largest = [max(of_ranks) for of_ranks in zip(*(transport.gather_object(own) or [own]), strict=True)]
+    return dict(zip(("max_abs_error", "relative_error", "relative_to_exact"), largest, strict=True))
 
 
 # Other libraries ------------------------------------------------------------------------------------------------------
