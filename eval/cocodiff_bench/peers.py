@@ -31,6 +31,7 @@ from cocodiff.errors import UserError
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.peers_model import HEAD_DIM, LEAD_IN, Inputs, flux, in_fp32, run_inputs, step, steps_of
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -42,12 +43,8 @@ WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our own dependencies
 INSTALL = "pip install cache-dit einops"
 FP8 = "ulysses_float8"  # cache-dit's name for it
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED = 32, 16, 64, 32
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
 ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
-LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
-STEPS = 50  # of the run, or more where more calls are measured
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("side", "image tokens along one edge", 32, type=int),
@@ -66,7 +63,6 @@ OPTIONS = common.with_common_options(
     ),
     Option("device", "what ranks compute on", "cpu", choices=("cpu",)),
 )
-Inputs = dict[str, Any]
 Call = Callable[[Inputs], Any]
 Replaceable = dict[tuple[Any, str], Any]  # (class, attribute) -> what it is
 
@@ -195,11 +191,6 @@ def lossy_presets(values: Values) -> list[str]:
     return [name for name, config in our_configs(values).items() if not config.exact]
 
 
-def steps_of(values: Values) -> int:
-    """Of the run that every variant makes."""
-    return max(STEPS, values["repeats"] + LEAD_IN + 1)
-
-
 def report(
     values: Values,
     output: OutputFolder,
@@ -232,63 +223,7 @@ def more_words(row: Row) -> list[str]:
     ]
 
 
-# The model ------------------------------------------------------------------------------------------------------------
-
-
-def flux(values: Values) -> Any:
-    """The same random FluxTransformer2DModel on every rank."""
-    import torch
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    return (
-        FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=CHANNELS,
-            num_layers=values["double"],
-            num_single_layers=values["single"],
-            attention_head_dim=HEAD_DIM,
-            num_attention_heads=values["heads"],
-            joint_attention_dim=TEXT_CHANNELS,
-            pooled_projection_dim=POOLED,
-            guidance_embeds=False,
-            axes_dims_rope=(8, 12, 12),
-        )
-        .to(getattr(torch, DTYPES[values["dtype"]]))
-        .eval()
-    )
-
-
-def run_inputs(values: Values) -> list[Inputs]:
-    """Of every call of a run: noise gives way to a picture, in equal steps, and the picture turns into another one."""
-    import torch
-
-    side, text, noise = values["side"], values["text"], torch.Generator().manual_seed(1)
-    dtype = getattr(torch, DTYPES[values["dtype"]])
-    y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    start, one, other = (torch.randn(1, side * side, CHANNELS, generator=noise) for _ in range(3))
-    alike = {
-        "encoder_hidden_states": torch.randn(1, text, TEXT_CHANNELS, generator=noise).to(dtype),
-        "pooled_projections": torch.randn(1, POOLED, generator=noise).to(dtype),
-        "img_ids": torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(side * side, 3).float(),
-        "txt_ids": torch.zeros(text, 3),
-    }
-    found = []
-    for number in range(values["repeats"] + LEAD_IN + 1):
-        sigma = 1 - number / steps_of(values)
-        angle = sigma * math.pi / 2
-        picture = math.sin(angle) * one + math.cos(angle) * other
-        sample = (sigma * start + (1 - sigma) * picture).to(dtype)
-        found.append({"hidden_states": sample, "timestep": torch.tensor([sigma]), **alike})
-    return found
-
-
-def in_fp32(inputs: Inputs) -> Inputs:
-    return {name: tensor.float() for name, tensor in inputs.items()}
-
-
-def step(model: Any, inputs: Inputs) -> Tensor:
-    return model(**inputs, return_dict=False)[0]
+# Correctness ----------------------------------------------------------------------------------------------------------
 
 
 def twin(model: Any) -> Any:
