@@ -95,7 +95,7 @@ def compare(
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
         of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
-        row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
+        row: dict[str, Any] = {"preset": name, "exact": config.exact}
         try:
             step = known.get(name) or pricer.step(of_preset, deal)
             need = pricer.need(of_preset, deal)
