@@ -104,6 +104,7 @@ class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
+    steps_to_settle = 0  # for predictions: coded calls after a whole one, before those that all others are like
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
@@ -137,6 +138,9 @@ class Coding:
 
     def begin_step(self, moment: Moment) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""
+
+    def agree(self) -> None:
+        """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
 
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""

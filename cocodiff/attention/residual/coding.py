@@ -33,6 +33,7 @@ class Residual(Coding):
     """Sends residuals. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
+    steps_to_settle = 2  # in which there is no continuation, and no comparison with it
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, bits: int, predictor: str) -> None:
         """everyone: the ranks that share the sequence, who decide together. predictor: "last", "taylor" or "auto"."""
@@ -60,6 +61,16 @@ class Residual(Coding):
     def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
         return [None, *[0.0] * (steps - 1)][:steps]
 
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+        """Exact: of q, k, v and the output the own rows with all heads, and all rows with the own heads. One rank alone
+        keeps nothing."""
+        if topology.size == 1:
+            return [{}]
+        kept, rows, heads = (1 if settings.predictor == "last" else 2), sum(layout.rows), sum(layout.heads)
+        ends = (L * heads + rows * G for L, G in zip(layout.rows, layout.heads, strict=True))
+        return [{"reconstructions": len(TENSORS) * kept * end * cell} for end in ends]
+
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         return ResidualCall(self, exchange, layout, site)
 
@@ -78,6 +89,9 @@ class Residual(Coding):
             own = self._notes[: len(self._coded) * len(TENSORS)]
             self._deciding = self._coded, self._everyone.ranks.control.submit(partial(self._sum_notes, own))
             self._coded, self._notes = [], None
+
+    def agree(self) -> None:
+        self._settle()
 
     def forget(self, site: Site) -> None:
         self._sites.pop(site, None)
