@@ -61,7 +61,8 @@ def installed(checkout: Path) -> Path:
     fake(checkout / ".venv/bin/python", f'echo "$*" >>{record}')
     fake(checkout / ".venv/bin/cocodiff", 'echo "cocodiff $*"')
     (checkout / "cocodiff/demo_model/samples").mkdir(parents=True)
-    (checkout / "cocodiff/demo_model/samples/one.tif").touch()
+    for name in ("one.tif", "tooth.tif"):
+        (checkout / "cocodiff/demo_model/samples" / name).touch()
     return record
 
 
@@ -70,7 +71,7 @@ def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path)
     first = launch(checkout, "launch/demo")
     assert first.returncode == 0, first.stderr
     assert "to download" in first.stdout.splitlines()[0]
-    assert "cocodiff inpaint --input cocodiff/demo_model/samples/one.tif" in first.stdout
+    assert "cocodiff inpaint --input cocodiff/demo_model/samples/tooth.tif --mask block" in first.stdout
     calls = record.read_text().splitlines()
     assert calls[0].endswith(" torch") and "--constraint" not in calls[0] and "-c .venv/constraints.txt" in calls[0]
     assert "torch==" in (checkout / ".venv/constraints.txt").read_text()
@@ -78,6 +79,14 @@ def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path)
     assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--overwrite --steps 3")
     assert "--steps 20" in first.stdout and "--steps 20" not in second.stdout
     assert record.read_text().splitlines() == calls
+
+
+def test_the_full_demo_restores_all_bundled_slices(checkout: Path) -> None:
+    installed(checkout)
+    launch(checkout, "launch/demo")
+    done = launch(checkout, "launch/demo", "--full", "--ranks=4")
+    assert "samples/one.tif cocodiff/demo_model/samples/tooth.tif --mask block center" in done.stdout
+    assert "--samples" not in done.stdout and done.stdout.count("--ranks") == 1
 
 
 def test_another_torch_replaces_the_pinned_one(checkout: Path) -> None:

@@ -16,6 +16,7 @@ from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, 
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.pricing import Pricing
 from cocodiff.planning.program import COMPUTE
+from cocodiff.planning.roofline import seconds, started
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES
@@ -251,3 +252,13 @@ def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
     assert [launches for _, launches in charges.of] == [1] * 5
     assert [seconds for seconds, _ in charges.of] == [120e3, 80e3, 2 * 100 * 100 * 200, 4 * 2 * 7 * 7 * 4, 24]
     assert out.shape == q.shape and chosen.tolist() == [1, 1, 1]  # whole numbers are real
+
+
+def test_a_kernel_takes_its_traffic_or_its_instructions():
+    """Of bf16 at 1 TB/s and 717 G instructions a second; a machine file without that rate counts the traffic alone."""
+    device = AURORA.machine.device
+    numbers, traffic = 10**8, 4e8
+    assert seconds(device, 0, traffic, started("l1_score", numbers)) == pytest.approx(traffic / 1e12)
+    bound = started("qk_norm_rope", numbers) / 717e9
+    assert bound > traffic / 1e12 and seconds(device, 0, traffic, started("qk_norm_rope", numbers)) == bound
+    assert seconds(replace(device, instructions_g_s=0), 0, traffic, 1e12) == pytest.approx(traffic / 1e12)

@@ -12,6 +12,7 @@ import numpy as np
 from cocodiff_eval.report import Picture, PicturePlan, encode, worst_slices
 
 from cocodiff.commands.outputs import storage_faults
+from cocodiff.commands.tasks import spread_of
 
 FOLDER = "pictures"  # beside a job's journals, and removed with them
 
@@ -77,14 +78,15 @@ def picture(
     native: Mapping[str, np.ndarray],
     smooth_YX: np.ndarray | None,
 ) -> Picture:
-    """What the report shows of a slice. images: as given, its mask, and its truth (None where it is unknown). native:
-    what the result files hold, by preset, and as `preset_std` the standard deviation of its samples. smooth_YX: the
-    slice restored without a model; None where nothing is masked."""
+    """What the report shows of a slice.
+
+    images: as given, its mask, and its truth (None where it is unknown). native: what the result files hold, by preset,
+    and as `spread_of(preset)` the standard deviation of its samples. smooth_YX: the slice restored without a model;
+    None where nothing is masked.
+    """
     input_YX, mask_YX, truth_YX = images
-    spread = {preset: native[f"{preset}_std"] for preset in native if f"{preset}_std" in native}
-    restored = {
-        preset: native[preset] for preset in native if preset.removesuffix("_std") not in spread or preset in spread
-    }
+    spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
+    restored = {name: native[name] for name in native if name not in map(spread_of, spread)}
     if smooth_YX is None:
         restored, spread = {}, {}
     else:

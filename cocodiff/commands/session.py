@@ -331,6 +331,7 @@ def _write_results(
         "presets": ", ".join(session.job.presets),
         "steps": str(values["steps"]),
         "seed": str(values["seed"]),
+        **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)

@@ -9,10 +9,24 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.dispatch import PATHS, Kernels, compile_ahead, sycl_ops
+from cocodiff.kernels.dispatch import PATHS, Kernels, compile_ahead, compile_native_for, report_on, sycl_ops
 from cocodiff.kernels.reference import TorchOps
+from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
 
-__all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "compile_ahead", "sycl_ops", "views"]
+__all__ = [
+    "PATHS",
+    "Kernels",
+    "Prediction",
+    "Reconstructions",
+    "Rows",
+    "TorchOps",
+    "coded_width",
+    "compile_ahead",
+    "compile_native_for",
+    "report_on",
+    "sycl_ops",
+    "views",
+]
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

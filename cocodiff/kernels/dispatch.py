@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, open_cpu, open_xpu
+from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, build_for_gpu, open_cpu, open_xpu, report_lines
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
 from cocodiff.kernels.reference import TorchOps
+from cocodiff.kernels.residual import Prediction, Reconstructions
 
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
@@ -93,6 +94,14 @@ class Kernels:
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
 
+    def encode_residual(
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+    ) -> None:
+        self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_2)
+
+    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
+        self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
+
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
         return self._sycl(op, moved) is not None
@@ -147,3 +156,20 @@ def compile_ahead(gpu: str) -> Path:
         return build_ahead_of_time(gpu)
     except Unavailable as error:
         raise UserError(f"no kernels ahead of time for {gpu}: {error}") from error
+
+
+def compile_native_for(gpu: str, ocloc: str | Path | None) -> tuple[Path, bool]:
+    """The file of binaries that Intel's offline compiler made for a GPU (pvc), and whether it was made now. Raises
+    UserError where that is not possible here."""
+    try:
+        return build_for_gpu(gpu, ocloc)
+    except Unavailable as error:
+        raise UserError(f"no binaries for {gpu}: {error}") from error
+
+
+def report_on(gpu: str, ocloc: str | Path | None) -> list[str]:
+    """What the kernels cost on a tile of a GPU (pvc), as the lines of a table in Markdown. Raises UserError."""
+    try:
+        return report_lines(gpu, ocloc)
+    except Unavailable as error:
+        raise UserError(f"no report on {gpu}: {error}") from error

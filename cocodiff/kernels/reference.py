@@ -12,6 +12,8 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
+from cocodiff.kernels.residual import Prediction, Reconstructions, decode_residual, encode_residual
+
 
 class TorchOps:
     """The operations as torch calls. The SYCL ones (`cocodiff_sycl.SyclOps`) have the same signatures and results."""
@@ -106,6 +108,17 @@ class TorchOps:
         weight = torch.sigmoid(fresh - known).nan_to_num_(0.0).unsqueeze(-1)
         out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
         lse_BLH.copy_(merged)
+
+    def encode_residual(
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+    ) -> None:
+        """Writes x's code and its next reconstruction: `cocodiff.kernels.residual` defines both. x and the
+        reconstructions may be views of any stride but the last; code is uint8."""
+        encode_residual(x_BLHD, known, how, bits, code_BLHW, notes_2)
+
+    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
+        """Writes the next reconstruction from a code, with the bits that `encode_residual` wrote."""
+        decode_residual(code_BLHW, known, factor, bits)
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from cocodiff.kernels import Kernels, Rows, TorchOps
 from cocodiff.planning.program import Recorder
-from cocodiff.planning.roofline import seconds
+from cocodiff.planning.roofline import seconds, started
 from cocodiff.topology.machine import Device
 
 QUESTIONS = (  # about a tensor
@@ -34,6 +34,7 @@ FREE = frozenset((*QUESTIONS, *VIEWS, "new_empty", "empty", "empty_like", "empty
 MAKERS = frozenset(["empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full"])
 UNPRICED = FREE - MAKERS
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "addmm", "baddbmm"])
+COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
 ATTENTION = "scaled_dot_product"
 
 
@@ -70,9 +71,9 @@ class Pricing(TorchFunctionMode):
                 self.charge(flops, bytes_of(inputs) + (0 if changes else bytes_of(outputs)))
         return out
 
-    def charge(self, flops: float, moved_bytes: float) -> None:
+    def charge(self, flops: float, moved_bytes: float, instructions: float = 0.0) -> None:
         """One kernel."""
-        self._recorder.compute(seconds(self._device, flops, moved_bytes), 1)
+        self._recorder.compute(seconds(self._device, flops, moved_bytes, instructions), 1)
 
     def compute(self, of_model_s: float, launches: int) -> None:
         """A part of the model that the plan knows the time of."""
@@ -88,7 +89,8 @@ class Pricing(TorchFunctionMode):
 
 
 class PricedKernels(Kernels):
-    """The operations of `kernels`, each charged as one pass over its tensors. Scores are made up."""
+    """The operations of `kernels`, each charged as the traffic of its tensors or the instructions that our kernels
+    take, whichever is longer. Scores are made up."""
 
     def __init__(self, pricing: Pricing, stable: float, threshold: float, seed: int) -> None:
         """stable, threshold: so large a part of the tokens shall score below the threshold times their norm, which is
@@ -99,7 +101,10 @@ class PricedKernels(Kernels):
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
-            self._pricing.charge(0.0, bytes_of(arguments))
+            traffic = bytes_of(arguments)
+            itemsize = moved[0].element_size() if moved else 1
+            numbers = traffic / (2 * itemsize) if op in COPIES else moved[0].numel()
+            self._pricing.charge(0.0, traffic, started(op, numbers))
             if op == "l1_score":
                 shape = arguments[0].shape[:2]
                 return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)

@@ -11,12 +11,29 @@ from cocodiff.topology.machine import Device, Topology
 ITEMSIZE = 2  # bf16
 
 
-def seconds(device: Device, flops: float, moved_bytes: float) -> float:
-    """Of one kernel at the device's full rates. A rate of 0 is one that the machine file does not tell: then nothing
-    is charged for it."""
+# Instructions of a lane for a number in bf16, as `cocodiff kernels report` counts them for GPU Max (docs/kernels.md).
+# A copy's are for a number that is moved; those of renewing a reference are among them.
+LANES = 16
+INSTRUCTIONS = {
+    **dict.fromkeys(("pack", "gather_pack", "unpack", "scatter_rows"), 27.4),
+    "l1_score": 16.6,
+    "qk_norm_rope": 51.2,
+    "merge_partials": 70.2,
+}
+
+
+def started(op: str, numbers: float) -> float:
+    """Instructions that an operation of `kernels` starts for a tensor of so many numbers; `select` is left out."""
+    return INSTRUCTIONS.get(op, 0.0) * numbers / LANES
+
+
+def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:
+    """Of one kernel at the device's full rates: matrix arithmetic, traffic or vector instructions, whichever takes
+    longest. A rate of 0 is one that the machine file does not tell: then nothing is charged for it."""
     arithmetic = flops / (device.bf16_tflop_s * 1e12) if device.bf16_tflop_s else 0.0
     traffic = moved_bytes / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
-    return max(arithmetic, traffic)
+    vector = instructions / (device.instructions_g_s * 1e9) if device.instructions_g_s else 0.0
+    return max(arithmetic, traffic, vector)
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,8 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
     """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
 
     Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
-    of normalisation and rotation. Not counted: modulation, residuals, launches, embeddings.
+    of normalisation and rotation, and the score, with the instructions that our kernels take. Not counted: modulation,
+    residuals, launches, embeddings.
     """
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
@@ -55,5 +73,6 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
     hidden = shape.mlp_ratio * W
     mlp = product(W, hidden * (2 if shape.gated_mlp else 1)) + product(hidden, W)
     attention = kernel(4.0 * batch * tokens**2 * G * D, 4.0 * batch * tokens * G * D)
-    qk = 2 * product(W, W) + kernel(0, 4 * L * W)
-    return Layer(product(W, W), qk, attention, product(W, W) + mlp, kernel(0, 2 * L * W))
+    norm_rope = 2 * seconds(device, 0, 2 * L * W * ITEMSIZE, started("qk_norm_rope", L * W))
+    score = seconds(device, 0, 2 * L * W * ITEMSIZE, started("l1_score", L * W))
+    return Layer(product(W, W), 2 * product(W, W) + norm_rope, attention, product(W, W) + mlp, score)

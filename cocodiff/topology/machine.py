@@ -50,12 +50,14 @@ class Links:
 
 @dataclass(frozen=True)
 class Device:
-    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel."""
+    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel, and
+    10^9 instructions of 16 lanes that its vector engines start in a second."""
 
     memory_gib: float = 0.0
     memory_gb_s: float = 0.0
     bf16_tflop_s: float = 0.0
     launch_us: float = 0.0
+    instructions_g_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,19 @@ __all__ = [
 ]
 HERE = Path(__file__).parent
 AHEAD = "ahead.cpp"
-HOST = (AHEAD, "host.cpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
+HOST = (AHEAD, "host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp")
+PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl")
 COMPILE_TIMEOUT_S = 300
 LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
 
 
-def kernel_source(lanes: int) -> str:
-    """All kernels as one text, for so many work-items a row (see common.hpp)."""
+def kernel_source(lanes: int, gpu: bool = False) -> str:
+    """All kernels as one text, for so many work-items a row (see common.hpp). gpu: with what a GPU alone can run."""
     parts = [f'#line 1 "{name}"\n{(HERE / "kernels" / name).read_text()}' for name in SOURCES]
-    return "\n".join([f"#define LANES {lanes}", *parts])
+    return "\n".join([f"#define LANES {lanes}", f"#define BLOCK_MESSAGES {int(gpu)}", *parts])
 
 
 def kernel_options(runtime: Runtime) -> tuple[str, ...]:
@@ -126,9 +127,15 @@ def build_ahead(gpu: str, lanes: int) -> Path:
 
 def ahead_source(lanes: int) -> str:
     """The kernels, then what gives them by their names."""
-    kernels = kernel_source(lanes)
-    names = " ".join(f"X({name})" for name in re.findall(r"^KERNEL\((\w+)\)", kernels, re.MULTILINE))
+    kernels = kernel_source(lanes, gpu=True)
+    names = " ".join(f"X({name})" for name in kernel_names(lanes))
     return f'{kernels}\n#define COCODIFF_KERNELS(X) {names}\n#line 1 "{AHEAD}"\n{(HERE / AHEAD).read_text()}'
+
+
+def kernel_names(lanes: int) -> list[str]:
+    """The kernels of so many work-items a row."""
+    named = dict.fromkeys(re.findall(r"^KERNEL\((\w+)\)", kernel_source(lanes), re.MULTILINE))
+    return [name for name in named if lanes == 1 or name != PAST_CACHE]
 
 
 def _compile(runtime: Runtime, target: Path) -> None:

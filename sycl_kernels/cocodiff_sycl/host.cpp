@@ -4,6 +4,7 @@
 // Every function that can fail returns null or non-zero and leaves its reason in cocodiff_error(). No exception leaves.
 #if __has_include(<sycl/detail/core.hpp>) && __has_include(<sycl/properties/queue_properties.hpp>)
 #include <sycl/detail/core.hpp> // a quarter of the compile time of all of SYCL
+#include <sycl/ext/oneapi/experimental/device_architecture.hpp>
 #include <sycl/ext/oneapi/experimental/raw_kernel_arg.hpp>
 #include <sycl/handler.hpp>
 #include <sycl/kernel_bundle.hpp>
@@ -22,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "level_zero.hpp"
 #include "moves.hpp"
 #include "opencl.hpp"
 #include "saved.hpp"
@@ -152,13 +154,24 @@ void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, con
   if (flags & WAIT) done.wait_and_throw();
 }
 
-// Compiled kernels, of source, of what an earlier process saved, or of a library that icpx compiled (ahead.cpp).
+// Compiled kernels, of source, of what an earlier process saved, of a library that icpx compiled (ahead.cpp), or of
+// binaries that ocloc made, which are programs on OpenCL and modules on Level Zero.
 struct Module {
   std::optional<Bundle> bundle;
   saved::Programs programs;
   sycl::queue queue;
   void *(*ahead)(void *queue, const char *name) = nullptr;
+  level_zero::Modules modules = {};
 };
+
+// What ocloc calls a device that it was used for; "" for any other.
+std::string architecture(sycl::device device) {
+  try {
+    return device.ext_oneapi_architecture_is(syclexp::architecture::intel_gpu_pvc) ? "pvc" : "";
+  } catch (const sycl::exception &) { // a device that SYCL has no name for
+    return "";
+  }
+}
 
 } // namespace
 
@@ -180,7 +193,7 @@ void *cocodiff_open(void *queue, int threads) {
   });
 }
 
-// "NAME; DRIVER; BACKEND; TYPE; UNITS; reads host memory 0|1" into text. Returns 0.
+// "NAME; DRIVER; BACKEND; TYPE; UNITS; reads host memory 0|1; ARCHITECTURE" into text. Returns 0.
 int cocodiff_describe(void *device, char *text, size_t size) {
   return guarded(1, [&] {
     auto *of = static_cast<Device *>(device);
@@ -190,7 +203,7 @@ int cocodiff_describe(void *device, char *text, size_t size) {
                         where.get_info<sycl::info::device::driver_version>() + "; " + backend + "; " +
                         (where.is_cpu() ? "cpu" : "gpu") + "; " +
                         std::to_string(of->units) + "; " +
-                        (of->reads_host_memory ? "1" : "0");
+                        (of->reads_host_memory ? "1" : "0") + "; " + architecture(where);
     std::strncpy(text, about.c_str(), size - 1);
     text[size - 1] = 0;
     return 0;
@@ -235,6 +248,15 @@ void *cocodiff_load(void *device, const char *from, size_t size) {
   });
 }
 
+// Binaries of the device's kernels (native.py). The caller answers for the bytes, and for the device they are for.
+void *cocodiff_native(void *device, const char *from, size_t size) {
+  auto &queue = static_cast<Device *>(device)->queue;
+  if (queue.get_backend() != level_zero::BACKEND) return cocodiff_load(device, from, size);
+  return guarded<void *>(nullptr, [&]() -> void * {
+    return new Module{std::nullopt, {}, queue, nullptr, level_zero::modules(queue, from, size)};
+  });
+}
+
 // The library at a path, which stays loaded: its kernels are the module's.
 void *cocodiff_ahead(void *device, const char *path) {
   return guarded<void *>(nullptr, [&]() -> void * {
@@ -250,6 +272,8 @@ void *cocodiff_kernel(void *module, const char *name) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto *of = static_cast<Module *>(module);
     if (of->ahead) return of->ahead(&of->queue, name);
+    if (!of->modules.empty())
+      return new sycl::kernel(level_zero::kernel(of->modules, saved::PREFIX + std::string(name), of->queue.get_context()));
     return new sycl::kernel(of->bundle ? of->bundle->ext_oneapi_get_kernel(std::string(name))
                                        : saved::kernel(of->programs, name, of->queue.get_context()));
   });

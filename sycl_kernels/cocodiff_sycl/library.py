@@ -13,6 +13,7 @@ from cocodiff_sycl.build import ahead_library, host_library, kernel_options, ker
 from cocodiff_sycl.find import Runtime, Unavailable, cache_share, loaded_major
 from cocodiff_sycl.kept import Kept
 from cocodiff_sycl.layouts import look_of, numbers_of
+from cocodiff_sycl.native_file import native_file, read_native
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
@@ -40,7 +41,7 @@ class Library:
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
-        self.device_name, driver, self.backend, kind, units, _ = self.describe()
+        self.device_name, driver, self.backend, kind, units, _, self.architecture = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
         # Three quarters of it, from which on glibc's copies go past it as well.
         self.cache_bytes = 3 * cache_share(self.compute_units) // 4 if self.is_cpu else 0
@@ -52,7 +53,8 @@ class Library:
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
     def describe(self) -> list[str]:
-        """Name, driver, backend, "cpu" or "gpu", compute units, "1" where kernels read the host's memory."""
+        """Name, driver, backend, "cpu" or "gpu", compute units, "1" where kernels read the host's memory, and
+        what ocloc calls the device ("" for most)."""
         text = ctypes.create_string_buffer(1024)
         if self._c.cocodiff_describe(self._device, text, len(text)):
             raise Unavailable(f"the SYCL device does not describe itself: {self._error()}")
@@ -61,13 +63,13 @@ class Library:
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
         """Takes the kernels from the cache, or compiles them while other processes wait.
 
-        What icpx compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what they were
-        compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which the
-        marker tells.
+        What icpx or ocloc compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what
+        they were compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which
+        the marker tells.
         """
         name = "".join(c if c.isalnum() else "_" for c in about)
         marker, kept = self.folder / f"built-{name}", Kept(self.folder / f"saved-{name}", about)
-        module = self._ahead() or self._load(kept)
+        module = self._ahead() or self._native() or self._load(kept)
         if module is None and not marker.exists():
             with lock(self.folder):
                 module = self._load(kept)  # of a process that was first
@@ -92,6 +94,23 @@ class Library:
         log.warning("kernels of %s are not used on %s: %s", path, self.device_name, self._error())
         return None
 
+    def _native(self) -> c_void_p | None:
+        """Kernels of `build_native`, if there are any and they are for this device and its driver."""
+        path = native_file(self.folder, self.lanes)
+        if self.is_cpu or not path.exists():
+            return None
+        try:
+            about, binaries = read_native(path)
+            if about.device != self.architecture:
+                raise Unavailable(f"they are for {about.device}")
+            module = c_void_p(self._c.cocodiff_native(self._device, binaries, len(binaries)))
+            if not module or not self._c.cocodiff_kernel(module, b"select_largest"):
+                raise Unavailable(self._error())
+        except Unavailable as error:
+            log.warning("binaries of %s are not used on %s, kernels are compiled: %s", path, self.device_name, error)
+            return None
+        return module
+
     def _save(self, compiled: c_void_p, kept: Kept) -> c_void_p | None:
         """Keeps compiled kernels, and gives them as a later process will have them; None where that does not work."""
         if not self._keeps:
@@ -111,7 +130,10 @@ class Library:
         return module or None
 
     def _compile(self, runtime: Runtime) -> c_void_p:
-        source, options = kernel_source(self.lanes).encode(), "\n".join(kernel_options(runtime)).encode()
+        source, options = (
+            kernel_source(self.lanes, not self.is_cpu).encode(),
+            "\n".join(kernel_options(runtime)).encode(),
+        )
         module = c_void_p(self._c.cocodiff_build(self._device, source, options))
         if not module:
             raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._error())}")
@@ -141,7 +163,8 @@ class Library:
         are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        kernels = [self._kernel(f"move_rows_{kind}") for kind in ("16", "4", "2", "past_cache")]
+        kinds = "16", "4", "2", "past_cache" if self.lanes == 1 else "16"
+        kernels = [self._kernel(f"move_rows_{kind}") for kind in kinds]
         values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, self.cache_bytes, packed, count
         return numbers_of(14).pack(self._device.value, *kernels, *values) + pieces
 
@@ -164,6 +187,17 @@ class Library:
 
     def _error(self) -> str:
         return " ".join(self._c.cocodiff_error().decode(errors="replace").split())
+
+
+def compile_for_cpu(source: str) -> None:
+    """Has libsycl compile SYCL source for the CPU device, and keeps nothing. Raises Unavailable."""
+    runtime, folder = runtime_and_folder()
+    threads = _prepare(runtime, folder)
+    c = _bind(host_library(runtime, folder), runtime)
+    device = c_void_p(c.cocodiff_open(None, threads))
+    options = "\n".join(kernel_options(runtime))
+    if not device or not c.cocodiff_build(device, source.encode(), options.encode()):
+        raise Unavailable(_first_error(" ".join(c.cocodiff_error().decode(errors="replace").split())))
 
 
 def _first_error(text: str) -> str:
@@ -199,6 +233,7 @@ def _bind(path: Path, runtime: Runtime) -> ctypes.CDLL:
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
         ("save", c_int, (c_void_p, c_char_p, c_void_p)),
         ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
+        ("native", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("ahead", c_void_p, (c_void_p, c_char_p)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_char_p, c_void_p, c_char_p)),

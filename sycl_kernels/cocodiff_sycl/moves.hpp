@@ -21,7 +21,7 @@ struct Piece { // sizes and strides of four dimensions, in numbers; strides of t
 struct Move {
   int64_t source, target, reference, source_index, target_index, reference_index;
   int64_t inner, source_outer, source_row, source_run, target_outer, target_row, target_run, reference_row, reference_run;
-  int64_t runs, blocks, accesses, first_chunk, total;
+  int64_t runs, blocks, accesses, left, first_chunk, total;
 };
 
 class MoveTable {
@@ -48,18 +48,21 @@ public:
     }
     while (unit > 2 && (addresses_ & (unit - 1))) unit = unit == 16 ? 4 : 2;
     small = bytes_ < SMALL_BYTES;
-    past_cache = cache && unit == 16 && 2 * bytes_ >= cache && !(targets_ & 63);
+    past_cache = lanes == 1 && cache && unit == 16 && 2 * bytes_ >= cache && !(targets_ & 63);
     if (units) most = std::min(most, std::max<int64_t>(4096, bytes_ / (4 * units)));
-    const int64_t block = unit > 2 ? 64 : 32;
-    chunk = std::max(lanes, most / block);
+    // A CPU's work-item takes 16 words at an access, a GPU's sub-group 16 bytes a work-item.
+    const bool walks = lanes == 1;
+    const int64_t block = walks ? (unit > 2 ? 64 : 32) : 16 * lanes;
+    chunk = std::max<int64_t>(1, most / block);
     int64_t row = 0; // bytes of one run of each move
-    abreast = units && apart_ && moves.size() > 1 ? moves[0].total : 0;
+    abreast = walks && units && apart_ && moves.size() > 1 ? moves[0].total : 0;
     for (Move &move : moves) {
       const int64_t run = move.blocks, count = move.total; // as `add` leaves them: bytes of a run, runs in all
       if (count != abreast) abreast = 0;
       row += run;
       move.blocks = run / block;
-      move.accesses = move.blocks + (run - move.blocks * block) / unit;
+      move.left = (run - move.blocks * block) / unit;
+      move.accesses = move.blocks + (walks ? move.left : move.left > 0);
       move.total = move.accesses * count;
       move.first_chunk = chunks;
       chunks += (move.total + chunk - 1) / chunk;

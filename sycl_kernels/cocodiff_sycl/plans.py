@@ -19,6 +19,7 @@ from cocodiff_sycl.library import Library
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
+GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
 
@@ -110,7 +111,7 @@ class Plans:
             if not table.is_contiguous():
                 raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table.stride()}")
         rows = B * L * H if D else 0
-        each = self._rows_each(rows, D * x_BLHD.element_size())
+        each = self._rows_each(rows, D * x_BLHD.element_size(), H)
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
         result = self._like(x_BLHD.dtype, *shape)
@@ -129,15 +130,19 @@ class Plans:
             if not lse.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, not of strides {lse.stride()}")
         rows = B * L * H
+        if rows >= 2**32:
+            raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
         each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
         return self._of_rows(kernel, 4, rows, each, values, self._like(out_BLHD.dtype))
 
-    def _rows_each(self, rows: int, row_bytes: int) -> int:
-        """Consecutive rows of one group of LANES work-items."""
+    def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
+        """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""
         library = self._library
-        if not rows or not library.is_cpu or library.lanes > 1:
+        if library.lanes > 1:
+            return max(1, min(alike, rows // (GROUPS_OF_UNIT * library.compute_units)))
+        if not rows or not library.is_cpu:
             return 1
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * library.compute_units)))

@@ -3,13 +3,16 @@
 // For OpenCL devices: SYCL's interoperability gives their programs, OpenCL turns a program into bytes and back.
 #pragma once
 #include "opencl.hpp"
+
+namespace saved {
+constexpr const char *PREFIX = "__sycl_kernel_"; // what the compiler puts before the name of a kernel of ours
+}
+
 #if __has_include(<CL/cl.h>)
 #include <cstring>
 #include <vector>
 
 namespace saved {
-
-constexpr const char *PREFIX = "__sycl_kernel_"; // what the compiler puts before the name of a kernel of ours
 
 inline void demand(cl_int code, const char *what) {
   if (code != CL_SUCCESS) throw std::runtime_error(std::string(what) + ": OpenCL error " + std::to_string(code));

@@ -76,7 +76,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path
         "(out.open() / 'run.yaml').write_text('earlier'); out.publish()"
     )
     script = f"""
-        mount -t tmpfs -o size=64k none {tmp_path}
+        mount -t tmpfs -o size=100k none {tmp_path}
         {sys.executable} -c "{earlier}" {tmp_path}/out
         {sys.executable} -m cocodiff inpaint --input {scan} --steps 1 --quiet --overwrite --out {tmp_path}/out
         echo code $?

@@ -330,6 +330,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "but no compiler",
         "build",
     ),
+    "wrong kernels": (
+        lambda j: change(j, 0, wrong_kernels=("l1_score in float32",)),
+        FAULT,
+        "sycl",
+        "do not give torch's results: l1_score in float32",
+        "kernels torch",
+    ),
     "no SYCL": (lambda j: change(j, 0, sycl="", no_sycl="no compiler"), WARNING, "sycl", "torch's operations", "build"),
 }
 

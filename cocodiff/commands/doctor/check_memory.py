@@ -42,7 +42,12 @@ def check_sycl(facts: Facts) -> Findings:
         rank = next((rank for rank in ranks if rank.sycl or rank.no_sycl), None)
         if rank is None:
             continue
-        if rank.sycl:
+        if rank.wrong_kernels:
+            remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
+            found.fault(
+                f"{host}: on {rank.sycl} these do not give torch's results: {', '.join(rank.wrong_kernels)}", remedy
+            )
+        elif rank.sycl:
             found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
             remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"

@@ -65,6 +65,7 @@ class RankFacts:
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
     host_cores: all cores of the host. free and total: bytes of memory.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
+    wrong_kernels: operations of SYCL that do not give torch's results here.
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec outside this environment; python_prefix: the
     environment's folder, where the one of PyPI would lie.
     """
@@ -94,6 +95,7 @@ class RankFacts:
     mpi_library: str
     system_mpi: str
     python_prefix: str
+    wrong_kernels: tuple[str, ...] = ()
 
     @property
     def on_cpu(self) -> bool:

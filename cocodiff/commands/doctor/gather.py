@@ -19,6 +19,7 @@ from cocodiff.commands.doctor.sysman import Sysman
 from cocodiff.device import free_memory
 from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
+from cocodiff.kernels.trial import wrong_operations
 
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -36,6 +37,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
     """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
     device = transport.device
     sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
+    wrong = wrong_operations(opened) if sycl and (opened := sycl_ops(device)) else []
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         rank=transport.rank,
@@ -63,6 +65,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
         mpi_library=loaded_library("libmpi"),
         system_mpi=system_mpi(),
         python_prefix=sys.prefix,
+        wrong_kernels=tuple(wrong),
     )
 
 

@@ -1,14 +1,19 @@
-// What all kernels share: number types, vectors of 16 numbers, and sums over the work-items of a row.
+// What all kernels share: number types, vectors of WIDTH numbers, and sums over the work-items of a row.
 //
 // LANES work-items share a row of numbers or a chunk of a copy. 1 is for CPU devices, whose vector units take the 16
-// numbers of one work-item; 16 is for GPUs, where it is a sub-group. Nothing else differs between the two.
+// numbers of one work-item; 16 is for GPUs, where it is a sub-group, which takes a head of 128 numbers in one access.
 // Every kernel takes one struct by value, whose members are 8 bytes each: one argument is set faster than many.
 #include <sycl/sycl.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 #ifndef LANES
 #define LANES 1
+#endif
+
+#ifndef BLOCK_MESSAGES
+#define BLOCK_MESSAGES 0 // 1: for a GPU
 #endif
 
 namespace syclext = sycl::ext::oneapi;
@@ -29,9 +34,11 @@ namespace syclexp = sycl::ext::oneapi::experimental;
 
 using i64 = long;
 template <typename T, int N> using Vector = T __attribute__((ext_vector_type(N)));
-using Float16 = Vector<float, 16>;
-using Float8 = Vector<float, 8>;
-using Double8 = Vector<double, 8>;
+constexpr int WIDTH = LANES == 1 ? 16 : 8; // numbers of a work-item's access
+constexpr int HALF = WIDTH / 2;
+using Floats = Vector<float, WIDTH>;
+using HalfFloats = Vector<float, HALF>;
+using HalfDoubles = Vector<double, HALF>;
 
 // Numbers as they lie in memory. `widen` and `narrow` are exact and round to nearest even; bfloat16 is done in bits,
 // because not every device has the type.
@@ -71,12 +78,32 @@ template <typename T, int N> struct __attribute__((packed, aligned(sizeof(T)))) 
   Vector<T, N> value;
 };
 
-template <typename Type, int N> inline Vector<float, N> load(const typename Type::Bits *from) {
-  return Type::template widen<N>(reinterpret_cast<const Loose<typename Type::Bits, N> *>(from)->value);
+// WORDS: addresses of 16-bit numbers are multiples of 4 bytes. A GPU then moves 16 bytes of a work-item in one message;
+// where it cannot know, it takes one for each 4 bytes.
+template <typename Type, int N, bool WORDS = false> inline Vector<float, N> load(const typename Type::Bits *from) {
+  using Bits = typename Type::Bits;
+  if constexpr (WORDS && sizeof(Bits) == 2) {
+    auto words = reinterpret_cast<const Loose<uint32_t, N / 2> *>(from)->value;
+    return Type::template widen<N>(__builtin_bit_cast(Vector<Bits, N>, words));
+  } else
+    return Type::template widen<N>(reinterpret_cast<const Loose<Bits, N> *>(from)->value);
 }
 
-template <typename Type, int N> inline void store(typename Type::Bits *to, Vector<float, N> x) {
-  reinterpret_cast<Loose<typename Type::Bits, N> *>(to)->value = Type::template narrow<N>(x);
+template <typename Type, int N, bool WORDS = false> inline void store(typename Type::Bits *to, Vector<float, N> x) {
+  using Bits = typename Type::Bits;
+  auto narrow = Type::template narrow<N>(x);
+  if constexpr (WORDS && sizeof(Bits) == 2)
+    reinterpret_cast<Loose<uint32_t, N / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, N / 2>, narrow);
+  else
+    reinterpret_cast<Loose<Bits, N> *>(to)->value = narrow;
+}
+
+// Calls work(true_type) where a GPU's 16-bit numbers lie at multiples of 4 bytes. places: addresses and strides in
+// bytes, or-ed. The branch is the same for all work-items.
+template <typename Type, typename Work> inline void by_alignment(i64 places, Work work) {
+  if constexpr (LANES > 1 && sizeof(typename Type::Bits) == 2)
+    if (!(places & 3)) return work(std::true_type());
+  work(std::false_type());
 }
 
 template <typename Type> inline float load1(const typename Type::Bits *from) {
@@ -89,23 +116,28 @@ template <typename Type> inline void store1(typename Type::Bits *to, float x) {
   *to = Type::template narrow<2>(pair).x;
 }
 
-inline Double8 low(Float16 x) { return __builtin_convertvector(x.lo, Double8); }
-inline Double8 high(Float16 x) { return __builtin_convertvector(x.hi, Double8); }
+inline HalfDoubles low(Floats x) { return __builtin_convertvector(x.lo, HalfDoubles); }
+inline HalfDoubles high(Floats x) { return __builtin_convertvector(x.hi, HalfDoubles); }
 
-inline double total(Double8 x) {
-  Vector<double, 4> four = x.lo + x.hi;
-  Vector<double, 2> two = four.lo + four.hi;
+inline double total(Vector<double, 4> x) {
+  Vector<double, 2> two = x.lo + x.hi;
   return two.x + two.y;
 }
+inline double total(Vector<double, 8> x) { return total(x.lo + x.hi); }
 
 // Where a work-item stands: `row` counts groups of LANES items, `lane` is the item's place among them.
 struct Place {
   i64 row, lane;
   sycl::nd_item<1> item = syclext::this_work_item::get_nd_item<1>();
   Place() {
-    i64 id = item.get_global_id(0);
-    row = id / LANES;
-    lane = id % LANES;
+#if LANES > 1 // a GPU's compiler knows that a sub-group has one number, so it works out once what follows from `row`
+    auto lanes = item.get_sub_group();
+    row = i64(item.get_group(0)) * (item.get_local_range(0) / LANES) + lanes.get_group_linear_id();
+    lane = lanes.get_local_linear_id();
+#else
+    row = item.get_global_id(0);
+    lane = 0;
+#endif
   }
   // The sum over the row's work-items, for each of them.
   double sum(double x) const {

@@ -1,0 +1,162 @@
+"""The residual codec's arithmetic: what a tensor's difference to its prediction becomes on the wire, and back.
+
+Everything is float32, one rounding (to nearest, ties to even) for each operation written here, and no fused
+multiply-add, so that every implementation has the same bits. For one channel of x with the reconstructions r1 (newest)
+and r0 (the one before it), all of one dtype:
+
+    prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation
+    residual     d = x - p
+
+A group is 32 channels of one head, the last group of a head what is left. Of the group's largest |d|, a:
+
+    step         s = a * c, with its significand rounded up to 4 bits; c is 13/32, 1/8, 1/128 for 2, 4 and 8 bits
+    scale byte   0: every |d| is so small that s < 2**-20; the reconstruction is p
+                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1; larger steps become the largest
+                 255: some d is not finite; the reconstruction is NaN in the whole group
+    magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it
+    code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k where d < 0
+    value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
+    new state    r = p + v, rounded to the dtype of x
+
+There is no level at zero: with 4 levels the halves lose 2 dB less than {-1, 0, 1}, and an error in one step is part of
+the next one's residual. One head of one token travels as its codes, `bits` each and the first channel in the lowest
+bits, followed by a scale byte for each group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+LOWEST = -20  # exponent of the smallest step
+BAD, LARGEST = 255, 254
+STEP_OF_LARGEST = {2: 13 / 32, 4: 1 / 8, 8: 1 / 128}  # 2 bits: of residuals like noise, clipping a few is best
+
+
+class Prediction(NamedTuple):
+    """How x is predicted. factor: of the linear continuation. linear: whether it is used, or the newest reconstruction
+    as it is. compare: whether encoding tells how the two predictions compare."""
+
+    factor: float = 0.0
+    linear: bool = False
+    compare: bool = False
+
+
+class Reconstructions(NamedTuple):
+    """What both ends hold of a tensor, [B, L, H, D] of its dtype: the newest, and the one before where one is kept.
+    Encoding and decoding write the next one over the older of them."""
+
+    last: Tensor
+    before: Tensor | None = None
+
+
+def coded_width(head_dim: int, bits: int) -> int:
+    """Bytes of one head of one token on the wire."""
+    return math.ceil(head_dim * bits / 8) + groups_of(head_dim)
+
+
+def groups_of(head_dim: int) -> int:
+    return math.ceil(head_dim / GROUP)
+
+
+def encode_residual(
+    x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+) -> None:
+    """Writes the code of x, uint8, and the next reconstruction.
+
+    notes_2: int64; to the first is added the number of groups that no scale fits (not finite, or larger than the
+    largest step), and with `how.compare` to the second the sum over groups of the scale byte that the linear
+    continuation has or would have, minus that of the newest reconstruction: eighths of an octave, below 0 where the
+    continuation predicts better.
+    """
+    x = x_BLHD.float()
+    predicted = _predicted(known, how.factor if how.linear else None)
+    residual_GC = _in_groups(x - predicted)
+    scale_G, too_large = _scale_bytes(residual_GC, bits)
+    notes_2[0] += too_large
+    if how.compare:
+        other_GC = _in_groups(x - _predicted(known, None if how.linear else how.factor))
+        difference = (scale_G.long() - _scale_bytes(other_GC, bits)[0].long()).sum()
+        notes_2[1] += difference if how.linear else -difference
+    half, step_G = 2 ** (bits - 1), _steps(scale_G)
+    sized_GC = residual_GC.abs() * _reciprocals(scale_G)[..., None]
+    magnitude_GC = sized_GC.nan_to_num(0.0, half, 0.0).clamp_(max=half - 1).to(torch.int32)
+    code_GC = torch.where(residual_GC < 0, half - 1 - magnitude_GC, half + magnitude_GC)
+    code_GC = torch.where(((scale_G == 0) | (scale_G == BAD))[..., None], 0, code_GC)
+    _write_state(known, predicted, _values(code_GC, step_G, scale_G, bits))
+    _pack(code_GC, scale_G, bits, code_BLHW)
+
+
+def decode_residual(code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
+    """Writes the next reconstruction from a code. factor: of the linear continuation, None for the newest one."""
+    D = known.last.shape[-1]
+    width = math.ceil(D * bits / 8)
+    code_GC = _unpack(code_BLHW[..., :width], D, bits)
+    scale_G = code_BLHW[..., width:]
+    _write_state(known, _predicted(known, factor), _values(code_GC, _steps(scale_G), scale_G, bits))
+
+
+def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
+    last = known.last.float()
+    if factor is None or known.before is None:
+        return last
+    return last + (last - known.before.float()) * torch.tensor(factor, dtype=torch.float32, device=last.device)
+
+
+def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
+    target = known.last if known.before is None else known.before
+    target.copy_(predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
+
+
+def _in_groups(x_BLHD: Tensor) -> Tensor:
+    """[B, L, H, groups, 32], the last group filled up with zeros."""
+    missing = groups_of(x_BLHD.shape[-1]) * GROUP - x_BLHD.shape[-1]
+    return torch.nn.functional.pad(x_BLHD, (0, missing)).unflatten(-1, (-1, GROUP))
+
+
+def _scale_bytes(residual_GC: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Of every group its scale byte, int32, and how many groups no scale fits. The largest is that of the bit patterns,
+    in which NaN comes after infinity and infinity after all numbers."""
+    largest_G = residual_GC.abs().contiguous().view(torch.int32).amax(-1)
+    not_finite_G = largest_G >= 0x7F800000
+    step_G = largest_G.view(torch.float32) * STEP_OF_LARGEST[bits]
+    byte_G = ((step_G.view(torch.int32) + 0xFFFFF) >> 20) - ((127 + LOWEST) << 3) + 1
+    too_large_G = not_finite_G | (byte_G > LARGEST)
+    byte_G = byte_G.clamp_(0, LARGEST).masked_fill_(not_finite_G, BAD)
+    return byte_G, too_large_G.sum()
+
+
+def _steps(scale_G: Tensor) -> Tensor:
+    """The step of every scale byte; what 0 and 255 give is not used."""
+    return ((scale_G.to(torch.int32) - 1 + ((127 + LOWEST) << 3)) << 20).view(torch.float32)
+
+
+def _reciprocals(scale_G: Tensor) -> Tensor:
+    return 1 / _steps(scale_G)
+
+
+def _values(code_GC: Tensor, step_G: Tensor, scale_G: Tensor, bits: int) -> Tensor:
+    """What a code adds to the prediction."""
+    value_GC = (code_GC.float() + (0.5 - 2 ** (bits - 1))) * step_G[..., None]
+    value_GC = value_GC.masked_fill_((scale_G == 0)[..., None], 0.0)
+    return value_GC.masked_fill_((scale_G == BAD)[..., None], math.nan)
+
+
+def _pack(code_GC: Tensor, scale_G: Tensor, bits: int, code_BLHW: Tensor) -> None:
+    width = code_BLHW.shape[-1] - scale_G.shape[-1]
+    codes_in_byte = 8 // bits
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=code_GC.device)
+    packed = (code_GC.flatten(-2).unflatten(-1, (-1, codes_in_byte)) << shifts).sum(-1)
+    code_BLHW[..., :width] = packed[..., :width]
+    code_BLHW[..., width:] = scale_G
+
+
+def _unpack(packed: Tensor, D: int, bits: int) -> Tensor:
+    """[B, L, H, groups, 32] of int32; codes of channels that there are not are 0."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=packed.device)
+    codes = ((packed.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]
+    return _in_groups(codes)

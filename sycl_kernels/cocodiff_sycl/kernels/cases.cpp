@@ -1,0 +1,32 @@
+// What `cocodiff kernels report` counts beside the kernels themselves: their path for contiguous heads of 128 channels,
+// with the weight, interleaved angles and no renewal, whose choices are known here. The compiler leaves one loop without
+// branches, so that its instructions can be counted. A copy's loop needs none of this.
+inline Heads usual(Heads of) {
+  of.numbers = 128, of.layout = PAIRS, of.round_before_weight = 1, of.epsilon_bits = 0x358637bd; // 1e-6f
+  if (!of.weight) __builtin_unreachable();
+  return of;
+}
+KERNEL(case_norm_rope_f32)(Heads of) { norm_rope_rows<F32, false, false>(usual(of)); }
+KERNEL(case_norm_rope_bf16)(Heads of) { norm_rope_rows<BF16, false, true>(usual(of)); }
+KERNEL(case_norm_rope_f16)(Heads of) { norm_rope_rows<F16, false, true>(usual(of)); }
+
+template <typename Type, bool WORDS> inline void usual_score(const Scores &of) {
+  Place place;
+  const Rows of_v{of.inner, of.v_outer, of.v_row, 0}, of_r{of.inner, of.r_outer, of.r_row, 0};
+  Scores one = of;
+  one.runs = 1, one.numbers = of.numbers / (LANES * WIDTH) * (LANES * WIDTH);
+  score_row<Type, false, WORDS>(one, place.row, place, of_v, of_r);
+}
+KERNEL(case_l1_score_f32)(Scores of) { usual_score<F32, false>(of); }
+KERNEL(case_l1_score_bf16)(Scores of) { usual_score<BF16, true>(of); }
+KERNEL(case_l1_score_f16)(Scores of) { usual_score<F16, true>(of); }
+
+inline Partials usual(Partials of) {
+  of.numbers = 128;
+  return of;
+}
+KERNEL(case_merge_f32_f32)(Partials of) { merge_rows<F32, F32, false>(usual(of)); }
+KERNEL(case_merge_bf16_bf16)(Partials of) { merge_rows<BF16, BF16, true>(usual(of)); }
+KERNEL(case_merge_f16_f16)(Partials of) { merge_rows<F16, F16, true>(usual(of)); }
+KERNEL(case_merge_f32_bf16)(Partials of) { merge_rows<F32, BF16, true>(usual(of)); }
+KERNEL(case_merge_f32_f16)(Partials of) { merge_rows<F32, F16, true>(usual(of)); }

@@ -1,0 +1,52 @@
+"""Binaries of the kernels for a GPU that need not be here: made by ocloc, for ranks on that GPU to take."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from cocodiff_sycl.build import host_library, kernel_source, lock, runtime_and_folder
+from cocodiff_sycl.find import Unavailable
+from cocodiff_sycl.native_file import Native, native_file, read_native, write_native
+from cocodiff_sycl.ocloc import Ocloc, Usage
+from cocodiff_sycl.spirv import spirv_of
+
+DEVICES = ("pvc",)  # that ocloc knows and `Library.describe` names
+
+
+def compile_native(source: str, device: str, ocloc: Ocloc) -> tuple[list[bytes], list[Usage]]:
+    """Binaries of SYCL source for a device, and what each kernel takes of it. Raises Unavailable."""
+    binaries: list[bytes] = []
+    usage: list[Usage] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for spirv in spirv_of(source, folder):
+            binary = ocloc.compile(spirv, device, folder)
+            apart = folder / spirv.stem
+            apart.mkdir()
+            usage += ocloc.usage(binary, device, apart)
+            binaries.append(binary.read_bytes())
+    return binaries, usage
+
+
+def build_native(device: str, lanes: int, ocloc: Ocloc) -> tuple[Path, bool]:
+    """The file of binaries for a device, and whether it was made now rather than there. Raises Unavailable, also where
+    a kernel spills registers: that would make it slow on the device without anybody noticing."""
+    if device not in DEVICES:
+        raise Unavailable(f"unknown device {device!r}: choose from {', '.join(DEVICES)}")
+    runtime, folder = runtime_and_folder()
+    host_library(runtime, folder)
+    path, wanted = native_file(folder, lanes), Native(device, lanes, f"ocloc {ocloc.version()}")
+    with lock(folder):
+        with suppress(Unavailable):
+            if replace(read_native(path)[0], digest="") == wanted:
+                return path, False
+        binaries, usage = compile_native(kernel_source(lanes, gpu=True), device, ocloc)
+        spilling = [one.name for one in usage if one.spill]
+        if spilling:
+            raise Unavailable(f"{', '.join(spilling)} would spill registers on {device} ({wanted.compiler})")
+        write_native(path, wanted, b"".join(struct.pack("=q", len(one)) + one for one in binaries))
+    return path, True

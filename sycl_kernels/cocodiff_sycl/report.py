@@ -1,0 +1,160 @@
+"""What the kernels cost on a device that is not here: counted in the instructions that its compiler made of them.
+
+A hardware thread runs LANES work-items. Its hot loop is the innermost one whose wide messages move the most bytes;
+cases.cpp has the arithmetic kernels' path for heads of 128 channels without other paths beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cocodiff_sycl.build import HERE, kernel_source
+from cocodiff_sycl.library import GPU_LANES
+from cocodiff_sycl.native import compile_native
+from cocodiff_sycl.ocloc import Ocloc, Usage
+
+CASE = "case_"
+WIDE_BYTES = 64  # of a thread, in one message
+NUMBERS = 128  # that a pass of an arithmetic loop takes: a head's
+COPIED_BYTES = 1024  # that a pass of a copy's loop takes: BATCH blocks
+ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2}
+
+# A tile of GPU Max 1550 [from its documentation]: 448 vector engines, each of which starts at most one instruction of
+# 16 lanes a cycle, at 1.6 GHz at most, and 1 TB/s as measured by others.
+ENGINES, CYCLES_S, MEMORY_BYTES_S = 448, 1.6e9, 1e12
+
+MESSAGE = re.compile(r"\((\d+)\|M\d+\).*(load|store)\.ugm\.d(\d+)(?:u\d+)?(?:x(\d+)(t)?)?\.a64")
+LABEL = re.compile(r"^(L\d+):")
+JUMP = re.compile(r"\b(?:goto|jmpi|while|brd)\b.*?\b(L\d+)\b")
+SLOW = re.compile(r"\bmath\.")  # 4 cycles for 16 lanes
+NO_WORK = re.compile(r"^\s*(?:\(.*?\))?\s*(?:sync\.|nop\b|illegal\b)")
+
+
+@dataclass(frozen=True)
+class Message:
+    """Bytes that one message moves for a thread. block: at one address for all lanes."""
+
+    bytes: int
+    block: bool
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Of one pass: its messages, and the cycles in which its other instructions are started."""
+
+    messages: tuple[Message, ...]
+    cycles: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.messages)
+
+    def share(self, block: bool) -> float:
+        """Of the bytes, those of wide messages; with `block` of wide block messages alone."""
+        wide = [one.bytes for one in self.messages if one.bytes >= WIDE_BYTES and (one.block or not block)]
+        return sum(wide) / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the report. numbers: of one tensor in a pass of the loop, of itemsize bytes; moved: the bytes that any
+    kernel moves for them. Kernels without a loop of interest have none of that."""
+
+    usage: Usage
+    loop: Loop | None
+    numbers: int
+    moved: int
+    itemsize: int = 2
+
+    @property
+    def instructions(self) -> float:
+        """Of one lane for a number."""
+        return self.loop.cycles * GPU_LANES / self.numbers if self.loop else 0.0
+
+    def seconds(self, tensor_bytes: float) -> tuple[float, float]:
+        """On a tile, for a tensor of so many bytes: of its traffic and of its instructions; the longer one counts."""
+        assert self.loop is not None
+        passes = tensor_bytes / (self.numbers * self.itemsize)
+        return passes * self.moved / MEMORY_BYTES_S, passes * self.loop.cycles / (ENGINES * CYCLES_S)
+
+
+def loops(assembly: str) -> Iterator[Loop]:
+    """A kernel's innermost ones, each from a label to a later jump back to it; the kernel where it has none."""
+    lines = assembly.splitlines()
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := LABEL.match(line))}
+    jumps: set[tuple[int, int]] = set()
+    for number, line in enumerate(lines):
+        target = JUMP.search(line)
+        if target and labels.get(target[1], number) < number:
+            jumps.add((labels[target[1]], number + 1))
+    for begin, end in sorted(jumps or {(0, len(lines))}):
+        if any(begin <= inner[0] and inner[1] <= end for inner in jumps - {(begin, end)}):
+            continue
+        body = [line for line in lines[begin:end] if line.strip() and not LABEL.match(line) and not NO_WORK.match(line)]
+        messages = [Message(*_bytes_of(found)) for line in body if (found := MESSAGE.search(line))]
+        cycles = sum(_cycles(line) for line in body if "send." not in line)
+        yield Loop(tuple(messages), cycles)
+
+
+def hot_loop(assembly: str) -> Loop:
+    """The loop that moves the most bytes in wide messages."""
+    return max(loops(assembly), key=lambda loop: loop.share(block=False) * loop.bytes)
+
+
+def _bytes_of(found: re.Match[str]) -> tuple[int, bool]:
+    lanes, _, bits, vector, transposed = found.groups()
+    own = int(bits) // 8 * int(vector or 1)
+    return (own, True) if transposed else (own * int(lanes), False)
+
+
+def _cycles(line: str) -> int:
+    lanes = re.search(r"\((\d+)\|M\d+\)", line)
+    whole = max(1, (int(lanes[1]) if lanes else 1) // 16)
+    return whole * (4 if SLOW.search(line) else 1)
+
+
+def report(device: str, ocloc: Ocloc) -> list[Row]:
+    """Of all kernels. Raises Unavailable."""
+    cases = (HERE / "kernels" / "cases.cpp").read_text()
+    _, usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc)
+    path = {one.name.removeprefix(CASE): one.assembly for one in usage if one.name.startswith(CASE)}
+    own = [one for one in usage if not one.name.startswith(CASE)]
+    return [row_of(one, path.get(one.name, one.assembly)) for one in sorted(own, key=lambda one: one.name)]
+
+
+def row_of(usage: Usage, path: str) -> Row:
+    """path: the assembly whose hot loop counts."""
+    if usage.name == "select_largest":  # bound by latency: no loop to count
+        return Row(usage, None, 0, 0)
+    loop = hot_loop(path)
+    if usage.name.startswith("move_rows"):
+        numbers = COPIED_BYTES // ITEMSIZE["bf16"]
+        return Row(usage, loop, numbers, 2 * COPIED_BYTES)
+    sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
+    # merge: `out` read and written, `part` read; the others: one read and one more tensor read or written.
+    moved = 2 * sizes[0] + sizes[1] if usage.name.startswith("merge") else 2 * sizes[0]
+    return Row(usage, loop, NUMBERS, NUMBERS * moved, sizes[0])
+
+
+def table_of(rows: list[Row]) -> list[str]:
+    """The report in Markdown. Times are for a tensor of 1 MB: of its traffic and of its instructions."""
+    lines = [
+        "| kernel | SIMD | registers | spills, B | private, B | local, B | B a message | wide | block "
+        "| instr. a number | traffic, us/MB | instr., us/MB | bound by |",
+        f"|{' --- |' * 13}",
+    ]
+    for row in rows:
+        use = row.usage
+        cells = [f"`{use.name}`", use.simd, use.registers, use.spill, use.private, use.local]
+        if row.loop is None:
+            cells += [""] * 6 + ["latency"]
+        else:
+            traffic, instructions = (1e6 * one for one in row.seconds(1e6))
+            share = f"{row.loop.share(block=False):.0%}", f"{row.loop.share(block=True):.0%}"
+            cells += [row.loop.bytes // len(row.loop.messages), *share, f"{row.instructions:.1f}"]
+            cells += [f"{traffic:.2f}", f"{instructions:.2f}"]
+            cells += ["memory" if traffic >= instructions else "instructions"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines

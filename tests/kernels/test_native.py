@@ -1,0 +1,156 @@
+"""Binaries of the kernels for a GPU that is not here: that none spills, how they are kept, and when they are taken.
+
+The compiler is Intel's ocloc, where COCODIFF_OCLOC names a folder that launch/ocloc filled. What a GPU makes of a
+binary is not tested: where they are taken, the CPU device's own programs stand in for them."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from cocodiff_sycl import SyclOps, Unavailable, native
+from cocodiff_sycl.build import kernel_names, kernel_source
+from cocodiff_sycl.find import find_runtime
+from cocodiff_sycl.library import GPU_LANES, Library
+from cocodiff_sycl.native import build_native, compile_native
+from cocodiff_sycl.native_file import Native, native_file, read_native, write_native
+from cocodiff_sycl.ocloc import OCLOC, Usage, find_ocloc
+from cocodiff_sycl.report import Row, hot_loop
+
+from cocodiff.cli import main
+from cocodiff.kernels import TorchOps
+
+ABOUT = Native("pvc", 1, "ocloc 1.0")
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: launch/ocloc FOLDER fetches Intel's offline compiler")
+def test_no_kernel_spills_on_the_device(sycl_on_cpu: SyclOps):
+    """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
+    _, usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc())
+    assert {one.name for one in usage} == set(kernel_names(GPU_LANES))
+    assert {one.simd for one in usage} == {GPU_LANES} and {one.registers for one in usage} == {128}
+    assert not {one.name: (one.spill, one.private) for one in usage if one.spill or one.private}
+
+
+def test_the_report_counts_the_loop_that_moves_the_most_bytes():
+    """A block message of 256 bytes and one of 16 lanes, 4 bytes each; a square root takes four cycles, waiting none."""
+    assembly = """L0:
+(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:1; load.ugm.d32x16t.a32.ca.ca.bti[255]
+L8:
+(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:4; load.ugm.d32x64t.a64
+        send.ugm (16|M0)         null     r2      r1:1  0x0  0x0 // wr:2+1, rd:0; store.ugm.d32.a64
+        sync.nop                 null
+        add (16|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
+        add (32|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
+        math.sqrt (16|M0)        r1.0<1>:f     r1.0<1;1,0>:f
+(W&f0.0) jmpi                                L8
+        mov (16|M0)              r1.0<1>:f     0:w
+"""
+    loop = hot_loop(assembly)
+    assert (loop.bytes, loop.cycles) == (256 + 64, 1 + 2 + 4 + 1)
+    assert loop.share(block=False) == 1 and loop.share(block=True) == 256 / 320
+    row = Row(Usage("a", 16, 128, 0, 0, 0, ""), loop, numbers=128, moved=512, itemsize=2)
+    traffic, instructions = row.seconds(256e6)
+    assert traffic == pytest.approx(512e6 / 1e12) and instructions == pytest.approx(8e6 / (448 * 1.6e9))
+
+
+class StandIn:
+    """In the place of ocloc: says its release."""
+
+    def __init__(self, version: str) -> None:
+        self.release = version
+
+    def version(self) -> str:
+        return self.release
+
+
+@pytest.fixture
+def cache(sycl_on_cpu: SyclOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An empty cache, and a compiler that makes a binary, whose kernel spills so many bytes as this list holds."""
+    spilled = [0]
+    monkeypatch.setattr(native, "runtime_and_folder", lambda: (find_runtime(), tmp_path))
+    monkeypatch.setattr(native, "host_library", lambda *_: None)
+
+    def made(*_: object) -> tuple[list[bytes], list[Usage]]:
+        return [b"binary"], [Usage("l1_score_f32", 16, 128, spilled[0], 0, 0, "")]
+
+    monkeypatch.setattr(native, "compile_native", made)
+    return spilled
+
+
+def test_binaries_are_made_once_for_a_compiler_and_a_device(cache, tmp_path):
+    path, fresh = build_native("pvc", 16, StandIn("1.0"))
+    assert fresh and path == native_file(tmp_path, 16)
+    assert read_native(path)[1] == struct.pack("=q", 6) + b"binary"
+    assert build_native("pvc", 16, StandIn("1.0")) == (path, False)
+    assert build_native("pvc", 16, StandIn("1.1")) == (path, True), "another compiler"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert build_native("pvc", 16, StandIn("1.1")) == (path, True), "a damaged file"
+    with pytest.raises(Unavailable, match="unknown device 'abc': choose from pvc"):
+        build_native("abc", 16, StandIn("1.0"))
+    before = path.read_bytes()
+    cache[0] = 64
+    with pytest.raises(Unavailable, match="l1_score_f32 would spill registers on pvc"):
+        build_native("pvc", 16, StandIn("1.2"))
+    assert path.read_bytes() == before and {one.name for one in tmp_path.iterdir()} == {path.name, "lock"}
+
+
+def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
+    with pytest.raises(Unavailable, match=r"has no ocloc: launch/ocloc .* fetches it"):
+        find_ocloc(tmp_path)
+    assert main(["kernels", "build", "--device", "pvc", "--ocloc", str(tmp_path)]) == 2
+    monkeypatch.delenv(OCLOC, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="no ocloc found: launch/ocloc FOLDER fetches it"):
+        find_ocloc()
+
+
+def as_gpu(library: Library, folder: Path, architecture: str) -> Library:
+    """The CPU device as a GPU of that name, with another cache, and nothing of its own compiled yet."""
+    found = copy.copy(library)
+    found.folder, found._kernels, found.is_cpu, found.architecture = folder, {}, False, architecture
+    return found
+
+
+def programs_of(library: Library) -> bytes:
+    """The device's own compiled kernels, in the form of binaries."""
+    (path,) = library.folder.glob(f"saved-*_{library.lanes}")
+    return path.read_bytes()[32:]
+
+
+def test_a_device_takes_its_binaries(sycl_on_cpu: SyclOps, tmp_path):
+    library = as_gpu(sycl_on_cpu.library, tmp_path, "pvc")
+    write_native(native_file(tmp_path, 1), ABOUT, programs_of(sycl_on_cpu.library))
+    module = library._native()
+    assert module is not None
+    library._module, library.is_cpu = module, True
+    score_BN = torch.rand(2, 99)
+    ops = SyclOps(library, sycl_on_cpu.device, lambda: None)
+    assert torch.equal(ops.select(score_BN, 30), TorchOps().select(score_BN, 30))
+
+
+def test_what_does_not_fit_is_left_alone_with_one_line(sycl_on_cpu: SyclOps, tmp_path, caplog):
+    path = native_file(tmp_path, 1)
+    assert as_gpu(sycl_on_cpu.library, tmp_path, "pvc")._native() is None and not caplog.messages, "no file, no line"
+    faults = {
+        "they are for pvc": ("", lambda: write_native(path, ABOUT, b"binary")),
+        "the file is damaged": ("pvc", lambda: path.write_bytes(path.read_bytes() + b"1")),
+        "the file cannot be read": ("pvc", lambda: path.write_bytes(bytes(range(256)))),
+        "end early": ("pvc", lambda: write_native(path, ABOUT, b"binary")),  # the driver's answer stands here
+    }
+    for why, (architecture, spoil) in faults.items():
+        spoil()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
+            assert as_gpu(sycl_on_cpu.library, tmp_path, architecture)._native() is None
+        (line,) = caplog.messages
+        assert why in line and "kernels are compiled" in line and str(path) in line
+    assert sycl_on_cpu.library._native() is None, "a CPU compiles its own, and says nothing"
+    assert isinstance(sycl_on_cpu.library._module, ctypes.c_void_p)
