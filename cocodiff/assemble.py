@@ -15,13 +15,13 @@ from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work, choose
-from cocodiff.registry import CODINGS, ORDERS, load
+from cocodiff.registry import CODECS, CODINGS, ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Coding, StateSizes
+from cocodiff.wire.coding import AllRanks, Coding, StateSizes
 from cocodiff.wire.exchange import Exchange
 
 
@@ -46,13 +46,13 @@ def build_strategy(
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
-    coding = coding_of(config).of(config, topology, exchange, members)
+    coding = coding_of(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
 
 
 def coding_of(config: Config) -> type[Coding]:
-    """What travels in tensors' places, by the setting `selection`."""
-    coding: type[Coding] = load(CODINGS, config.selection)
+    """What travels in tensors' places, by the settings `codec` and `selection`."""
+    coding: type[Coding] = load(CODINGS, config.selection) if config.codec == "none" else load(CODECS, config.codec)
     return coding
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
-from cocodiff.registry import CODINGS, EXCHANGES, ORDERS
+from cocodiff.registry import CODECS, CODINGS, EXCHANGES, ORDERS
 from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
@@ -84,6 +84,19 @@ class Config:
     )
     selection: str = setting(
         "full", "full (all tokens are sent: exact) or v_major (only tokens whose v changed)", choices=CODINGS
+    )
+    codec: str = setting(
+        "none",
+        "what q, k, v and the output travel as: none (as they are) or int8, int4, int2 (what they differ by from their "
+        "prediction, in so many bits a channel; lossy)",
+        choices=lambda: ("none", *CODECS),
+    )
+    predictor: str = setting(
+        "auto",
+        "the prediction: last (what they were at the call before), taylor (that, continued linearly in the noise "
+        "level) or auto (the better one at the call before, for each layer and tensor)",
+        choices=("last", "taylor", "auto"),
+        only_with=("codec", *CODECS),
     )
     scoring: str = setting(
         "source",
@@ -160,6 +173,16 @@ class Config:
             raise UserError("schedule list needs ratios: one stable fraction for each step")
         if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":
             raise UserError(f"scoring card needs exchange tapa, not {self.exchange}: choose scoring source")
+        if self.codec != "none" and self.selection != "full":
+            raise UserError(
+                f"codec {self.codec} sends what every token changed by, selection {self.selection} some tokens whole: "
+                f"choose codec none or selection full"
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether q, k, v and the output travel as they are, all of them."""
+        return self.selection == "full" and self.codec == "none"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:

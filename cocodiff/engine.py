@@ -250,7 +250,8 @@ class Engine:
         changed = None
         if call.way is Way.ROWS:
             changed = arguments = self._split().own_rows(arguments, len(sample))
-        ranks.strategy.coding.begin_step(Moment(self.counter.run, self.counter.step, self._steps()))
+        moment = Moment(self.counter.run, self.counter.step, self._steps(), self.counter.sigma)
+        ranks.strategy.coding.begin_step(moment)
         if ranks.strategy.coding.keeps_state and self.size > 1:
             self._check_memory(arguments["hidden_states"])
         return None if changed is None else ((), changed)
@@ -352,16 +353,17 @@ class Engine:
 
         purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
         guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part."""
+        "gather" for the model's output within a part, "notes" for what the residual codec decides by."""
         of = self._current_results().bytes
         return {
             link: of[purpose][link] + (of["unsplit"][link] if purpose == "attention" else 0) for link in LINK_CLASSES
         }
 
     def drift_profile(self) -> list[dict[str, float | None]]:
-        """Of every step so far: the mean relative change of v against its reference, and the fraction of image tokens
-        that stayed, over all sites, runs and ranks; empty where everything travels. Every rank calls it inside the
-        block, as `bytes`."""
+        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        reference and the fraction of image tokens that stayed; with a codec the fraction of calls that were coded, and
+        of their tensors that predicted linearly. Empty where everything travels as it is. Every rank calls it inside
+        the block, as `bytes`."""
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:

@@ -22,11 +22,14 @@ class StepCounter:
     did not, that has another size, or that comes with a text which the step has not seen, is another branch. As long
     as a run is at its first timestep, a sample that has nothing to do with the last one is a new run.
 
-    run, step, branch: of the current call, from 0. calls: of this run, the current one included.
+    run, step, branch: of the current call, from 0. calls: of this run, the current one included. sigma: the noise level
+    of the current call, in the scheduler's units; without a scheduler its timestep, None where it has none.
     """
 
     def __init__(self) -> None:
         self.run, self.step, self.branch, self.calls = -1, -1, 0, 0
+        self.sigma: float | None = None
+        self._sigmas: list[float] = []  # of the scheduler, read once for each of its schedules
         self._begins, self._at_first_timestep = True, True
         self._schedule: object = None
         self._index: int | None = None
@@ -49,6 +52,7 @@ class StepCounter:
         else:
             kind = self._kind_of_call(timestep, sample, text)
         self._count(kind)
+        self._read_sigma(timestep, scheduler)
         self._begins, self._schedule, self._index = False, schedule, index
         # Copies, since a loop may change its tensors in place.
         self._timestep = None if timestep is None else timestep.detach().flatten()[:1].clone()
@@ -66,6 +70,19 @@ class StepCounter:
             self.step, self.branch = self.step + 1, 0
         else:
             self.branch += 1
+
+    def _read_sigma(self, timestep: Tensor | None, scheduler: Any) -> None:
+        schedule = getattr(scheduler, "timesteps", None)
+        if schedule is None:
+            self.sigma = None if timestep is None else float(timestep.flatten()[0])
+            return
+        if schedule is not self._schedule:
+            sigmas = getattr(scheduler, "sigmas", None)
+            self._sigmas = torch.as_tensor(schedule if sigmas is None else sigmas).tolist()
+        index = getattr(scheduler, "step_index", None)
+        if index is None:  # before the first step
+            index = getattr(scheduler, "begin_index", None) or 0
+        self.sigma = self._sigmas[index]
 
     def _kind_of_call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None) -> str:
         """Whether a call that the scheduler does not tell from the last one is a new "run", "step" or "branch"."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cocodiff.attention.v_major.drift import merge_drift
+from cocodiff.wire.coding import merge_notes
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Results:
 
     @classmethod
     def merged(cls, of_ranks: Sequence[tuple[dict[str, dict[str, int]], list[Any]]]) -> Results:
-        """of_ranks: of each rank its bytes, and `DriftNotes.by_step()` of every strategy that it ran."""
+        """of_ranks: of each rank its bytes, and the report of every coding that it ran."""
         sums = {
             purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
             for purpose, links in of_ranks[0][0].items()
         }
-        return cls(sums, merge_drift([drift for _, drifts in of_ranks for drift in drifts]))
+        return cls(sums, merge_notes([report for _, reports in of_ranks for report in reports]))

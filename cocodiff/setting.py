@@ -32,7 +32,7 @@ class Option:
     least, most: of its numbers; wanted: what to give instead of an unfit value, by default what type and least say.
     given: where, beside Python. "sweep": in presets, which a flag overrides, and in the points of a sweep; "run": the
     same, but for all points of a sweep alike; "machine": by a flag, for every preset alike; "code": in presets alone.
-    only_with: another setting and the value of it without which this one does nothing.
+    only_with: another setting and the values of it without one of which this one does nothing.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Option:
     most: float = inf
     wanted: str = ""
     given: Literal["sweep", "run", "machine", "code"] = "sweep"
-    only_with: tuple[str, str] | None = None
+    only_with: tuple[str, ...] | None = None
 
     @property
     def words(self) -> tuple[str, ...]:

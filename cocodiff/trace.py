@@ -19,8 +19,8 @@ from cocodiff.files import irregular
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 # What is sent: q, k, v and o, of which calls of guidance that all ranks share are counted apart where it is parallel;
-# the model's output within a part; and between guidance's parts.
-PURPOSES = ("attention", "unsplit", "gather", "guidance")
+# the model's output within a part; between guidance's parts; and what the residual codec decides by.
+PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 

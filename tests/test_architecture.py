@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "cocodiff.progress": (),
     "cocodiff.checks": (),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device"),
-    "cocodiff.results": ("cocodiff.attention.v_major.drift",),
+    "cocodiff.results": ("cocodiff.wire",),
     "cocodiff.assemble": (
         "cocodiff.topology",
         "cocodiff.routes",

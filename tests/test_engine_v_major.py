@@ -77,7 +77,7 @@ def pipeline_call(pipe: Any, seed: int, steps: int = 5, side: int = 64, prompt_t
     ).images
 
 
-@pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+"])
+@pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+", "coded"])
 def test_an_image_leaves_no_ghost(preset):
     """An image of another size, prompt and number of steps in between changes nothing; leaving frees all caches."""
     pipe = sd3_inpaint_pipeline(12)
@@ -97,7 +97,8 @@ def test_an_image_leaves_no_ghost(preset):
     run_ranks(3, work)
 
 
-def test_an_interrupted_image_leaves_nothing_behind():
+@pytest.mark.parametrize("preset", ["cocodiff+", "coded-"])
+def test_an_interrupted_image_leaves_nothing_behind(preset):
     """All ranks stop in the middle of an image; the same models then give what untouched ones give."""
     pipe = sd3_inpaint_pipeline(12)
     pipe.set_progress_bar_config(disable=True)
@@ -106,7 +107,7 @@ def test_an_interrupted_image_leaves_nothing_behind():
 
     def restore(pipes: list[Any], transport: Any) -> torch.Tensor:
         own = pipes[transport.rank]
-        with torch.no_grad(), parallelize(own, "cocodiff+", transport=transport) as engine:
+        with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
             engines.append(engine)
             return pipeline_call(own, 0)
 

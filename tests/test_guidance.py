@@ -179,8 +179,12 @@ def test_a_callback_ends_guidance():
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen"])
-@pytest.mark.parametrize("settings", [{}, {"scoring": "card", "exchange": "tapa"}], ids=["source", "card"])
-def test_v_major_keeps_each_branch_where_it_is_computed(family, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"scoring": "card", "exchange": "tapa"}, {"selection": "full", "codec": "int4"}],
+    ids=["source", "card", "codec"],
+)
+def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
     """Bit for bit what each part gives alone, which is tested against one process's reference."""
     make, inputs_of = FAMILIES[family]
     model = make(12)

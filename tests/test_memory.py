@@ -17,16 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
 from cocodiff import engine as engine_module
+from cocodiff.assemble import build_strategy, state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses, v_first
-from cocodiff.attention.v_major.coding import VMajor
-from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import (
@@ -44,13 +43,22 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment, StateSizes
-from cocodiff.wire.exchange import Exchange
 
 QWEN = load_shape("qwen-image")
 
 
-def state(scoring: str) -> StateSizes:
-    return StateSizes(VMajor, Config(selection="v_major", scoring=scoring))
+KEPT = {  # settings that keep something between calls
+    "source": {"selection": "v_major", "scoring": "source"},
+    "card": {"selection": "v_major", "scoring": "card"},
+    "last": {"codec": "int4", "predictor": "last"},
+    "auto": {"codec": "int2", "predictor": "auto"},
+}
+
+
+def state(kept: str) -> StateSizes:
+    found = state_sizes(Config(**KEPT[kept]))
+    assert found is not None
+    return found
 
 
 QWEN_LOAD = Load(image_and_text(96 * 96, 512), batch=4, state=state("source"))
@@ -68,16 +76,15 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
-    """What VMajor.bytes_held() says on every rank after a full and two selective steps of every site."""
+    """What Coding.bytes_held() says on every rank after a whole and two selective or coded steps of every site."""
     sites = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
     sites += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
-        trace = Trace(transport.rank)
-        exchange = Exchange("tapa", topology, transport, trace)
-        schedule = Schedule("fixed", ratio=0.5, sync_interval=0)
-        coding = VMajor(exchange, transport, schedule, load.state.settings.scoring, "sent")
-        strategy = Ulysses(topology, exchange, trace, v_first, coding)
+        trace, chosen = Trace(transport.rank), {"schedule": "fixed", "sync_interval": 0, "order": "v_first"}
+        config = load.state.settings.with_(**chosen)
+        strategy = build_strategy(config, Mesh.build(topology), transport, trace, Kernels("torch"))
+        coding = strategy.coding
         for step in range(3):
             coding.begin_step(Moment(0, step, 3))
             for layer, segments in sites:
@@ -102,18 +109,16 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
     text=st.integers(0, 9),
     heads=st.integers(12, 15),
     batch=st.integers(1, 2),
-    scoring=st.sampled_from(("source", "card")),
+    kept=st.sampled_from(tuple(KEPT)),
     layers=st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(0, 1)),
     branches=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
 @examples(20, exhaustive=100)
-def test_caches_are_as_real_ones_on_every_rank(
-    size, nodes, image, text, heads, batch, scoring, layers, branches, dtype
-):
+def test_caches_are_as_real_ones_on_every_rank(size, nodes, image, text, heads, batch, kept, layers, branches, dtype):
     topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
     shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])
-    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, state(scoring))
+    load = Load(image_and_text(image, text), batch, dtype.itemsize, branches, state(kept))
     if size == 1:
         assert run_cache(shape, topology, load) == [RankMemory()]
         return
@@ -121,11 +126,9 @@ def test_caches_are_as_real_ones_on_every_rank(
     assert held(topology, shape, load, dtype) == expected and min(expected) > 0
 
 
-@pytest.mark.parametrize(
-    ("scoring", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("source", 6, 2), ("card", 6, 3)]
-)
+@pytest.mark.parametrize(("kept", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("auto", 6, 2), ("card", 6, 3)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
+def test_caches_are_as_those_of_whole_models(family, kept, size, ring):
     """Of 13 heads, 42 image and 5 text tokens. The engine's own check passes on the way."""
     make, inputs_of = FAMILIES[family]
     model, inputs = make(13), inputs_of(2, 6, 7, 5)
@@ -133,10 +136,10 @@ def test_caches_are_as_those_of_whole_models(family, scoring, size, ring):
 
     def work(transport: Any) -> tuple[int, int]:
         own = copy.deepcopy(model)
-        chosen = {"selection": "v_major", "scoring": scoring, "steps": 4, "ring": ring}
+        chosen = {**KEPT[kept], "steps": 4, "ring": ring}
         with torch.no_grad(), parallelize(own, transport=transport, **chosen) as engine:
             own(**inputs)
-            load = Load(image_and_text(42, 5), 2, 4, 1, state(scoring))
+            load = Load(image_and_text(42, 5), 2, 4, 1, state(kept))
             shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
             return engine.strategy.coding.bytes_held(), expected
@@ -296,6 +299,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
         run_on(monkeypatch, 0)
     with pytest.raises(UserError, match=r"V-Major's cache is too much: .*preset tapa"):
         run_on(monkeypatch, activations_of_the_run())
+    with pytest.raises(UserError, match=r"what the residual codec keeps is too much: use predictor last"):
+        run_on(monkeypatch, activations_of_the_run(), selection="full", codec="int4")
 
 
 def activations_of_the_run() -> int:

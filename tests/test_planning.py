@@ -10,11 +10,12 @@ from cocodiff.assemble import build_strategy, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
+from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.pricing import Pricing
+from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.roofline import seconds, started
 from cocodiff.planning.simulate import Latencies
@@ -152,6 +153,23 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
         assert plan.bytes["cross_plane"] == 0 < plan.bytes["plane"]
 
 
+@pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
+def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
+    """The first step whole, of the others a scale byte for 32 channels and the codes, in every link class; one launch a
+    tensor and end, and the notes' own."""
+    of = case(preset)
+    coded, whole = planned(of), planned(case("split"))
+    part = (1 + 19 * channel_bits / 16) / 20
+    assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
+    first, settled = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
+    launches = [
+        sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
+        for programs in (record_layer(case("split"), kinds_of(of.shape, of.load)[0])[0].programs, settled)
+    ]
+    assert launches[1] - launches[0] == 2 * 4 + 1
+    assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
+
+
 def charged(program, launch_s):
     """Seconds that a rank computes, on its lanes as well."""
     return sum(op[1] + op[2] * launch_s for strand in program.strands for op in strand if op[0] == COMPUTE)
@@ -252,6 +270,23 @@ def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
     assert [launches for _, launches in charges.of] == [1] * 5
     assert [seconds for seconds, _ in charges.of] == [120e3, 80e3, 2 * 100 * 100 * 200, 4 * 2 * 7 * 7 * 4, 24]
     assert out.shape == q.shape and chosen.tolist() == [1, 1, 1]  # whole numbers are real
+
+
+def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
+    """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
+    x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
+    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), x.nbytes
+    one, two = Reconstructions(x), Reconstructions(x, x)
+
+    def encoded(known, how):
+        return cost_of("encode_residual", [x], (x, known, how, 2, code, notes))[0] - code.nbytes - notes.nbytes
+
+    def decoded(known, factor):
+        return cost_of("decode_residual", [x], (code, known, factor, 2))[0] - code.nbytes
+
+    assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
+    assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
+    assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():

@@ -119,15 +119,17 @@ def with_scheduler(kind: Any, **settings: Any) -> Any:
 )
 def test_schedulers_of_second_order(make, evaluations):
     """V-Major's schedule goes over all calls of the transformer and ends where every token stays; its caches are of
-    one branch."""
+    one branch. Each call is told its noise level."""
     pipe = make()
 
     def work(transport: Any) -> Any:
-        own, held = copy.deepcopy(pipe), []
+        own, held, sigmas = copy.deepcopy(pipe), [], []
         with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
             seen = watched(engine)
             engine.model.register_forward_hook(lambda *_: held.append(engine.strategy.coding.bytes_held()))
+            engine.model.register_forward_hook(lambda *_: sigmas.append(engine.strategy.coding.moment.sigma))
             pipeline_call(own, 0, steps=6)
+        assert sigmas == own.scheduler.sigmas[:evaluations].tolist()
         return seen, held, engine.drift_profile()
 
     seen, held, profile = run_ranks(3, work)[0]
@@ -141,8 +143,10 @@ def test_a_run_that_starts_within_the_schedule(alone):
     pipe.set_progress_bar_config(disable=True)
     image, mask = torch.rand(1, 3, 64, 64), torch.ones(1, 1, 64, 64)
     with torch.no_grad(), parallelize(pipe, transport=alone) as engine:
-        seen = watched(engine)
+        seen, sigmas = watched(engine), []
+        engine.model.register_forward_hook(lambda *_: sigmas.append(engine.counter.sigma))
         for strength in (0.5, 0.25, 1.0):
+            sigmas.clear()
             pipe(
                 image=image,
                 mask_image=mask,
@@ -156,6 +160,7 @@ def test_a_run_that_starts_within_the_schedule(alone):
                 output_type="latent",
             )
             assert engine._steps() == 8 * strength
+            assert sigmas == pipe.scheduler.sigmas[-1 - len(sigmas) : -1].tolist()
     assert seen == [*[(0, s, 0) for s in range(4)], *[(1, s, 0) for s in range(2)], *[(2, s, 0) for s in range(8)]]
 
 

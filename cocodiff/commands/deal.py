@@ -43,7 +43,7 @@ def deal_of(
     steps: denoising steps of a call, instead of the option's.
 
     Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
-    preset sends selected tokens, of which one rank has no use. Rank 0 says what was taken and why; with
+    preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
     dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The deal's guidance
     is for presets whose guidance_parallel is auto.
     Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
@@ -53,7 +53,7 @@ def deal_of(
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
     compares = replicas is None and len(presets) > 1
-    least = 2 if ranks > 1 and any(config.selection != "full" for config in presets) else 1
+    least = 2 if ranks > 1 and not all(config.exact for config in presets) else 1
     possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:

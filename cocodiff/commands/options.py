@@ -69,7 +69,7 @@ def _flag(setting: Option) -> Option:
     """A setting's flag. One that presets say has no default of its own: where it is not given, the preset's holds."""
     if setting.given == "machine":
         return setting
-    told = "".join(f"; with {other} {value}" for other, value in filter(None, [setting.only_with]))
+    told = "".join(f"; with {other} {' or '.join(values)}" for other, *values in filter(None, [setting.only_with]))
     return replace(setting, default=None, help=f"{setting.help}{told} (default: the preset's)")
 
 

@@ -41,6 +41,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
+CODING = ("selection", "codec")
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -218,7 +219,7 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
     """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more."""
     if not job.values["exact"]:
         return dict(job.presets), None
-    settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "chunks": 1}
+    settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "codec": "none", "chunks": 1}
     settings["guidance_parallel"] = job.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in job.presets.items():
@@ -230,10 +231,12 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
 def same_bits(config: Config, exact: Config) -> bool:
     """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
     settings that do nothing with them."""
-    if config.selection != "full":
+    if not config.exact:
         return False
-    idle = {name for name, one in settings_of(type(config)).items() if one.only_with == ("selection", "v_major")}
-    free = {*ROUTES, *idle}
+    of_codings = {
+        name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in CODING
+    }
+    free = {*ROUTES, *of_codings}
     return {k: v for k, v in vars(config).items() if k not in free} == {
         k: v for k, v in vars(exact).items() if k not in free
     }
@@ -242,7 +245,7 @@ def same_bits(config: Config, exact: Config) -> bool:
 @dataclass
 class Cost:
     """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
-    in a V-Major run how v drifted and how many tokens stayed at each step (`Engine.drift_profile`)."""
+    in a lossy run what its coding noted at each step (`Engine.drift_profile`)."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
@@ -279,7 +282,7 @@ def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list
     rows: list[dict[str, float | None]] = []
     for step, of_step in steps.items():
         rows.append({"step": step})
-        for name in ("change", "stable_fraction"):
+        for name in (name for name in of_step[0] if name != "step"):
             there = [value for row in of_step if (value := row[name]) is not None]
             rows[-1][name] = sum(there) / len(there) if there else None
     return rows

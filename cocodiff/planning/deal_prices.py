@@ -153,7 +153,7 @@ class Pricer:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
         seats = {tuple(part.topology.seats for part in parts) for parts in self._parts(work, deal)}
         config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
-        by_card = config.selection != "full" and config.scoring == "card"
+        by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1):
             raise UserError(
                 f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "

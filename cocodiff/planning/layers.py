@@ -129,11 +129,14 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
             found = []
             transport.recorder.cut()
             for fraction in fractions:
-                step += 1
                 strategy.coding.hold_at(fraction)
-                strategy.coding.begin_step(Moment(0, step, case.steps))
-                trace.clear()
-                layer.run(strategy)
+                for _ in range(1 if fraction is None else 1 + strategy.coding.steps_to_settle):
+                    step += 1
+                    strategy.coding.begin_step(Moment(0, step, case.steps))
+                    strategy.coding.agree()
+                    trace.clear()
+                    transport.recorder.cut()  # what is settled once for all layers of a call is not a layer's
+                    layer.run(strategy)
                 found.append((transport.recorder.cut(), trace.bytes()))
         return found
 

@@ -1,11 +1,12 @@
-"""What a run takes of each rank's memory: weights, activations and V-Major's caches. Pure arithmetic, in bytes.
+"""What a run takes of each rank's memory: weights, activations and what a coding keeps. Pure arithmetic, in bytes.
 
 Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
 P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
-scoring reference. They hold whole sequences, so the rows of the text come on top. Activations are an estimate
-(`activations`). Text encoders and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in
-reserve is not counted. On a CPU a rank also has pages of the libraries of its own (LIBRARIES), and the weights are
-there once for all (`node_memory`).
+scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
+are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
+`branches x layers x 8 x B x S x H x D x itemsize / P` once. Activations are an estimate (`activations`). Text encoders
+and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU
+a rank also has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Load:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank. Caches: q, k and v of image tokens, the scoring reference, and q, k and v of text tokens."""
+    """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
+    tokens. reconstructions: of the residual codec, what both ends hold of q, k, v and the output."""
 
     weights: int = 0
     activations: int = 0
@@ -146,10 +148,12 @@ class RankMemory:
     reference_cache: int = 0
     text_cache: int = 0
     libraries: int = 0
+    reconstructions: int = 0
 
     @property
     def cache(self) -> int:
-        return self.image_cache + self.reference_cache + self.text_cache
+        """All that is kept between calls."""
+        return self.image_cache + self.reference_cache + self.text_cache + self.reconstructions
 
     @property
     def total(self) -> int:
@@ -262,6 +266,11 @@ def misfit(need: RankMemory, memory: int) -> str | None:
         blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
     elif need.weights + need.activations > memory:
         blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+    elif need.reconstructions:
+        blame = (
+            "what the residual codec keeps is too much: use predictor last, which keeps half of what the others do, a "
+            "smaller batch, more ranks, or codec none, which keeps nothing"
+        )
     else:
         blame = "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa, which keeps no cache"
     listed = ", ".join(f"{name} {mib(count)}" for name, count in parts.items())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cocodiff.kernels import Kernels, Rows, TorchOps
+from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps
 from cocodiff.planning.program import Recorder
 from cocodiff.planning.roofline import seconds, started
 from cocodiff.topology.machine import Device
@@ -101,16 +101,42 @@ class PricedKernels(Kernels):
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
-            traffic = bytes_of(arguments)
-            itemsize = moved[0].element_size() if moved else 1
-            numbers = traffic / (2 * itemsize) if op in COPIES else moved[0].numel()
-            self._pricing.charge(0.0, traffic, started(op, numbers))
+            self._pricing.charge(0.0, *cost_of(op, moved, arguments))
             if op == "l1_score":
                 shape = arguments[0].shape[:2]
                 return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)
             if op in ("select", "qk_norm_rope"):
                 return getattr(TorchOps(), op)(*arguments)
+            if op == "encode_residual":
+                prefer_linear(arguments[2], arguments[5])
         return None  # the others write into what they are given
+
+
+def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple[float, float]:
+    """Bytes that an operation of `kernels` reads and writes, and instructions that it starts. moved, arguments: as
+    `Kernels` has them."""
+    if op == "encode_residual":
+        x_BLHD, known, how, _, code_BLHW, notes_2 = arguments
+        traffic = bytes_of((x_BLHD, code_BLHW, notes_2)) + bytes_of_state(known, how.linear or how.compare)
+    elif op == "decode_residual":
+        code_BLHW, known, factor, _ = arguments
+        traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
+    else:
+        traffic = bytes_of(arguments)
+    itemsize = moved[0].element_size() if moved else 1
+    return traffic, started(op, traffic / (2 * itemsize) if op in COPIES else moved[0].numel())
+
+
+def bytes_of_state(known: Reconstructions, both: bool) -> int:
+    """Reading the newest reconstruction, with `both` the one before as well, and writing the next."""
+    return (3 if both and known.before is not None else 2) * known.last.nbytes
+
+
+def prefer_linear(how: Prediction, notes_2: Tensor) -> None:
+    """The notes of an encoding that looked at no numbers: where it compares predictions, the linear one, which costs
+    more, is said to be the better."""
+    if how.compare:
+        notes_2[1] -= 1
 
 
 def bytes_of(value: Any) -> int:

@@ -53,8 +53,8 @@ class Recording:
             times = [(s.fraction, self.outcome(s, network, latencies).seconds) for s in segments]
             calls = kind.layers * case.load.branches
             step_s += calls * statistics.mean(at_fraction(times, part) for part in every)
-            busy = max(program.compute_s(latencies.launch_s) for program in segments[0].programs)
-            compute_s += calls * busy
+            busy = [(s.fraction, max(one.compute_s(latencies.launch_s) for one in s.programs)) for s in segments]
+            compute_s += calls * statistics.mean(at_fraction(busy, part) for part in every)
             for link in LINK_CLASSES:
                 counts = [(s.fraction, float(s.bytes[link])) for s in segments]
                 sent[link] += calls * statistics.mean(at_fraction(counts, part) for part in every)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from cocodiff.comm.transport import Ranks
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.blocks import Payload
@@ -22,11 +23,38 @@ if TYPE_CHECKING:
 
 
 class Moment(NamedTuple):
-    """Where denoising stands: which run of the model, which of its steps; `steps` is None where nobody has told."""
+    """Where denoising stands: which run of the model, which of its steps; `steps` is None where nobody has told. sigma:
+    the noise level, in the scheduler's units, or a bare transformer's timestep; None where there is neither."""
 
     run: int
     step: int
     steps: int | None
+    sigma: float | None = None
+
+
+class AllRanks(NamedTuple):
+    """The ranks that share a sequence: those of one Ulysses group or, with a ring, of several."""
+
+    topology: Topology
+    ranks: Ranks
+
+
+class StepNotes(Protocol):
+    """What a coding notes of one step, over a rank's sites."""
+
+    @classmethod
+    def merged(cls, parts: Sequence[Any]) -> dict[str, float | None]:
+        """The notes of several ranks as one row of a profile."""
+        ...
+
+
+def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, float | None]]:
+    """The profile over all ranks' reports (`Coding.report`), one row a step: "step" and what the coding notes."""
+    rows: list[dict[str, float | None]] = []
+    for step in sorted({step for report in reports for step in report}):
+        parts = [report[step] for report in reports if step in report]
+        rows.append({"step": step, **parts[0].merged(parts)})
+    return rows
 
 
 class Encoded(NamedTuple):
@@ -62,8 +90,9 @@ class CodedCall:
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
         return list(received_BSGW.values())
 
-    def encode_output(self, out_BTGD: Tensor) -> Tensor:
-        """What travels back in the place of some rows of attention's output: [B, T, G, W]."""
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+        """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
+        Runs on a lane."""
         return out_BTGD
 
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
@@ -75,12 +104,15 @@ class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
+    steps_to_settle = 0  # for predictions: coded calls after a whole one, before those that all others are like
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
-    def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any) -> Coding:
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
+    ) -> Coding:
         """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
-        of the group's ranks."""
+        of the group's ranks. everyone: these and, with a ring, those of the other groups."""
         return cls()
 
     @classmethod
@@ -107,6 +139,9 @@ class Coding:
     def begin_step(self, moment: Moment) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""
 
+    def agree(self) -> None:
+        """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
+
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""
 
@@ -117,8 +152,8 @@ class Coding:
         """Bytes that are held between calls now."""
         return 0
 
-    def report(self) -> dict[int, Any]:
-        """Notes of every step so far (`Drift`), to be merged over ranks."""
+    def report(self) -> dict[int, StepNotes]:
+        """Notes of every step so far, to be merged over ranks."""
         return {}
 
     def forget_report(self) -> None:

@@ -309,7 +309,9 @@ class Back:
         self._ranks = transfer.layout.in_sequence if ranks is None else ranks
 
     def blocks(self) -> BlockSet:
-        out_BTGW, own = self._coded.encode_output(self._out_BTGD), self._exchange.rank
+        where, own = self._layout.row_slices, self._exchange.rank
+        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        out_BTGW = self._coded.encode_output(self._out_BTGD, rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         return BlockSet({Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}, self._layout)
 

@@ -120,18 +120,21 @@ def interleave(
     meet: Callable[[], Any],
     tick: Callable[[], Any],
     warm: bool = False,
+    prepare: Callable[[str], Any] = str,
 ) -> dict[str, list[float]]:
     """Seconds per unit of each variant; a variant's call is so many units. Every round runs all variants, each
     in another order (the same on all ranks), so that drift of the machine and what a variant leaves behind fall on all
     alike. Warm up with a round of its own.
 
     warm: each measured call follows an unmeasured one of the same variant, so that it finds its own data in the cache.
+    prepare: called with the variant's name before each call, unmeasured.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in random.Random(number).sample(list(variants), len(variants)):
             if warm:
                 variants[name]()
+            prepare(name)
             meet()
             started = time.perf_counter()
             variants[name]()
@@ -149,21 +152,22 @@ def measure_in_turns(
     units: int = 1,
     barrier: Callable[[], Any] | None = None,
     traces: Iterable[Trace] = (),
+    prepare: Callable[[str], Any] = str,
 ) -> dict[str, list[float]]:
     """Seconds per unit of each variant, by this rank's clock: one round to warm up, then `--repeats` rounds.
 
     title: of rank 0's progress bar. barrier: brings the ranks together before each call, instead of `meet`. traces: are
-    cleared after the warm-up, so that they hold the measured rounds.
+    cleared after the warm-up, so that they hold the measured rounds. prepare: see `interleave`.
     """
     import torch
 
     shown = not values["quiet"] and not transport.rank
     together = barrier or partial(meet, transport)
     with torch.no_grad(), progress_bar(title, (values["repeats"] + 1) * len(variants), shown) as bar:
-        interleave(variants, 1, units, together, bar.update)
+        interleave(variants, 1, units, together, bar.update, prepare=prepare)
         for trace in traces:
             trace.clear()
-        return interleave(variants, values["repeats"], units, together, bar.update)
+        return interleave(variants, values["repeats"], units, together, bar.update, prepare=prepare)
 
 
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:

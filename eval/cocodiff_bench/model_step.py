@@ -18,14 +18,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.part import Part
 from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.config import load_machine
+from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
@@ -36,6 +36,7 @@ from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS, Variant
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -43,45 +44,12 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from cocodiff.attention.strategy import LazyQKV
     from cocodiff_bench.stand_in import StandIn
 
-FRACTIONS = (0.0, 0.5, 1.0)  # of stable tokens, at which V-Major is measured
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
 FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
 
 
-class Variant(NamedTuple):
-    """parts: of the ranks, each of which computes a guidance branch."""
-
-    exchange: str
-    order: str = "joint"
-    selection: str = "full"
-    chunks: int = 1
-    parts: int = 1
-
-
-VARIANTS = {
-    "flat_serial": Variant("flat"),
-    "flat": Variant("flat"),
-    "tapa": Variant("tapa"),
-    "tapa v_first": Variant("tapa", "v_first"),
-    "cocodiff": Variant("tapa", "v_first", "v_major"),
-    "split": Variant("split"),
-    "split v_first": Variant("split", "v_first"),
-    "split v_major": Variant("split", "v_first", "v_major"),
-}
-# Beside those that are measured where none are named.
-MORE_VARIANTS = {
-    "flat chunks": Variant("flat", chunks=2),
-    "split chunks": Variant("split", chunks=2),
-    "guidance flat": Variant("flat", parts=2),
-    "guidance flat v_first": Variant("flat", "v_first", parts=2),
-    "guidance split": Variant("split", parts=2),
-    "guidance split v_first": Variant("split", "v_first", parts=2),
-    "guidance flat chunks": Variant("flat", chunks=2, parts=2),
-    "guidance split chunks": Variant("split", chunks=2, parts=2),
-}
-ALL_VARIANTS = VARIANTS | MORE_VARIANTS
 OUTPUTS = "exchange of outputs"
 OUTPUT_CHANNELS = 64  # of a token, of all families: 16 latent channels of 2 x 2
 OPTIONS = common.with_common_options(
@@ -97,7 +65,13 @@ OPTIONS = common.with_common_options(
         many=True,
     ),
     Option("text_tokens", "of the two branches' prompts; default: the model's longest", [], type=int, many=True),
-    Option("variants", f"of {', '.join(ALL_VARIANTS)}; by default those without chunks and guidance", many=True),
+    Option(
+        "variants",
+        f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it; "
+        f"by default those without chunks and guidance, and split_v_first with int4 and int2",
+        many=True,
+    ),
+    Option("predictor", "of the residual codec", "auto", choices=("last", "taylor", "auto")),
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
 )
@@ -106,10 +80,14 @@ OPTIONS = common.with_common_options(
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "batch", "steps", "repeats", "ranks")
     spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
-    values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or VARIANTS]
+    values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or USUAL_VARIANTS]
     for name in values["variants"]:
         if name not in ALL_VARIANTS:
-            raise UserError(f"--variants {name!r}: choose from {', '.join(ALL_VARIANTS)} (A_v_first for 'A v_first')")
+            known = ", ".join([*VARIANTS, *MORE_VARIANTS])
+            raise UserError(
+                f"--variants {name!r}: choose from {known} (A_v_first for 'A v_first'), and for the residual codec one "
+                f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4)"
+            )
         if ranks is not None and ranks % ALL_VARIANTS[name].parts:
             raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
     if len(values["text_tokens"]) not in (0, 2) or min(values["text_tokens"], default=0) < 0:
@@ -134,7 +112,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     shape, scale = load_shape(values["model"]), emulated()["scale"]
     texts = values["text_tokens"] or [shape.text_tokens] * 2
     sharing = {name: Sharing.build(topology, transport, ALL_VARIANTS[name].parts) for name in values["variants"]}
-    built = {name: stand_in(values, name, sharing[name]) for name in values["variants"]}
+    built = stand_ins(values, sharing)
     together = transport.group(range(transport.size)).barrier
     measured: list[Row] = []
     for size in values["size"]:
@@ -146,18 +124,21 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             ]
             for name, of in sharing.items()
         }
+        for (name, fraction), one in built.items():
+            one.settle(calls[name], fraction)
+        steps = {key_of(name, fraction): partial(one.begin, fraction) for (name, fraction), one in built.items()}
         outputs = Outputs(shape, topology, size, values["batch"], transport)
         for efficiency in values["link_efficiency"]:
             dilation = scale * efficiency
             variants: dict[str, Callable[[], Any]] = {
-                f"{name}@{fraction}": partial(run_all, one, calls[name], fraction, dilation)
-                for name, one in built.items()
-                for fraction in (FRACTIONS if one.selective else FRACTIONS[:1])
+                key_of(name, fraction): partial(run_all, one, calls[name], dilation)
+                for (name, fraction), one in built.items()
             }
             if any(of.parts > 1 for of in sharing.values()):
                 variants[OUTPUTS] = outputs.exchange
             title = f"bench step {size}x{size}, links at {efficiency:g}"
-            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together)
+            begin = partial(begin_step, steps)
+            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together, prepare=begin)
             slowest = common.of_slowest_rank(seconds, transport)
             computing = {name: statistics.mean(call.layer.total for call in of_name) for name, of_name in calls.items()}
             if transport.rank == 0:
@@ -190,18 +171,42 @@ class Sharing:
         return cls(topology.part(ranks), Part(transport, ranks), part, parts)
 
 
-def stand_in(values: Values, name: str, sharing: Sharing) -> StandIn:
+def stand_ins(values: Values, sharing: Mapping[str, Sharing]) -> dict[tuple[str, float | None], StandIn]:
+    """By variant and fraction. The residual codec has one for each fraction: a whole step would undo what it knows."""
     from cocodiff_bench.stand_in import StandIn
 
-    over: Any = SerialTransport(sharing.transport) if name == "flat_serial" else sharing.transport
-    exchange, order, selection, chunks, _ = ALL_VARIANTS[name]
-    config = common.engine_config(values, exchange=exchange, order=order, selection=selection, chunks=chunks)
-    return StandIn(config, Mesh.build(sharing.topology), over, Trace(over.rank))
+    found: dict[tuple[str, float | None], StandIn] = {}
+    for name in values["variants"]:
+        variant, of = ALL_VARIANTS[name], sharing[name]
+        over: Any = SerialTransport(of.transport) if name == "flat_serial" else of.transport
+        config, mesh = config_of(values, variant), Mesh.build(of.topology)
+        for fraction in variant.fractions:
+            known = found.get((name, None)) if variant.codec == "none" else None
+            found[name, fraction] = known or StandIn(config, mesh, over, Trace(over.rank))
+    return found
 
 
-def run_all(one: StandIn, calls: Sequence[Call], fraction: float, dilation: float) -> None:
-    for call in calls:
-        one.run(call, fraction, dilation)
+def config_of(values: Values, variant: Variant) -> Config:
+    chosen = {name: getattr(variant, name) for name in ("exchange", "order", "selection", "chunks", "codec")}
+    if variant.codec != "none":
+        chosen["predictor"] = values["predictor"]
+    return common.engine_config(values, **chosen)
+
+
+def key_of(name: str, fraction: float | None) -> str:
+    """Of a variant's layers at a fraction."""
+    return f"{name}@{fraction}"
+
+
+def begin_step(steps: Mapping[str, Callable[[], None]], key: str) -> None:
+    """steps: what begins the next one, by key; the exchange of outputs has none."""
+    if key in steps:
+        steps[key]()
+
+
+def run_all(one: StandIn, calls: Sequence[Call], dilation: float) -> None:
+    for branch, call in enumerate(calls):
+        one.run(call, branch, dilation)
 
 
 class Outputs:
@@ -260,20 +265,22 @@ class Call:
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-def stable_fractions(steps: int) -> list[float]:
-    """Of every step of the paper's schedule: linear, a tenth of the steps warm, every tenth step full."""
-    from cocodiff.attention.v_major.selection import Schedule
+def stable_fractions(config: Config, steps: int) -> list[float | None]:
+    """Of every step, see `Coding.stable_fractions`. For V-Major it is the paper's schedule: linear, a tenth of the
+    steps warm, every tenth step full."""
+    from cocodiff.assemble import coding_of
 
-    schedule = Schedule("linear", sync_interval=10)
-    return [0.0 if schedule.is_full(t, steps) else schedule.stable_fraction(t, steps) or 0.0 for t in range(steps)]
+    return coding_of(config).stable_fractions(config, steps, 0.0)
 
 
-def over_schedule(of_fraction: Mapping[float, float], steps: int) -> float:
-    """The mean over all steps; between measured fractions, straight lines."""
+def over_schedule(of_fraction: Mapping[float | None, float], fractions: Sequence[float | None]) -> float:
+    """The mean over all steps; between measured fractions, straight lines. Where 0 is not measured, all tokens travel
+    there as in a whole step."""
     from cocodiff.planning.layers import at_fraction
 
-    measured = sorted(of_fraction.items())
-    return statistics.mean(at_fraction(measured, fraction) for fraction in stable_fractions(steps))
+    known = {0.0: of_fraction[None]} | dict(of_fraction)
+    measured = [(None, known.pop(None)), *sorted(known.items())]
+    return statistics.mean(at_fraction(measured, fraction) for fraction in fractions)
 
 
 @dataclass(frozen=True)
@@ -312,16 +319,20 @@ def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) 
     """Seconds of a step on the real machine. slowest: of one layer, by variant and fraction."""
     seconds: dict[str, list[float]] = {}
     for name in values["variants"]:
-        turns = zip(*(slowest[key] for key in slowest if key.startswith(f"{name}@")), strict=True)
-        steps = (
-            over_schedule(dict(zip(FRACTIONS, turn, strict=False)), values["steps"]) if len(turn) > 1 else turn[0]
-            for turn in turns
-        )
+        variant = ALL_VARIANTS[name]
+        schedule = stable_fractions(config_of(values, variant), values["steps"])
+        turns = zip(*(slowest[key_of(name, fraction)] for fraction in variant.fractions), strict=True)
+        steps = [over_schedule(dict(zip(variant.fractions, turn, strict=True)), schedule) for turn in turns]
         seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
-        if ALL_VARIANTS[name].parts > 1:
+        if variant.parts > 1:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
             seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
-    found = common.rows(case.title, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
+    references = common.compared_with(seconds, "flat_serial", "flat")
+    exact = [name for name in seconds if ALL_VARIANTS[name].exact]
+    if exact and len(exact) < len(seconds):
+        best = min(exact, key=lambda name: statistics.median(seconds[name]))
+        references = {name: of | {"best_exact": best} for name, of in references.items()}
+    found = common.rows(case.title, seconds, {}, references)
     for row in found:
         row["compute_s"] = case.computing[row["variant"]] * case.layers(row["variant"])
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]

@@ -1,5 +1,9 @@
-"""`cocodiff bench peers`: one denoising step of the same random FLUX transformer, by cocodiff and by the Ulysses
-attention of other libraries, all on the same ranks over gloo.
+"""`cocodiff bench peers`: denoising steps of the same random FLUX transformer, by cocodiff and by the Ulysses attention
+of other libraries, all on the same ranks over gloo.
+
+A variant's calls are the steps of one run: from noise towards a picture that changes on the way, as a model's estimate
+does. What a run's first steps do once (whole tensors, comparisons of inputs) is over when times are taken; the first
+call is told apart.
 
 This file alone knows other libraries. They are imported for this benchmark only, on the CPU only, and what they replace
 in diffusers' classes is there while their own variants run and gone while all others do.
@@ -9,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,8 +41,13 @@ OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our own dependencies
 INSTALL = "pip install cache-dit einops"
+FP8 = "ulysses_float8"  # cache-dit's name for it
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 HEAD_DIM, CHANNELS, TEXT_CHANNELS, POOLED = 32, 16, 64, 32
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
+ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
+LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
+STEPS = 50  # of the run, or more where more calls are measured
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("side", "image tokens along one edge", 32, type=int),
@@ -44,6 +55,9 @@ OPTIONS = common.with_common_options(
     Option("heads", f"attention heads, of {HEAD_DIM} channels", 24, type=int),
     Option("double", "blocks with image and text apart", 2, type=int),
     Option("single", "blocks with both in one stream", 4, type=int),
+    Option("preset", "presets of ours to measure beside all exchanges and orders, lossy ones too", [], many=True),
+    Option("dtype", "of weights and activations, of all variants", "fp32", choices=("fp32", "bf16")),
+    Option("fp8", "cache-dit's all-to-all in fp8 as well; its kernels do not run on every device", False, type=bool),
     Option(
         "transport",
         "how ranks talk; the other libraries start on the CPU with this one only",
@@ -52,13 +66,15 @@ OPTIONS = common.with_common_options(
     ),
     Option("device", "what ranks compute on", "cpu", choices=("cpu",)),
 )
-Call = Callable[[], Any]
+Inputs = dict[str, Any]
+Call = Callable[[Inputs], Any]
 Replaceable = dict[tuple[Any, str], Any]  # (class, attribute) -> what it is
 
 
 def check(values: Values, ranks: int | None) -> None:
     """Raises UserError for sizes that cannot be run or that peers cannot split, and for peers that are not there."""
     check_counts(values, "side", "text", "heads", "double", "single", "repeats", "ranks")
+    our_configs(values)
     peers = [name for name in values["only"] if name != OURS]
     for peer in peers:
         missing = [package for package in PACKAGES.get(peer, ()) if find_spec(package) is None]
@@ -87,6 +103,19 @@ def import_before_fork(values: Values) -> None:
         import_module(name)
 
 
+class Stepping:
+    """A variant whose every call is the next step of its run. last: what the latest call gave."""
+
+    def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
+        self._call, self._inputs, self._calls = call, inputs, 0
+        self.last: Any = None
+
+    def __call__(self) -> Any:
+        self.last = self._call(self._inputs[self._calls])
+        self._calls += 1
+        return self.last
+
+
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Every variant on its own copy of the model, checked against one process, then timed in turn."""
     import torch
@@ -94,51 +123,80 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     check_sizes(values, transport.size)
     engines: dict[str, Engine] = {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
-        model = flux(values)
-        call = partial(step, inputs=flux_inputs(values))
-        expected = call(model)
-        variants = make_variants(values, model, call, engines, transport)
+        model, inputs = flux(values), run_inputs(values)
+        exact = copy.deepcopy(model).float()
+        expected, expected_last = (step(exact, in_fp32(inputs[n])) for n in (0, -1))
+        allowed = allowed_error(step(model, inputs[0]), expected)
+        variants = make_variants(values, model, inputs, engines, transport)
         for engine in engines.values():
             opened.enter_context(engine)
-        errors = {name: worst_error(name, variant(), expected, transport) for name, variant in variants.items()}
+        first_s = {}
+        for name, variant in variants.items():
+            common.meet(transport)
+            started = time.perf_counter()
+            variant()
+            first_s[name] = time.perf_counter() - started
+            check_output(name, variant.last, expected, allowed * (1 if FP8 not in name else math.inf), transport.rank)
+            for _ in range(LEAD_IN - 1):
+                variant()
+        before = {name: engine.bytes() for name, engine in engines.items()}
         seconds = common.measure_in_turns("bench peers", variants, values, transport)
-        calls = values["repeats"] + 2  # with the checked one and the warm-up
-        traffic = {name: engine.bytes() for name, engine in engines.items()}
+        calls = values["repeats"] + 1  # with the warm-up
+        sent = {
+            name: {link: (count - before[name][link]) // calls for link, count in engine.bytes().items()}
+            for name, engine in engines.items()
+        }
+        errors = {name: errors_of(variant.last, expected_last, transport) for name, variant in variants.items()}
+        lossless = [name for name in variants if name not in lossy_presets(values) and FP8 not in name]
+        for name in lossless:
+            check_output(name, variants[name].last, expected_last, allowed, transport.rank)
     if transport.rank == 0:
-        sent = {name: {link: count // calls for link, count in total.items()} for name, total in traffic.items()}
-        report(values, output, seconds, sent, errors, transport.size)
+        found = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
+        report(values, output, seconds, sent, found, transport.size)
 
 
 def make_variants(
-    values: Values, model: Any, call: Callable[[Any], Any], engines: dict[str, Engine], transport: Any
-) -> dict[str, Call]:
-    """Name -> one step; the engines of ours go to `engines`, not yet entered. Every rank makes the same variants in the
-    same order: process groups are made on the way."""
-    variants: dict[str, Call] = {}
+    values: Values, model: Any, inputs: Sequence[Inputs], engines: dict[str, Engine], transport: Any
+) -> dict[str, Stepping]:
+    """The engines of ours go to `engines`, not yet entered. Every rank makes the same variants in the same order:
+    process groups are made on the way."""
+    calls: dict[str, Call] = {}
     if OURS in values["only"]:
         from cocodiff.engine import Engine
 
         for name, config in our_configs(values).items():
             own = twin(model)
             engines[name] = Engine(own, config, transport)
-            variants[name] = partial(call, own)
+            calls[name] = partial(step, own)
     if DIFFUSERS in values["only"]:
         for name, anything in {"diffusers ulysses": False, "diffusers ulysses_anything": True}.items():
-            variants[name] = partial(call, diffusers_parallel(twin(model), transport, anything))
+            calls[name] = partial(step, diffusers_parallel(twin(model), transport, anything))
     if CACHE_DIT in values["only"]:
-        variants |= cache_dit_variants(model, call, transport.size, values["log_level"])
-    return variants
+        calls |= cache_dit_variants(model, transport.size, values["fp8"], values["log_level"])
+    return {name: Stepping(call, inputs) for name, call in calls.items()}
 
 
 def our_configs(values: Values) -> dict[str, Config]:
-    """Every exchange in every order; the joint order's name is that of the exchange alone."""
-    return {
+    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets."""
+    exact = {
         exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
             values, exchange=exchange, order=order
         )
         for exchange in EXCHANGES
         for order in ORDERS
     }
+    run = steps_of(values)
+    presets = {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
+    return exact | {name: config for name, config in presets.items() if name not in exact}
+
+
+def lossy_presets(values: Values) -> list[str]:
+    return [name for name, config in our_configs(values).items() if not config.exact]
+
+
+def steps_of(values: Values) -> int:
+    """Of the run that every variant makes."""
+    return max(STEPS, values["repeats"] + LEAD_IN + 1)
 
 
 def report(
@@ -146,19 +204,22 @@ def report(
     output: OutputFolder,
     seconds: dict[str, list[float]],
     sent: dict[str, dict[str, int]],
-    errors: dict[str, float],
+    more: Mapping[str, Mapping[str, float]],
     ranks: int,
 ) -> None:
-    """Rows with the error beside the time. What they are compared with is the fastest variant that is not ours."""
+    """Rows with errors and the first call's time beside the time. more: these, by variant. What they are compared with
+    is the fastest variant that is not ours."""
     peers = [name for name in seconds if name not in our_configs(values)]
     baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
     tokens = f"{values['side']}x{values['side']} image and {values['text']} text tokens"
     blocks = f"{values['double']} double and {values['single']} single blocks, {values['heads']} heads of {HEAD_DIM}"
-    case = f"FLUX, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
+    case = f"FLUX in {values['dtype']}, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
     found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
-    measured = [row | {"max_abs_error": errors[row["variant"]]} for row in found]
-    common.say_rows(measured, "a step")
-    say("largest error to one process: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    measured = [row | dict(more[row["variant"]]) for row in found]
+    common.say_rows(
+        measured, "a step", lambda row: [f"first {row['first_s'] * 1e3:.0f} ms", f"error {row['relative_error']:.1e}"]
+    )
+    say("error: of the last step to one process in fp32, as a part of its norm")
     common.publish(output, values, measured)
 
 
@@ -171,36 +232,53 @@ def flux(values: Values) -> Any:
     from diffusers import FluxTransformer2DModel
 
     torch.manual_seed(0)
-    return FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=CHANNELS,
-        num_layers=values["double"],
-        num_single_layers=values["single"],
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=values["heads"],
-        joint_attention_dim=TEXT_CHANNELS,
-        pooled_projection_dim=POOLED,
-        guidance_embeds=False,
-        axes_dims_rope=(8, 12, 12),
-    ).eval()
+    return (
+        FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=CHANNELS,
+            num_layers=values["double"],
+            num_single_layers=values["single"],
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=values["heads"],
+            joint_attention_dim=TEXT_CHANNELS,
+            pooled_projection_dim=POOLED,
+            guidance_embeds=False,
+            axes_dims_rope=(8, 12, 12),
+        )
+        .to(getattr(torch, DTYPES[values["dtype"]]))
+        .eval()
+    )
 
 
-def flux_inputs(values: Values) -> dict[str, Any]:
+def run_inputs(values: Values) -> list[Inputs]:
+    """Of every call of a run: noise gives way to a picture, in equal steps, and the picture turns into another one."""
     import torch
 
     side, text, noise = values["side"], values["text"], torch.Generator().manual_seed(1)
+    dtype = getattr(torch, DTYPES[values["dtype"]])
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
-    return {
-        "hidden_states": torch.randn(1, side * side, CHANNELS, generator=noise),
-        "encoder_hidden_states": torch.randn(1, text, TEXT_CHANNELS, generator=noise),
-        "pooled_projections": torch.randn(1, POOLED, generator=noise),
-        "timestep": torch.tensor([0.5]),
+    start, one, other = (torch.randn(1, side * side, CHANNELS, generator=noise) for _ in range(3))
+    alike = {
+        "encoder_hidden_states": torch.randn(1, text, TEXT_CHANNELS, generator=noise).to(dtype),
+        "pooled_projections": torch.randn(1, POOLED, generator=noise).to(dtype),
         "img_ids": torch.stack([torch.zeros_like(y), y, x], dim=-1).reshape(side * side, 3).float(),
         "txt_ids": torch.zeros(text, 3),
     }
+    found = []
+    for number in range(values["repeats"] + LEAD_IN + 1):
+        sigma = 1 - number / steps_of(values)
+        angle = sigma * math.pi / 2
+        picture = math.sin(angle) * one + math.cos(angle) * other
+        sample = (sigma * start + (1 - sigma) * picture).to(dtype)
+        found.append({"hidden_states": sample, "timestep": torch.tensor([sigma]), **alike})
+    return found
 
 
-def step(model: Any, inputs: dict[str, Any]) -> Tensor:
+def in_fp32(inputs: Inputs) -> Inputs:
+    return {name: tensor.float() for name, tensor in inputs.items()}
+
+
+def step(model: Any, inputs: Inputs) -> Tensor:
     return model(**inputs, return_dict=False)[0]
 
 
@@ -209,15 +287,28 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def worst_error(name: str, output: Tensor, expected: Tensor, transport: Any) -> float:
-    """The largest absolute error of any rank; on rank 0 it is whole. Raises RuntimeError for a wrong output."""
+def allowed_error(plain: Tensor, expected: Tensor) -> float:
+    """Of an exact variant. plain: of one process at the variants' dtype; expected: in fp32."""
     import torch
 
-    error = float((output - expected).abs().max())
-    allowed = ALLOWED_EPS * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    if plain.dtype == torch.float32:
+        return float(ALLOWED_EPS * torch.finfo(torch.float32).eps * expected.abs().max())
+    return ALLOWED_OF_PLAIN * float((plain.float() - expected).abs().max())
+
+
+def check_output(name: str, output: Tensor, expected: Tensor, allowed: float, rank: int) -> None:
+    """Raises RuntimeError for a wrong output."""
+    error = float((output.float() - expected).abs().max())
     if not error <= allowed:
-        raise RuntimeError(f"{name} is wrong: {error:.1e} off one process on rank {transport.rank}, not {allowed:.1e}")
-    return max(transport.gather_object(error) or [error])
+        raise RuntimeError(f"{name} is wrong: {error:.1e} off one process on rank {rank}, not {allowed:.1e}")
+
+
+def errors_of(output: Tensor, expected: Tensor, transport: Any) -> dict[str, float]:
+    """The largest of any rank, absolute, and in the L2 norm as a part of the expected one; on rank 0 they are whole."""
+    off = output.float() - expected
+    own = float(off.abs().max()), float(off.norm() / expected.norm())
+    largest, relative = map(max, zip(*(transport.gather_object(own) or [own]), strict=True))
+    return {"max_abs_error": largest, "relative_error": relative}
 
 
 # Other libraries ------------------------------------------------------------------------------------------------------
@@ -245,27 +336,29 @@ def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
     return model
 
 
-def cache_dit_variants(model: Any, call: Callable[[Any], Any], ranks: int, log_level: str) -> dict[str, Call]:
-    """cache-dit's Ulysses attention, plain and asynchronous. It replaces methods and attention backends of diffusers'
-    classes, each once in a process: what is replaced goes back at once and is there again for each call of its own."""
+def cache_dit_variants(model: Any, ranks: int, fp8: bool, log_level: str) -> dict[str, Call]:
+    """cache-dit's Ulysses attention, plain and asynchronous, with `fp8` also with q, v and the output in fp8. It
+    replaces methods and attention backends of diffusers' classes, each once in a process: what is replaced goes back at
+    once and is there again for each call of its own."""
     before = theirs = replaceable()
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", log_level)  # read when it is imported
     import cache_dit
 
     variants: dict[str, Call] = {}
-    for name, settings in {"cache-dit ulysses": {}, "cache-dit ulysses_async": {"ulysses_async": True}}.items():
+    for name in ("ulysses", "ulysses_async", *([FP8] if fp8 else [])):
         own = twin(model)
         with in_place(theirs, before):
+            settings = {} if name == "ulysses" else {name: True}
             parallel = cache_dit.ParallelismConfig(ulysses_size=ranks, **settings)
             cache_dit.enable_cache(own, cache_config=None, parallelism_config=parallel)
             theirs = replaceable()
-        variants[name] = partial(call_in_place, partial(call, own), theirs, before)
+        variants[f"cache-dit {name}"] = partial(call_in_place, partial(step, own), theirs, before)
     return variants
 
 
-def call_in_place(call: Call, theirs: Replaceable, before: Replaceable) -> Any:
+def call_in_place(call: Call, theirs: Replaceable, before: Replaceable, inputs: Inputs) -> Any:
     with in_place(theirs, before):
-        return call()
+        return call(inputs)
 
 
 def replaceable() -> Replaceable:

@@ -122,8 +122,9 @@ def metrics_row(
     `exact_compared` is False where no exact run was made (`--no-exact`, or a slice that is not among those compared): a
     null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
-    `drift`, of a run that leaves tokens behind, and then the bytes of the exact run beside it: for each step the mean
-    relative change of v and the fraction of tokens that stayed.
+    `drift`, of a lossy run, and then the bytes of the exact run beside it: for each step, of V-Major, the mean relative
+    change of v and the fraction of tokens that stayed; of a codec the fraction of attention calls that were coded and
+    that of their tensors that were predicted linearly.
     `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is
     the mean of the samples' own PSNR.
     """

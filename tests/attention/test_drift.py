@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cocodiff.attention.v_major.drift import Drift, DriftNotes, merge_drift
+from cocodiff.attention.v_major.drift import Drift, DriftNotes
+from cocodiff.wire.coding import merge_notes
 
 
 def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():
@@ -27,6 +28,6 @@ def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_ru
 
 def test_the_profile_of_ranks_weighs_them_by_what_they_compared():
     of_ranks = [{0: Drift(), 1: Drift(1.0, 4.0, 10, 5)}, {1: Drift(2.0, 8.0, 30, 5)}]
-    first, second = merge_drift(of_ranks)
+    first, second = merge_notes(of_ranks)
     assert first == {"step": 0, "change": None, "stable_fraction": 0.0}
     assert second == {"step": 1, "change": pytest.approx(3 / 12), "stable_fraction": 10 / 40}

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,11 +52,13 @@ def test_uneven_sizes_are_fine_for_ours():
 
 
 def test_our_variants_alone_on_two_ranks(tmp_path):
-    done = forked(
-        "bench", "peers", "--ranks", "2", "--only", "ours", *TINY, "--out", tmp_path / "bench", folder=tmp_path
-    )
+    """And a preset with the codec, which sends codes once it is settled."""
+    words = ("--only", "ours", "--preset", "coded-", *TINY, "--out", tmp_path / "bench")
+    done = forked("bench", "peers", "--ranks", "2", *words, folder=tmp_path)
     assert_succeeded(done)
-    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    *rows, coded = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert coded["variant"] == "coded-" and 1e-5 < coded["relative_error"] < 0.2 and coded["first_s"] > 0
+    assert sum(coded["bytes"].values()) * 32 * 4 == sum(rows[0]["bytes"].values()) * 9  # 2 bits a channel, and a scale
     assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
     assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
     assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
@@ -65,8 +66,11 @@ def test_our_variants_alone_on_two_ranks(tmp_path):
 
 def test_a_wrong_output_is_an_error():
     expected = torch.linspace(-1, 1, 100)
-    with pytest.raises(RuntimeError, match="broken is wrong"):
-        bench_peers.worst_error("broken", expected + 1e-3, expected, SimpleNamespace(rank=1))
+    for plain, off in ((expected, 1e-3), (expected.bfloat16(), 2e-2)):
+        allowed = bench_peers.allowed_error(plain, expected)
+        bench_peers.check_output("fine", plain, expected, allowed, rank=1)
+        with pytest.raises(RuntimeError, match="broken is wrong"):
+            bench_peers.check_output("broken", expected + off, expected, allowed, rank=1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cache_dit") is not None, reason="a peer is installed here")

@@ -213,10 +213,11 @@ def test_limits_lie_between_sizes():
 
 
 def test_the_schedule_is_averaged_between_fractions():
-    fractions = stable_fractions(50)
-    assert fractions[:6] == [0.0] * 6 and fractions[15] == 0.0 and fractions[-1] == 1.0
-    assert over_schedule({0.0: 2.0, 0.5: 1.0, 1.0: 0.0}, 50) == pytest.approx(2 - 2 * sum(fractions) / 50)
-    assert over_schedule({0.0: 3.0, 0.5: 3.0, 1.0: 3.0}, 50) == 3.0
+    fractions = stable_fractions(Config(selection="v_major"), 50)
+    assert fractions[:6] == [None] * 5 + [0.0] and fractions[15] is None and fractions[-1] == 1.0
+    mean = sum(fraction or 0.0 for fraction in fractions) / 50
+    assert over_schedule({None: 2.0, 0.5: 1.0, 1.0: 0.0}, fractions) == pytest.approx(2 - 2 * mean)
+    assert over_schedule({None: 3.0, 0.5: 3.0, 1.0: 3.0}, fractions) == 3.0
     assert 0.1 < FITTED < 0.12
 
 

@@ -27,7 +27,7 @@ class HalfCall(CodedCall):
     def decode(self, received_BSGW, coded, rows):
         return [x_BSGD.to(self.dtype) for x_BSGD in received_BSGW.values()]
 
-    def encode_output(self, out_BTGD):
+    def encode_output(self, out_BTGD, rows):
         return out_BTGD.half()
 
     def decode_output(self, received_BLHW):

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.drift import Drift, DriftNotes
+from cocodiff.attention.v_major.drift import DriftNotes
 from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, rows_in_order, scored_blocks
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import CodedCall, Coding, Encoded, Moment
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
@@ -60,7 +60,9 @@ class VMajor(Coding):
         self._cards: dict[tuple[tuple[int, ...], torch.device], Cards] = {}
 
     @classmethod
-    def of(cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Ranks) -> VMajor:
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Ranks, everyone: AllRanks
+    ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     @classmethod
@@ -120,8 +122,8 @@ class VMajor(Coding):
         caches = self._caches.values()
         return sum(t.nbytes for c in caches for t in [*c.received.values(), c.reference] if t is not None)
 
-    def report(self) -> dict[int, Drift]:
-        return self.drift.by_step()
+    def report(self) -> dict[int, StepNotes]:
+        return {**self.drift.by_step()}
 
     def forget_report(self) -> None:
         self.drift.clear()

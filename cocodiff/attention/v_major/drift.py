@@ -19,6 +19,13 @@ class Drift:
     tokens: int = 0
     stable: int = 0
 
+    @classmethod
+    def merged(cls, parts: Sequence[Drift]) -> dict[str, float | None]:
+        """Over ranks: "change" (mean relative change of v, None where nothing was compared) and "stable_fraction"."""
+        norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
+        change = sum(part.change for part in parts) / norm if norm else None
+        return {"change": change, "stable_fraction": sum(part.stable for part in parts) / tokens if tokens else 0.0}
+
 
 class DriftNotes:
     """One rank's notes. Sums stay on the device until a run is over: to read a number is to wait for its queue."""
@@ -60,16 +67,3 @@ class DriftNotes:
     def clear(self) -> None:
         for notes in (self._steps, self._sums, self._settled):
             notes.clear()
-
-
-def merge_drift(of_ranks: Sequence[dict[int, Drift]]) -> list[dict[str, float | None]]:
-    """The profile over all ranks, one row a step: "step", "change" (mean relative change of v, None where nothing was
-    compared) and "stable_fraction"."""
-    rows: list[dict[str, float | None]] = []
-    for step in sorted({step for drift in of_ranks for step in drift}):
-        parts = [drift[step] for drift in of_ranks if step in drift]
-        norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
-        change = sum(part.change for part in parts) / norm if norm else None
-        stable = sum(part.stable for part in parts) / tokens if tokens else 0.0
-        rows.append({"step": step, "change": change, "stable_fraction": stable})
-    return rows

@@ -61,6 +61,7 @@ def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: L
         "q, k, v of the image": "image_cache",
         "scoring reference": "reference_cache",
         "q, k, v of the text": "text_cache",
+        "reconstructions": "reconstructions",
     }
     for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
         lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))
@@ -131,7 +132,7 @@ def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load:
     def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
         return {name: getattr(of, name) / MIB for name in names}
 
-    cache = ("image_cache", "reference_cache", "text_cache", "cache")
+    cache = ("image_cache", "reference_cache", "text_cache", "reconstructions", "cache")
     return {
         "schema": 1,
         "case": {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import state_sizes
+from cocodiff.assemble import coding_of, state_sizes
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import preset_names
@@ -39,6 +39,10 @@ def add_times(
     chosen, threshold = pricer.step(work, deal), work.config.schedule == "threshold"
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
+    if work.config.codec != "none":
+        uncoded = pricer.step(without_codec(work), deal)
+        say(beside(chosen, uncoded, work.config.codec))
+        plan["without_codec"] = as_json(uncoded)
     plan["assumed"] = {**latencies._asdict(), "stable": values["stable"] if threshold else None}
     if values["explain"]:
         told = explain(parts_of(topology, work, deal)[0][0], latencies)
@@ -70,6 +74,23 @@ def summary(step: DealStep) -> list[str]:
     return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
 
 
+def without_codec(work: Workload) -> Workload:
+    """The same work with tensors as they are."""
+    config = work.config.with_(codec="none")
+    return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+
+
+def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
+    """What the codec gains, in words: the step and the bytes of both."""
+    step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
+    sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
+    told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
+    if not whole:
+        return f"{told}; nothing is sent, so there is nothing to code"
+    gain = f"{codec} takes {step_s / whole_s:.3f} of that time and sends {sent / whole:.3f} of the bytes"
+    return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none")
+
+
 def as_json(step: DealStep) -> dict[str, Any]:
     plan = step.plan
     return {
@@ -95,7 +116,7 @@ def compare(
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
         of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
-        row: dict[str, Any] = {"preset": name, "exact": config.selection == "full"}
+        row: dict[str, Any] = {"preset": name, "exact": config.exact}
         try:
             step = known.get(name) or pricer.step(of_preset, deal)
             need = pricer.need(of_preset, deal)
@@ -136,6 +157,8 @@ def explain(part: Part, latencies: Latencies) -> list[str]:
         for segment in segments:
             outcome = recording.outcome(segment, network, latencies)
             which = "all tokens travel" if segment.fraction is None else f"{segment.fraction:.0%} of the tokens stay"
+            if work.config.codec != "none":
+                which = "whole" if segment.fraction is None else f"coded in {work.config.codec}"
             lines.append(f"layer {kind.name}, {which}: {outcome.seconds * 1e3:.3f} ms; rank 0, ms from its start:")
             spans = sorted(outcome.spans[0], key=lambda span: (span.start_ns, span.end_ns))
             lines += [
@@ -147,10 +170,12 @@ def explain(part: Part, latencies: Latencies) -> list[str]:
 
 def messages(case: Case) -> list[str]:
     """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
-    q, k or v with all tokens."""
+    q, k or v with all tokens, coded where the settings have a codec."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
+    head_bytes = coding_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
     work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
+    work = replace(work, head_bytes=head_bytes)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
     lines += table(by_degree(case.topology, work), case.mesh)
     group, slot = case.mesh.seat(0)
@@ -158,7 +183,7 @@ def messages(case: Case) -> list[str]:
     if topology.size == 1:
         return lines
     layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
-    cell = case.load.batch * case.shape.head_dim * case.load.itemsize
+    cell = case.load.batch * head_bytes
     names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
         plan = load(EXCHANGES, name)(topology, slot)

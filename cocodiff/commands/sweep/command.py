@@ -113,8 +113,8 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
-            f"V-Major selects nothing on one rank, so {len(lossy)} point(s) ({lossy[0]}, ...) would be exact: start 2 "
-            f"ranks or more for each replica with --ranks, mpiexec or torchrun"
+            f"V-Major selects nothing on one rank and a codec codes nothing, so {len(lossy)} point(s) ({lossy[0]}, "
+            f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
     deal = deal_of(
         values,

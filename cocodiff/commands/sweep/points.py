@@ -40,7 +40,7 @@ class Point:
 
     @property
     def lossy(self) -> bool:
-        return self.config.selection != "full"
+        return not self.config.exact
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,11 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
     except (UserError, TypeError) as error:
         raise UserError(f"point {name}: {error}") from error
     for key in own:
-        other, value = (key != "preset" and settings_of(type(config))[key].only_with) or ("", "")
-        if other and getattr(config, other) != value:
+        other, *values = (key != "preset" and settings_of(type(config))[key].only_with) or ("",)
+        if other and getattr(config, other) not in values:
             raise UserError(
-                f"point {name}: {key} does nothing with {other} {getattr(config, other)}: add {other}: {value}"
+                f"point {name}: {key} does nothing with {other} {getattr(config, other)}: add {other}: "
+                f"{' or '.join(values)}"
             )
     return Point(name, config, settings)
 

@@ -1,0 +1,247 @@
+"""The residual codec: what travels is what a tensor differs by from its prediction, in 2, 4 or 8 bits a channel.
+
+Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
+sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
+which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
+the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState, kept
+from cocodiff.attention.strategy import Site
+from cocodiff.comm.transport import LanePending
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
+from cocodiff.wire.exchange import Arriving, Exchange, Transfer
+
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+
+
+class Residual(Coding):
+    """Sends residuals. On one rank nothing travels, and nothing is coded."""
+
+    keeps_state = prefers_ulysses = True
+    steps_to_settle = 2  # in which there is no continuation, and no comparison with it
+
+    def __init__(self, exchange: Exchange | None, everyone: AllRanks, bits: int, predictor: str) -> None:
+        """everyone: the ranks that share the sequence, who decide together. predictor: "last", "taylor" or "auto"."""
+        self.bits, self.predictor, self.moment = bits, predictor, Moment(-1, 0, None)
+        self.kept = 1 if predictor == "last" else 2  # reconstructions
+        self._exchange, self._everyone = exchange, everyone
+        self._always_whole = False
+        self._sites: dict[Site, SiteState] = {}
+        self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
+        self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, 2]
+        self._report: defaultdict[int, CodedStep] = defaultdict(CodedStep)
+        self._deciding: tuple[list[SiteState], LanePending[list[Any] | None]] | None = None
+
+    @classmethod
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
+    ) -> Residual:
+        return cls(exchange, everyone, BITS[settings.codec], settings.predictor)
+
+    @classmethod
+    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        return coded_width(head_dim, BITS[settings.codec])
+
+    @classmethod
+    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
+        return [None, *[0.0] * (steps - 1)][:steps]
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+        """Exact: of q, k, v and the output the own rows with all heads, and all rows with the own heads. One rank alone
+        keeps nothing."""
+        if topology.size == 1:
+            return [{}]
+        kept, rows, heads = (1 if settings.predictor == "last" else 2), sum(layout.rows), sum(layout.heads)
+        ends = (L * heads + rows * G for L, G in zip(layout.rows, layout.heads, strict=True))
+        return [{"reconstructions": len(TENSORS) * kept * end * cell} for end in ends]
+
+    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
+        return ResidualCall(self, exchange, layout, site)
+
+    # Lifecycle --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, moment: Moment) -> None:
+        """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
+        if self._exchange is None:
+            return
+        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
+            self.end()
+        self.moment = moment
+        self._settle()
+        if self._coded:
+            assert self._notes is not None, "coded sites have notes"
+            own = self._notes[: len(self._coded) * len(TENSORS)]
+            self._deciding = self._coded, self._everyone.ranks.control.submit(partial(self._sum_notes, own))
+            self._coded, self._notes = [], None
+
+    def agree(self) -> None:
+        self._settle()
+
+    def forget(self, site: Site) -> None:
+        self._sites.pop(site, None)
+
+    def end(self) -> None:
+        self._sites.clear()
+        self._coded, self._notes, self._deciding = [], None, None
+
+    def bytes_held(self) -> int:
+        return sum(site.bytes_held() for site in self._sites.values())
+
+    def report(self) -> dict[int, StepNotes]:
+        return {**self._report}
+
+    def forget_report(self) -> None:
+        self._report.clear()
+
+    def hold_at(self, fraction: float | None) -> None:
+        self._always_whole = fraction is None
+
+    # Deciding ---------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> SiteState:
+        """The state of a site whose call begins, and its place among the notes."""
+        self._settle()
+        state = self._sites.setdefault(site, SiteState())
+        form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
+        step, sigma = self.moment.step, self.moment.sigma
+        state.begin(form, step, float(step) if sigma is None else sigma, self._always_whole)
+        noted = self._report[step]
+        noted.calls += 1
+        if state.coded:
+            noted.coded += 1
+            noted.linear += sum(self.prediction(state, name).linear for name in TENSORS)
+        return state
+
+    def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
+        """Where encoding a site's tensors notes how it went, [tensors, 2], for a call that is coded."""
+        if self._notes is None:  # a site is coded once in a call of the model, and was called before
+            self._notes = torch.zeros(len(self._sites) * len(TENSORS), 2, dtype=torch.int64, device=device)
+        first = len(self._coded) * len(TENSORS)
+        self._coded.append(state)
+        return self._notes[first : first + len(TENSORS)]
+
+    def prediction(self, state: SiteState, name: str) -> Prediction:
+        factor = state.factor
+        linear = factor > 0 and (self.predictor == "taylor" or name in state.linear)
+        return Prediction(factor, linear, compare=factor > 0 and self.predictor == "auto")
+
+    def _sum_notes(self, own: Tensor) -> list[Any] | None:
+        """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
+        topology, ranks = self._everyone
+        assert self._exchange is not None, "one rank alone has no notes"
+        trace = self._exchange.trace
+        with trace.span("gather notes", "control"):
+            parts = [torch.empty_like(used_on_current_stream(own)) for _ in range(ranks.size)]
+            ranks.world.all_gather(own, parts).wait()
+        for peer in range(ranks.size):
+            trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
+        total = torch.stack(parts).sum(0)
+        return None if total.is_meta else total.tolist()
+
+    def _settle(self) -> None:
+        """Waits for the notes, and has their sites decide by them: alike on all ranks."""
+        if self._deciding is None:
+            return
+        (states, pending), self._deciding = self._deciding, None
+        notes = pending.wait() or []
+        of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
+        for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
+            state.settle(of_site)
+
+
+class ResidualCall(CodedCall):
+    """One attention call of the codec, coded or whole."""
+
+    state: SiteState | None = None
+    notes: Tensor
+
+    def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
+        super().__init__(layout)
+        self.coding, self.kernels, self.site, self.rank = coding, exchange.kernels, site, exchange.rank
+
+    @property
+    def whole(self) -> bool:
+        assert self.state is not None, "q, k or v was sent"
+        return not self.state.coded
+
+    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
+        if self.state is None:
+            like_BLHD = next(iter(tensors_BLHD.values()))
+            self.state = self.coding.begin_call(self.site, like_BLHD, self.layout)
+            if not self.whole:
+                self.notes = self.coding.notes_of(self.state, like_BLHD.device)
+        return transfer.post(tensors_BLHD, wait_next)
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        return super().cell_bytes(x_BLHD) if self.whole else len(x_BLHD) * self._width(x_BLHD)
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        return Encoded([self._encoded(name, x, slice(0, x.shape[1])) for name, x in tensors_BLHD.items()], self.layout)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        return [self._decoded(name, x, rows) for name, x in received_BSGW.items()]
+
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+        return self._encoded("o", out_BTGD, rows)
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        return self._decoded("o", received_BLHW, slice(0, received_BLHW.shape[1]))
+
+    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
+        """What travels in the place of some rows of a tensor."""
+        site = self.state
+        assert site is not None, "a call begins as q, k or v is sent"
+        used_on_current_stream(x_BTHD)
+        if self.whole:
+            if name not in site.sent:
+                B, _, H, D = x_BTHD.shape
+                length = sum(self.layout.rows) if name == "o" else x_BTHD.shape[1]
+                site.sent[name] = kept(x_BTHD.new_empty(B, length, H, D), self.coding.kept)
+            site.sent[name].written(0)[:, rows] = x_BTHD
+            return x_BTHD
+        known = self._known(site.sent[name].known(site.coded), rows)
+        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self._width(x_BTHD), dtype=torch.uint8)
+        notes_2 = used_on_current_stream(self.notes)[TENSORS.index(name)]
+        how = self.coding.prediction(site, name)
+        self.kernels.encode_residual(x_BTHD, known, how, self.coding.bits, code_BTHW, notes_2)
+        return code_BTHW
+
+    def _decoded(self, name: str, received: Tensor, rows: slice) -> Tensor:
+        """All rows of a tensor, of which `rows` have just arrived."""
+        site = self.state
+        assert site is not None, "a call begins as q, k or v is sent"
+        if self.whole:
+            if name not in site.received:  # else another chunk of the same memory
+                site.received[name] = kept(received, self.coding.kept)
+            return received
+        known = self._known(site.received[name].known(site.coded), rows)
+        how = self.coding.prediction(site, name)
+        code = used_on_current_stream(received)[:, rows]
+        self.kernels.decode_residual(code, known, how.factor if how.linear else None, self.coding.bits)
+        return site.received[name].written(site.coded)
+
+    def _known(self, kept: Reconstructions, rows: slice) -> Reconstructions:
+        """Of some rows; the memory is in use on this stream."""
+        last, before = kept
+        return Reconstructions(
+            used_on_current_stream(last)[:, rows], None if before is None else used_on_current_stream(before)[:, rows]
+        )
+
+    def _width(self, x_BLHD: Tensor) -> int:
+        return coded_width(x_BLHD.shape[-1], self.coding.bits)

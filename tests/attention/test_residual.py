@@ -1,0 +1,286 @@
+"""The residual codec gives, bit for bit, what one process with whole tensors gives; and what it sends is as short as
+its codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from byte_formulas import Formulas
+from covering import covering
+from residual_reference import Reference
+from torch import Tensor
+from worlds import topology_of
+
+from cocodiff.assemble import build_strategy
+from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.residual.state import continuation
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config import Config
+from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import coded_width
+from cocodiff.models.tokens import image_and_text
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.trace import Trace
+from cocodiff.wire.coding import Moment
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+SIGMAS = [1.0, 0.97, 0.93, 0.87, 0.87, 0.86, 0.7, 0.6, 0.5, 0.45, 0.4, 0.3, 0.2, 0.1]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the site. spoilt: one number of q that no scale fits."""
+
+    step: int
+    run: int = 0
+    text: int = 7
+    spoilt: float = 0.0
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.run, self.step, None, SIGMAS[self.step])
+
+
+RUN = [*map(Call, range(7))]
+# Residuals without a scale, of which the next call is whole; a step that skips the site; another image, whose text then
+# has another length.
+TROUBLED = [
+    *(Call(step) for step in range(4)),
+    *(Call(4, spoilt=math.nan), Call(5), Call(6), Call(7), Call(9), Call(10), Call(11), Call(12)),
+    *(Call(0, 1), Call(1, 1), Call(2, 1, text=9), Call(3, 1, text=9), Call(4, 1, 9, -math.inf), Call(5, 1, 9)),
+    *(Call(6, 1, 9), Call(7, 1, 9, 1e7), Call(8, 1, 9), Call(9, 1, 9)),
+]
+
+
+@dataclass(frozen=True)
+class World:
+    size: int
+    heads: int = 5
+    image: int = 23
+    channels: int = 40
+    batch: int = 2
+    machine: str = "local"
+    dtype: torch.dtype = torch.float32
+
+    def segments(self, call: Call) -> Any:
+        return image_and_text(self.image, call.text)
+
+    def layout(self, call: Call) -> Layout:
+        return Layout.build(topology_of(self.machine, self.size), self.segments(call), max(self.heads, self.size))
+
+    def tensors(self, call: Call) -> list[Tensor]:
+        """q, k and v [B, S, H, D], rank by rank, on curves over the noise level."""
+        generator = torch.Generator().manual_seed(7)
+        shape = (3, self.batch, self.image + call.text, self.heads, self.channels)
+        start, drift, pace = (torch.randn(shape, generator=generator) for _ in range(3))
+        x = start + 0.3 * drift * torch.sin(3 * SIGMAS[call.step] + pace)
+        if call.spoilt:
+            x[0, -1, 3, -1, -1] = call.spoilt
+        return list(x.to(self.dtype))
+
+
+class Ranks:
+    """Attention of all ranks of a world, call after call."""
+
+    def __init__(self, world: World, **settings: Any) -> None:
+        self.world, self.config = world, Config(machine=world.machine, **settings)
+        self.topology = topology_of(world.machine, world.size)
+        self.mesh = Mesh.build(self.topology, settings.get("ring", 1))
+
+    def attend(self, calls: Sequence[tuple[Call, list[Tensor]]]) -> list[tuple[list[Tensor], Any, Trace]]:
+        """Every rank's rows of the outputs of all calls, its coding and its trace."""
+
+        def work(transport: Any) -> Any:
+            trace, outputs = Trace(transport.rank), []
+            strategy = build_strategy(self.config, self.mesh, transport, trace, Kernels("torch"))
+            for call, tensors in calls:
+                rows = self.world.layout(call).row_slices[transport.rank]
+                strategy.coding.begin_step(call.moment)
+                q, k, v = (lambda x=x[:, rows]: x for x in tensors)
+                qkv = LazyQKV(q, k, v, self.world.segments(call), self.world.heads)
+                outputs.append(strategy.attend(qkv, Site("layer")).clone())
+            return outputs, strategy.coding, trace
+
+        return run_ranks(self.world.size, work)
+
+
+def check(world: World, calls: list[Call], uncoded: Ranks | None = None, **settings: Any) -> Reference:
+    """uncoded: ranks whose attention to the reconstructions is the reference's, where summing has an order of its
+    own."""
+    expected = Reference(int(settings["codec"][3:]), settings["predictor"])
+    of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in calls])
+    for number, call in enumerate(calls):
+        layout = world.layout(call)
+
+        def attend(*whole: Tensor, call: Call = call, layout: Layout = layout) -> Tensor:
+            if uncoded is not None:
+                return torch.cat([outputs[0] for outputs, *_ in uncoded.attend([(call, list(whole))])], 1)
+            heads = layout.head_slices
+            return torch.cat([LocalAttention().whole(*(x[:, :, of].contiguous() for x in whole)) for of in heads], 2)
+
+        o_BSHD = expected.call(world.tensors(call), call.run, call.step, SIGMAS[call.step], attend)
+        for rank, (outputs, *_) in enumerate(of_ranks):
+            own = o_BSHD[:, layout.row_slices[rank]]
+            assert torch.equal(outputs[number].nan_to_num(1e30), own.nan_to_num(1e30)), f"call {number}, rank {rank}"
+    return expected
+
+
+@pytest.fixture
+def table(tmp_path: Any) -> str:
+    """For exchange auto: by it a coded tensor takes another route than a whole one."""
+    (tmp_path / "table.yaml").write_text("local:\n  1: [[0.006, flat], [null, split]]\n")
+    return str(tmp_path / "table.yaml")
+
+
+@pytest.mark.parametrize(
+    ("codec", "predictor", "exchange", "order", "dtype"),
+    covering(
+        ("int2", "int4", "int8"),
+        ("last", "taylor", "auto"),
+        ("flat", "tapa", "split", "auto"),
+        ("joint", "v_first"),
+        (torch.float32, torch.bfloat16),
+    ),
+)
+def test_equals_one_process(codec, predictor, exchange, order, dtype, table):
+    settings = {"codec": codec, "predictor": predictor, "exchange": exchange, "order": order}
+    world = World(3, dtype=dtype)
+    reference = check(world, TROUBLED, exchange_table=table if exchange == "auto" else None, **settings)
+    assert reference.whole_calls == [0, 5, 8, 12, 14, 17, 20]
+
+
+@pytest.mark.parametrize(
+    ("world", "exchange"),
+    [
+        (World(2, channels=8), "flat"),
+        (World(5, heads=6, image=24, dtype=torch.bfloat16), "tapa"),
+        (World(12, heads=13, image=31, machine="aurora"), "split"),
+        (World(24, heads=25, image=24, machine="aurora", channels=8), "tapa"),
+    ],
+)
+def test_equals_one_process_on_any_number_of_ranks(world, exchange):
+    assert check(world, RUN[:5], codec="int4", predictor="auto", exchange=exchange, order="v_first").whole_calls == [0]
+
+
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [
+        (World(5), {"exchange": "split", "chunks": 3}),
+        (World(6, heads=7), {"exchange": "tapa", "chunks": 2, "ring": 2}),
+        (World(6), {"exchange": "flat", "ring": 2}),
+        (World(6, heads=3), {"exchange": "split", "ring": 2, "placement": "usp"}),
+    ],
+)
+def test_in_chunks_and_with_a_ring_it_is_attention_to_the_reconstructions(world, how):
+    """Of all ranks, also where several groups of them code: what they decide by is everybody's."""
+    settings = {"order": "v_first", **how}
+    check(world, TROUBLED[:10], Ranks(world, **settings), codec="int4", predictor="auto", **settings)
+
+
+def test_images_do_not_depend_on_the_number_of_ranks():
+    """Where ranks have consecutive tokens, so that attention sums in the same order."""
+    calls = [replace(call, text=0) for call in RUN]
+    images = []
+    for size in (2, 3, 6):
+        world = World(size, heads=6, image=24)
+        of_ranks = Ranks(world, codec="int2", predictor="auto", exchange="split").attend(
+            [(call, world.tensors(call)) for call in calls]
+        )
+        images.append([torch.cat(parts, 1) for parts in zip(*(outputs for outputs, *_ in of_ranks), strict=True)])
+    assert all(torch.equal(one, other) for image in images[1:] for one, other in zip(image, images[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("world", "exchange"),
+    [
+        (World(7, heads=10, image=19), "flat"),
+        (World(5, heads=11), "tapa"),
+        (World(24, heads=25, image=55, machine="aurora", batch=1), "split"),
+    ],
+)
+def test_bytes_are_those_of_the_codes(world, exchange):
+    """Of all four tensors in every link class, and those that a decision takes."""
+    topology = topology_of(world.machine, world.size)
+    settings = {"codec": "int2", "predictor": "last", "exchange": exchange, "nic_balance": False}
+
+    def sent(calls: list[Call]) -> list[dict[str, dict[str, int]]]:
+        of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in calls])
+        return [{purpose: trace.bytes(purpose) for purpose in ("attention", "notes")} for *_, trace in of_ranks]
+
+    formulas = Formulas(topology, world.layout(RUN[0]))
+    u = world.batch * coded_width(world.channels, 2)
+    for rank, (one, two, three) in enumerate(zip(*(sent(RUN[:calls]) for calls in (1, 2, 3)), strict=True)):
+        ways = formulas.sent(exchange, "forward", rank, 3 * u), formulas.sent(exchange, "back", rank, u)
+        for link, count in one["attention"].items():
+            assert two["attention"][link] - count == sum(way[link] for way in ways)
+            assert three["attention"][link] - count == 2 * sum(way[link] for way in ways)
+        assert sum(two["notes"].values()) == 0 and sum(three["notes"].values()) == 64 * (world.size - 1)
+
+
+@pytest.mark.parametrize(("bits", "coded", "run"), [(2, 0.15, 0.17), (4, 0.28, 0.30)])
+@pytest.mark.parametrize("channels", [64, 128])
+def test_shares_of_the_bytes_of_bf16(bits, coded, run, channels):
+    share = coded_width(channels, bits) / (2 * channels)
+    assert share <= coded and (1 + 49 * share) / 50 <= run
+
+
+def test_states_are_given_back():
+    world = World(3)
+
+    for predictor, reconstructions in (("last", 1), ("auto", 2)):
+        of_ranks = Ranks(world, codec="int4", predictor=predictor).attend([(RUN[0], world.tensors(RUN[0]))])
+        one_tensor = world.batch * (world.image + 7) * world.heads * world.channels * 4
+        assert sum(coding.bytes_held() for _, coding, _ in of_ranks) == 2 * 4 * reconstructions * one_tensor
+        for end in (lambda one: one.end(), lambda one: one.forget(Site("layer"))):
+            coding = of_ranks.pop()[1]
+            end(coding)
+            assert coding.bytes_held() == 0
+
+
+@pytest.mark.parametrize(
+    ("sigmas", "factor"),
+    [
+        ([1.0], 0.0),
+        ([1.0, 0.9], 0.0),
+        ([1.0, 0.75, 0.625], 0.5),
+        ([0.0, 1.0, 0.75, 0.5], 1.0),
+        ([1.0, 0.9, 0.2], 2.0),
+        ([1.0, 0.9, 0.95], 0.0),
+        ([1.0, 0.9, 0.9], 0.0),
+        ([1.0, 1.0, 0.9], 0.0),
+        ([1.0, math.nan, 0.9], 0.0),
+        ([math.inf, 1.0, 0.9], 0.0),
+    ],
+)
+def test_the_continuation_goes_by_the_noise_levels(sigmas, factor):
+    assert continuation(sigmas[-3:]) == pytest.approx(factor)
+
+
+def test_layers_decide_each_for_itself():
+    """Two sites in turn, of which one has a residual without a scale; the other is coded on."""
+    world, trouble = World(2), Call(2, spoilt=math.inf)
+
+    def work(transport: Any) -> list[int]:
+        mesh = Mesh.build(topology_of("local", 2))
+        trace, coded = Trace(transport.rank), []
+        strategy = build_strategy(Config(codec="int8"), mesh, transport, trace, Kernels("torch"))
+        rows = world.layout(RUN[0]).row_slices[transport.rank]
+        for call in [*RUN[:2], trouble, *RUN[3:5]]:
+            strategy.coding.begin_step(call.moment)
+            for layer, of in (("a", RUN[call.step]), ("b", call)):
+                before = sum(trace.bytes().values())
+                q, k, v = (lambda x=x[:, rows]: x for x in world.tensors(of))
+                strategy.attend(LazyQKV(q, k, v, world.segments(call), world.heads), Site(layer))
+                coded.append(sum(trace.bytes().values()) - before)
+        return coded
+
+    for sent in run_ranks(2, work):
+        whole = max(sent)
+        assert [count == whole for count in sent] == [True, True, *[False] * 4, False, True, False, False]

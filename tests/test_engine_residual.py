@@ -1,0 +1,58 @@
+"""The residual codec in whole models: every family, one rank, what a run's noise levels are, what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_engine_v_major import denoise
+from tiny_models import FAMILIES
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config import Config
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_coded(family):
+    """Alike on all ranks and close to exact; the first step is exact, and all steps on one rank."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(6), inputs_of(1, 6, 7, 5)
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own, outputs = copy.deepcopy(model), []
+        with torch.no_grad():
+            for codec in ("none", "int8", "int2"):
+                with parallelize(own, "split", transport=transport, codec=codec) as engine:
+                    outputs.append(denoise(own, inputs))
+                    coded = codec != "none" and transport.size > 1
+                    assert (engine.strategy.coding.bytes_held() > 0) == coded
+                shares = [(row["coded_fraction"], row["linear_fraction"]) for row in engine.drift_profile()]
+                assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if coded else [])
+        return outputs
+
+    (alone,) = run_ranks(1, work)
+    assert all(torch.equal(outputs, alone[0]) for outputs in alone)
+    of_ranks = run_ranks(2, work)
+    exact, fine, coarse = of_ranks[0]
+    for other in of_ranks[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(of_ranks[0], other, strict=True))
+    assert torch.equal(exact[0], fine[0]) and torch.equal(exact[0], coarse[0])
+    far = [float((x[1:] - exact[1:]).norm() / exact[1:].norm()) for x in (fine, coarse)]
+    assert 0 < far[0] < far[1] < 0.1 and far[0] < 0.005
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"selection": "v_major"}, "codec int4 .* selection v_major .*: choose codec none or selection full"),
+        ({"codec": "int3"}, "unknown codec 'int3'.*none, int8, int4, int2"),
+        ({"predictor": "tailor"}, "did you mean taylor"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        Config.preset("coded", **settings)
