@@ -23,7 +23,7 @@ class StepCounter:
     as a run is at its first timestep, a sample that has nothing to do with the last one is a new run.
 
     run, step, branch: of the current call, from 0. calls: of this run, the current one included. sigma: the noise level
-    of the current call, in the scheduler's units; without a scheduler its timestep, None where it has none.
+    of the current call, in the scheduler's units; its timestep where no scheduler counts, None where it has none.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class StepCounter:
 
     def _read_sigma(self, timestep: Tensor | None, scheduler: Any) -> None:
         schedule = getattr(scheduler, "timesteps", None)
-        if schedule is None:
+        if schedule is None or not hasattr(scheduler, "step_index"):
             self.sigma = None if timestep is None else float(timestep.flatten()[0])
             return
         if schedule is not self._schedule:
             sigmas = getattr(scheduler, "sigmas", None)
             self._sigmas = torch.as_tensor(schedule if sigmas is None else sigmas).tolist()
-        index = getattr(scheduler, "step_index", None)
+        index = scheduler.step_index
         if index is None:  # before the first step
             index = getattr(scheduler, "begin_index", None) or 0
         self.sigma = self._sigmas[index]
