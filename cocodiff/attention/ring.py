@@ -107,7 +107,8 @@ class Ring:
             with self._trace.span("kv ring", LANE, layer):
                 for tensor in (*here, buffer):
                     used_on_current_stream(tensor)
-                self._trace.count(link, sum(tensor.nbytes for tensor in here))
+                for purpose in ("attention", "whole"):
+                    self._trace.count(link, sum(tensor.nbytes for tensor in here), purpose)
                 self._ranks.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
                 return incoming
 

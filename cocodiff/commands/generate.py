@@ -194,6 +194,7 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
                 psnr_vs_exact_db=against,
                 exact_compared=session.exact is not None,
                 drift=image.cost.drift,
+                whole_bytes=image.cost.whole,
                 exact_bytes=images[session.exact].cost.sent if session.exact is not None else None,
             )
         )

@@ -100,6 +100,7 @@ def judge_slice(
                 exact_compared=exact is not None,
                 baseline=baseline,
                 drift=one.cost.drift,
+                whole_bytes=one.cost.whole,
                 exact_bytes=exact.cost.sent if exact is not None else None,
                 of_samples=of_samples if samples > 1 else None,
             )

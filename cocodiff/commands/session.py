@@ -245,32 +245,36 @@ def same_bits(config: Config, exact: Config) -> bool:
 @dataclass
 class Cost:
     """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
-    in a lossy run what its coding noted at each step (`Engine.drift_profile`)."""
+    in a lossy run what its coding noted at each step (`Engine.drift_profile`). whole: what the bytes would have been
+    with all tokens as they are."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
     drift: list[dict[str, float | None]] = field(default_factory=list)
+    whole: dict[str, int] = field(default_factory=dict)
 
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
         have one more. The drift is that of all of them."""
-        return [
-            Cost(
-                self.seconds / count,
-                {link: sent * (n + 1) // count - sent * n // count for link, sent in self.sent.items()},
-                self.drift,
-            )
-            for n in range(count)
-        ]
+
+        def share(of: dict[str, int], n: int) -> dict[str, int]:
+            return {link: sent * (n + 1) // count - sent * n // count for link, sent in of.items()}
+
+        return [Cost(self.seconds / count, share(self.sent, n), self.drift, share(self.whole, n)) for n in range(count)]
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
         """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
         if len(costs) == 1:
             return costs[0]
-        links = dict.fromkeys(link for cost in costs for link in cost.sent)
-        sent = {link: sum(cost.sent.get(link, 0) for cost in costs) for link in links}
-        return cls(sum(cost.seconds for cost in costs), sent, mean_drift([cost.drift for cost in costs]))
+
+        def total(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+            links = dict.fromkeys(link for part in parts for link in part)
+            return {link: sum(part.get(link, 0) for part in parts) for link in links}
+
+        drift = mean_drift([cost.drift for cost in costs])
+        seconds = sum(cost.seconds for cost in costs)
+        return cls(seconds, total([cost.sent for cost in costs]), drift, total([cost.whole for cost in costs]))
 
 
 def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list[dict[str, float | None]]:
@@ -291,13 +295,14 @@ def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
     """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
-    before, cost = engine.bytes(), Cost()
+    before, whole_before, cost = engine.bytes(), engine.bytes("whole"), Cost()
     engine.forget_drift()
     started = time.perf_counter()
     with engine:
         yield cost
     cost.seconds = time.perf_counter() - started
     cost.sent = {link: count - before[link] for link, count in engine.bytes().items()}
+    cost.whole = {link: count - whole_before[link] for link, count in engine.bytes("whole").items()}
     cost.drift = engine.drift_profile()
 
 

@@ -22,10 +22,12 @@ class BlockSet:
     """The blocks that a rank holds during an exchange, and their sizes in messages.
 
     blocks: one payload for each tensor that travels together. layout: rows and heads of every rank in this exchange.
+    whole: the layout of the tensors themselves, before they were coded, and their bytes of a token and head, of all
+    together; None: they travel as they are.
     """
 
-    def __init__(self, blocks: Blocks, layout: Layout) -> None:
-        self.blocks, self.layout = dict(blocks), layout
+    def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int] | None = None) -> None:
+        self.blocks, self.layout, self.whole = dict(blocks), layout, whole
         some = next(iter(blocks.values()))
         self.like, self.tensors = some[0], len(some)
         self._batch, self._width = len(self.like), self.like.shape[-1]
@@ -44,6 +46,13 @@ class BlockSet:
     def bytes(self, message: Sequence[Block]) -> int:
         return self.numel(message) * self._itemsize
 
+    def whole_bytes(self, message: Sequence[Block]) -> int:
+        """What a message would be if tensors travelled as they are."""
+        if self.whole is None:
+            return self.bytes(message)
+        layout, cell = self.whole
+        return cell * sum([layout.rows[block.rows] * layout.heads[block.heads] for block in message])
+
     def buffer(self, message: Sequence[Block]) -> Tensor:
         """Memory for one message, flat."""
         return self.like.new_empty(self.numel(message))
@@ -60,6 +69,11 @@ class BlockSet:
         tensors = range(self.tensors)
         parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for _ in tensors]))
         return {block: [next(parts) for _ in tensors] for block in message}
+
+
+def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
+    """Bytes of one token of one head of tensors as they are, of all together."""
+    return sum([len(x) * x.shape[-1] * x.element_size() for x in tensors_BLHD])
 
 
 class Target:

@@ -30,7 +30,7 @@ from cocodiff.routes.plans import Block, Phase, Plan, reverse, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.blocks import BlockSet, Target, rows_of_ranks
+from cocodiff.wire.blocks import BlockSet, Target, rows_of_ranks, whole_cell
 from cocodiff.wire.coding import CodedCall, Encoded
 from cocodiff.wire.messages import Port, run_phase, run_pipelined
 from cocodiff.wire.staged import OutputInStages, StagedExchange
@@ -274,11 +274,13 @@ class Forward:
         self.label, self.layer = "".join(self.names), transfer.layer
         self.coded, self._exchange = transfer.coded, transfer.exchange
         self.layout = transfer.layout  # of what travels, once it was encoded
+        self._whole = self.layout, whole_cell(tensors_BLHD.values())
 
     def blocks(self) -> BlockSet:
         payloads, self.layout = self.encoded()
         own, parts = self._exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
-        return BlockSet({Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}, self.layout)
+        blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
+        return BlockSet(blocks, self.layout, self._whole)
 
     def encoded(self) -> Encoded:
         return self.coded.encode(self._tensors)
@@ -313,7 +315,8 @@ class Back:
         rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         out_BTGW = self._coded.encode_output(self._out_BTGD, rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
-        return BlockSet({Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}, self._layout)
+        blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
+        return BlockSet(blocks, self._layout, (self._layout, whole_cell([self._out_BTGD])))
 
     def target(self, held: BlockSet) -> Target:
         own, layout = self._exchange.rank, held.layout

@@ -32,9 +32,12 @@ class Port:
     def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
         self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
 
-    def count(self, peer: int, sent_bytes: int) -> None:
-        """Adds bytes to the trace, by the class of the link to a peer."""
-        self.trace.count(self.topology.link_class(self.rank, peer), sent_bytes)
+    def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
+        """Adds bytes to the trace, by the class of the link to a peer. whole_bytes: of the tensors in whose place they
+        are sent, as they are."""
+        link = self.topology.link_class(self.rank, peer)
+        self.trace.count(link, sent_bytes)
+        self.trace.count(link, whole_bytes, purpose="whole")
 
     def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
         """Copies all messages to their buffers in one launch."""
@@ -59,7 +62,7 @@ def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
     _, sends = held.buffers(phase.sends.values())
     port.pack([[part for b in message for part in held.blocks[b]] for message in phase.sends.values()], sends)
     for peer, message in phase.sends.items():
-        port.count(peer, held.bytes(message))
+        port.count(peer, held.bytes(message), held.whole_bytes(message))
     index = group.ranks.index
     group.send_recv(
         [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
@@ -100,7 +103,7 @@ class InFlight:
     """The messages of one plan under way."""
 
     def __init__(self, port: Port, held: BlockSet) -> None:
-        self._port, self._held = port, BlockSet(held.blocks, held.layout)
+        self._port, self._held = port, BlockSet(held.blocks, held.layout, held.whole)
         self._phases: list[dict[int, PendingReceive]] = []
         self._bringing: dict[Block, PendingReceive] = {}
 
@@ -167,7 +170,7 @@ class InFlight:
                 pieces.append(parts)
                 buffers.append(sent)
             used_on_current_stream(sent)
-            self._port.count(peer, self._held.bytes(message))
+            self._port.count(peer, self._held.bytes(message), self._held.whole_bytes(message))
             found.append(sent)
         if buffers:
             self._port.pack(pieces, buffers)

@@ -115,6 +115,7 @@ def metrics_row(
     baseline: Mapping[str, Any] | None = None,
     drift: Sequence[Mapping[str, float | None]] = (),
     exact_bytes: Mapping[str, int] | None = None,
+    whole_bytes: Mapping[str, int] | None = None,
     of_samples: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
@@ -125,6 +126,7 @@ def metrics_row(
     `drift`, of a lossy run, and then the bytes of the exact run beside it: for each step, of V-Major, the mean relative
     change of v and the fraction of tokens that stayed; of a codec the fraction of attention calls that were coded and
     that of their tensors that were predicted linearly.
+    `whole_bytes`: what `link_bytes` would have been with all tokens as they are, along the same routes.
     `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is
     the mean of the samples' own PSNR.
     """
@@ -140,6 +142,8 @@ def metrics_row(
         "seconds": seconds,
         "bytes": {link: int(link_bytes.get(link, 0)) for link in LINKS},
     }
+    if whole_bytes is not None:
+        row["bytes_whole"] = {link: int(whole_bytes.get(link, 0)) for link in LINKS}
     if of_samples is not None:
         row |= {name: of_samples[name] for name in OF_SAMPLES}
     if baseline is not None:

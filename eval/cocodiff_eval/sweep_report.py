@@ -44,8 +44,9 @@ def write_page(folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], d
 def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     """Two panels: PSNR against the exact run over volume, and the change of PSNR against the truth over speed-up.
 
-    A colour and a number for each point, a marker for each mask (and number of steps); bars are standard errors.
-    Markers in one place share a label with all their numbers.
+    A colour and a number for each point, a marker for each mask (and number of steps), with a black edge where a codec
+    was used; bars are standard errors. On the left a line joins the points that no other beats. Markers in one place
+    share a label with all their numbers.
     """
     from matplotlib.figure import Figure
 
@@ -61,11 +62,13 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
         places = {left: (row.volume, vs_exact), right: (row.speed_up, row.difference["psnr_db"])}
         for axes, (x, y) in places.items():
             if x is not None and y is not None:
-                _draw(axes, x, y, look)
+                _draw(axes, x, y, look | ({"markeredgecolor": "black"} if row.by_codec else {}))
                 marks[axes].append(Mark(x.mean, y.mean, points.index(row.point) + 1))
     if any(row.identical == row.n for row in rows):
         left.axhline(height, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
         left.annotate("identical bits", (0.01, height), xycoords=("axes fraction", "data"), va="bottom", color="0.4")
+    for mask, steps in series:
+        _draw_front(left, [row for row in rows if (row.mask, row.steps) == (mask, steps)], height)
     left.set(xlabel="volume: bytes of q, k, v and o over the exact run's", ylabel="PSNR against the exact run, dB")
     right.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     right.axvline(1, color="0.6", linewidth=0.8, zorder=0)
@@ -77,11 +80,21 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(0.08, 0.1)
-    _legend(figure, points, series)
+    _legend(figure, points, series, any(row.by_codec for row in rows))
     figure.draw_without_rendering()  # settles the axes, so that distances on paper are known
     for axes, of_axes in marks.items():
         _number(axes, of_axes)
     figure.savefig(path, dpi=130)
+
+
+def _draw_front(axes: Axes, rows: Sequence[Row], height: float) -> None:
+    """Joins the points that no other of `rows` beats. height: of those with the exact run's bits."""
+    ends = [
+        (row.volume.mean, height if row.vs_exact is None else row.vs_exact.mean)
+        for row in rows
+        if row.volume is not None and not any(other.beats(row) for other in rows)
+    ]
+    axes.plot(*zip(*sorted(ends), strict=True), color="0.75", linewidth=0.9, zorder=0) if ends else None
 
 
 def _height_of_identical(rows: Sequence[Row]) -> float:
@@ -105,9 +118,8 @@ def _draw(axes: Axes, x: Spread, y: Spread, look: Mapping[str, Any]) -> None:
         elinewidth=0.9,
         capsize=2,
         markersize=7,
-        markeredgecolor="white",
         markeredgewidth=0.6,
-        **look,
+        **{"markeredgecolor": "white", **look},
     )
 
 
@@ -128,14 +140,17 @@ def _number(axes: Axes, marks: Sequence[Mark]) -> None:
         axes.annotate(numbers, group[0][:2], xytext=(5, 4), textcoords="offset points", fontsize=8)
 
 
-def _legend(figure: Any, points: Sequence[str], series: Sequence[tuple[str, int]]) -> None:
+def _legend(figure: Any, points: Sequence[str], series: Sequence[tuple[str, int]], coded: bool) -> None:
     from matplotlib.lines import Line2D
 
-    def handle(colour: Any, marker: str, label: str) -> Line2D:
-        return Line2D([], [], color=colour, marker=marker, linestyle="", markersize=7, label=label)
+    def handle(colour: Any, marker: str, label: str, edge: Any = None) -> Line2D:
+        return Line2D(
+            [], [], color=colour, marker=marker, linestyle="", markersize=7, label=label, markeredgecolor=edge
+        )
 
     handles = [handle(_look(n, 0)["color"], "s", f"{n + 1}  {point}") for n, point in enumerate(points)]
     handles += [
         handle("0.35", MARKERS[n % len(MARKERS)], f"{mask}, {steps} steps") for n, (mask, steps) in enumerate(series)
     ]
+    handles += [handle("white", "o", "black edge: residual codec", "black")] if coded else []
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Row:
     difference  the same minus the exact run's on the same slice
     vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
     volume      bytes of q, k, v and o over the exact run's; None where nothing travels (one rank)
+    of_whole    the same over what all tokens as they are would have been along the point's own routes
+    coding      what travels in tensors' place: full, v_major or a codec; empty where the lines do not say
     speed_up    seconds of the exact run over this one's
     """
 
@@ -56,6 +59,22 @@ class Row:
     volume: Spread | None
     speed_up: Spread | None
     seconds: Spread | None
+    of_whole: Spread | None = None
+    coding: str = ""
+
+    @property
+    def by_codec(self) -> bool:
+        return self.coding not in ("", "full", "v_major")
+
+    def beats(self, other: Row) -> bool:
+        """Whether this point sends no more than another, under the same mask at as many steps, and is closer to the
+        exact run."""
+        if (self.mask, self.steps) != (other.mask, other.steps) or other.identical == other.n:
+            return False
+        if self.volume is None or other.volume is None or other.vs_exact is None:
+            return False
+        closer = self.identical == self.n or (self.vs_exact is not None and self.vs_exact.mean > other.vs_exact.mean)
+        return closer and self.volume.mean <= other.volume.mean
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
@@ -78,6 +97,10 @@ def _row(lines: Sequence[Line]) -> Row:
         whole = sum(line["exact"]["bytes"].values())
         return sum(line["bytes"].values()) / whole if whole else None
 
+    def of_whole(line: Line) -> float | None:
+        whole = sum(line.get("bytes_whole", {}).values())
+        return sum(line["bytes"].values()) / whole if whole else None
+
     return Row(
         lines[0]["point"],
         lines[0]["mask"],
@@ -90,6 +113,8 @@ def _row(lines: Sequence[Line]) -> Row:
         over(volume),
         over(lambda line: line["exact"]["seconds"] / line["seconds"]),
         over(lambda line: line["seconds"]),
+        over(of_whole),
+        lines[0].get("coding", ""),
     )
 
 
@@ -128,7 +153,9 @@ def quality_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    heading = ("point", "mask", "steps", "n", "vs exact dB", "volume", "speed-up to flat", "seconds")
+    """Heading and lines of bytes and speed; beaten by: the point closest to exact of those that send no more."""
+    measured = ("vs exact dB", "volume", "of whole", "speed-up to flat", "seconds")
+    heading = ("point", "mask", "steps", "n", *measured, "beaten by")
     lines = [
         (
             row.point,
@@ -137,17 +164,27 @@ def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             str(row.n),
             shown_exact(row),
             shown(row.volume, 3),
+            shown(row.of_whole, 3),
             shown(row.speed_up, 2),
             shown(row.seconds, 2),
+            better_than(row, rows),
         )
         for row in rows
     ]
     return [heading, *lines]
 
 
+def better_than(row: Row, rows: Sequence[Row]) -> str:
+    """The point closest to exact of those that send no more than this one; empty where there is none."""
+    better = [other for other in rows if other.beats(row)]
+    closest = max(better, key=lambda one: math.inf if one.vs_exact is None else one.vs_exact.mean, default=None)
+    return "" if closest is None else closest.point
+
+
 NOTE = (
     "Means over n slices +- standard error. d: the point minus the exact run (flat) of the same slice; in brackets the "
-    "paper's limits, * beyond one."
+    "paper's limits, * beyond one. Volume: bytes of q, k, v and o over the exact run's; of whole: over those of all "
+    "tokens as they are along the point's own routes. Beaten by: a point that sends no more and is closer to exact."
 )
 
 
@@ -157,4 +194,4 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    return text_table(cost_cells(rows), "<<" + ">" * 6)
+    return text_table(cost_cells(rows), "<<" + ">" * 7 + "<")

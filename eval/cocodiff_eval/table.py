@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cocodiff.text_table import aligned
-from cocodiff_eval.metrics import mean, means_of_samples
+from cocodiff_eval.metrics import LINKS, mean, means_of_samples
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
 OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, after SSIM, where there are several samples
@@ -44,6 +44,12 @@ def samples_told(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return number(row.get("psnr_db_single"), 2), inside[0], inside[1]
 
 
+def of_whole(row: Mapping[str, Any]) -> str:
+    """Which part of the bytes was sent that all tokens as they are would have been; a dash where nothing is."""
+    whole = sum((row.get("bytes_whole") or {}).values())
+    return number(sum(row["bytes"].values()) / whole, 3) if whole else MISSING
+
+
 def base_name(name: str) -> str:
     """The stack a row belongs to: `scan[12]`, a slice of it, and `scan` both give `scan`."""
     return re.sub(r"\[\d+\]$", "", name)
@@ -77,6 +83,8 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         "seconds": sum(row["seconds"] for row in rows),
         "bytes": {link: sum(row["bytes"][link] for row in rows) for link in rows[0]["bytes"]},
     }
+    if all("bytes_whole" in row for row in rows):
+        together["bytes_whole"] = {link: sum(row["bytes_whole"][link] for row in rows) for link in LINKS}
     if baselines:
         together["baseline"] = {
             **{key: mean([one[key] for one in baselines]) for key in quality},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from cocodiff_eval.sweep_summary import better_than, summarise
 from launching import end_group
 from warm import Started
 
@@ -29,11 +30,11 @@ SWEEP = {
     "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
     "points": [
         {"preset": "flat"},
-        {"name": "theirs", "preset": "cocodiff"},
+        {"name": "coded", "preset": "coded"},
         {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2},
     ],
 }
-POINTS = ["schedule fixed, reference sent", "flat", "theirs", "round"]
+POINTS = ["schedule fixed, reference sent", "flat", "coded", "round"]
 KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
 
 
@@ -103,7 +104,12 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
         elif key.point == "round":
             assert line["psnr_vs_exact_db"] > 80 and line["drift"] == []
             assert line["settings"] == {"preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}
+        elif key.point == "coded":  # heads of 8: 4 bytes and a scale of 32, but in the first of three steps
+            assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 30
+            assert [row["coded_fraction"] for row in line["drift"]] == [0, 1, 1]
+            assert sent == sum(line["bytes_whole"].values()) * (1 + 2 * 5 / 32) / 3
         else:
+            assert line["coding"] == "v_major" and sent < sum(line["bytes_whole"].values()) == exact
             assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact
             assert [row["step"] for row in line["drift"]] == [0, 1, 2]
             assert line["drift"][2]["change"] > 0 and line["drift"][2]["stable_fraction"] > 0.4
@@ -139,7 +145,7 @@ def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: py
     assert all(point in printed for point in POINTS) and "volume" in printed and "identical" in printed
     assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
     page = (whole / "report.html").read_text()
-    assert "data:image/png;base64," in page and "theirs" in page and "http" not in page.split("<style>")[1]
+    assert "data:image/png;base64," in page and "coded" in page and "http" not in page.split("<style>")[1]
 
 
 def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +169,18 @@ def test_v_major_on_one_rank_is_refused(folder: Path, tmp_path: Path, capsys: py
 
 def line(point: str) -> dict[str, Any]:
     return {"point": point, "steps": 3, "mask": "block", "slice": "scan"}
+
+
+def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
+    def line(point: str, sent: int, distance_db: float | None, mask: str = "block") -> dict[str, Any]:
+        judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1, "seconds": 1.0}
+        exact = {**judged, "bytes": {"plane": 100}}
+        run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}}
+        return {**run, "psnr_vs_exact_db": distance_db, "exact": exact}
+
+    rows = summarise([line("flat", 100, None), line("a", 50, 40.0), line("b", 30, 41.0), line("c", 30, 42.0)])
+    assert [better_than(row, rows) for row in rows] == ["", "c", "c", ""]
+    assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
 
 
 def test_lines_are_kept_and_torn_ones_are_not(tmp_path: Path) -> None:
@@ -280,8 +298,11 @@ def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_shipped_sweep_is_well_formed() -> None:
+def test_the_shipped_sweeps_are_well_formed() -> None:
     path = Path(__file__).parents[2] / "configs" / "sweeps" / "quality.yaml"
     found = grid(**yaml.safe_load(path.read_text()))
     assert len(found.points) == 11 and found.masks == ["block", "center"] and found.steps == [20]
     assert sum(point.lossy for point in found.points) == 9
+    coded = grid(**yaml.safe_load(path.with_name("codec.yaml").read_text())).points
+    assert sum(point.config.codec != "none" for point in coded) == 9
+    assert {point.config.exchange for point in coded} == {"flat"}  # so that bytes compare

@@ -90,7 +90,7 @@ class CardCall(SelectiveCall):
             for block, parts in held.blocks.items()
             if topology.places[block.heads].plane in served
         }
-        return BlockSet(blocks, selection.layout)
+        return BlockSet(blocks, selection.layout, held.whole)
 
     def _choose(self, held: BlockSet) -> Selection:
         coding, layout, topology = self.coding, self.layout, self.exchange.topology

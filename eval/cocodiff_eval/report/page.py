@@ -15,7 +15,7 @@ from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.report.encode import LOSSLESS
 from cocodiff_eval.report.series import Series, key_of, numbers, remarks, series_of
 from cocodiff_eval.report.templates import write_template
-from cocodiff_eval.table import MISSING, grouped, number, samples_told, size, versus_exact, with_baseline
+from cocodiff_eval.table import MISSING, grouped, number, of_whole, samples_told, size, versus_exact, with_baseline
 
 LINK_NAMES = {"sibling": "sibling", "plane": "plane", "node": "node", "cross_plane": "cross plane"}
 
@@ -129,6 +129,7 @@ def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "exact": versus_exact(row),
             "seconds": number(row["seconds"], 2),
             "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
+            "of_whole": of_whole(row),
         }
         for row in with_baseline(rows)
     ]
