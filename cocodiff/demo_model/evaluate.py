@@ -1,6 +1,6 @@
 """Measures the demo model on held-out slices against mean fill and biharmonic inpainting.
 
-    python -m cocodiff.demo_model.evaluate [--steps 20] [--count 20] [--family organ] [--sheet FILE.png] [--weights DIR]
+    python -m cocodiff.demo_model.evaluate [--steps 20] [--count 20] [--family organ rock ...] [--sheet FILE.png]
 
 PSNR (decibels, over masked pixels on the [0, 1] range, clipped) and SSIM (scikit-image, window 7, its map averaged in
 the mask) are computed per slice and averaged over slices. One sample per slice, strength 1.
@@ -23,6 +23,8 @@ from .slices import FAMILIES, HELD_OUT_SEEDS, make_slice
 
 Stack = NDArray[np.float32]
 Masks = NDArray[np.bool_]
+
+SHOWN = 4  # slices of a family and a mask on a sheet
 
 
 def metrics(restored: Stack, truth: Stack, mask: Mask) -> tuple[float, float]:
@@ -72,21 +74,10 @@ def sheet(images_NHW: Stack, masks_NHW: Masks, restored_NHW: Stack) -> NDArray[n
     return np.round(np.concatenate([np.concatenate(list(c), 0) for c in columns], 1) * 255).astype(np.uint8)
 
 
-def main() -> None:
-    """The command line: prints one line per mask and method."""
-    parser = argparse.ArgumentParser(description="Measure the demo model on held-out slices.")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--family", default="organ", choices=[*FAMILIES, "mixed"])
-    parser.add_argument("--weights", type=Path, default=WEIGHTS)
-    parser.add_argument("--sheet", type=Path, help="PNG to write: original, masked, restored, error")
-    parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    seeds = HELD_OUT_SEEDS[: arguments.count]
-    truth_NHW = np.stack([make_slice(seed, family=arguments.family) for seed in seeds])
-    pipeline = load_pipeline(weights=arguments.weights)
-    pipeline.set_progress_bar_config(disable=True)
+def measure(pipeline: Any, family: str, count: int, steps: int) -> NDArray[np.uint8]:
+    """Prints one line per mask and method; returns a sheet of the first slices of both masks."""
+    seeds = HELD_OUT_SEEDS[:count]
+    truth_NHW = np.stack([make_slice(seed, family=family) for seed in seeds])
     sheets = []
     for name in ("block", "center"):
         masks = [block_mask(np.random.default_rng(seed)) if name == "block" else center_mask() for seed in seeds]
@@ -95,19 +86,35 @@ def main() -> None:
         methods: dict[str, Callable[[Stack, Masks], Stack]] = {
             "mean": fill_mean,
             "biharmonic": fill_biharmonic,
-            f"model, {arguments.steps} steps": lambda images, masks: restore(pipeline, images, masks, arguments.steps),
+            f"model, {steps} steps": lambda images, masks: restore(pipeline, images, masks, steps),
         }
         for method, fill in methods.items():
             restored_NHW = fill(hidden_NHW, masks_NHW)
             values = [metrics(*row) for row in zip(restored_NHW, truth_NHW, masks_NHW, strict=True)]
             psnr, ssim = np.mean(values, 0)
-            print(f"{name:7s} {method:18s} {psnr:6.2f} dB  {ssim:.3f}", flush=True)
-        sheets.append(sheet(truth_NHW[:8], masks_NHW[:8], restored_NHW[:8]))
+            print(f"{family:8s} {name:7s} {method:18s} {psnr:6.2f} dB  {ssim:.3f}", flush=True)
+        sheets.append(sheet(truth_NHW[:SHOWN], masks_NHW[:SHOWN], restored_NHW[:SHOWN]))
+    return np.concatenate(sheets, 1)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Measure the demo model on held-out slices.")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--family", nargs="+", default=["organ"], choices=[*FAMILIES, "mixed"])
+    parser.add_argument("--weights", type=Path, default=WEIGHTS)
+    parser.add_argument("--sheet", type=Path, help="PNG to write: original, masked, restored, error of each family")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    pipeline = load_pipeline(weights=arguments.weights)
+    pipeline.set_progress_bar_config(disable=True)
+    sheets = [measure(pipeline, family, arguments.count, arguments.steps) for family in arguments.family]
     if arguments.sheet:
         from PIL import Image
 
-        picture = Image.fromarray(np.concatenate(sheets, 1))
-        picture.resize((picture.width * 3 // 2, picture.height * 3 // 2)).save(arguments.sheet)
+        Image.fromarray(np.concatenate(sheets)).save(arguments.sheet)
 
 
 if __name__ == "__main__":

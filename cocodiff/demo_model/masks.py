@@ -17,6 +17,17 @@ def block_mask(generator: np.random.Generator, size: int = 96) -> Mask:
     return cells.reshape(CELLS, CELLS).repeat(side, 0).repeat(side, 1)[:size, :size]
 
 
+def cells_mask(generator: np.random.Generator, size: int) -> Mask:
+    """Cells of any side from an eighth to a half of the image, on a grid of any phase, each hidden by chance: what
+    a tile of a large slice sees of its block mask. It may be empty."""
+    side = int(generator.integers(size // 8, size // 2 + 1))
+    phase = generator.integers(0, side, 2)
+    count = size // side + 2
+    cells = generator.random((count, count)) < generator.uniform(0.1, 0.35)
+    grown = cells.repeat(side, 0).repeat(side, 1)
+    return grown[phase[0] : phase[0] + size, phase[1] : phase[1] + size]
+
+
 def center_mask(size: int = 96) -> Mask:
     """The central half of both sides: bool [size, size]."""
     mask = np.zeros((size, size), bool)
@@ -52,19 +63,22 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A mask of random kind, never empty: 45% block, 30% center (some shifted), the rest irregular. bool [size,
-    size]."""
+    """A mask of random kind, never empty: 36% block, 15% other cells, 29% center (some shifted), the rest irregular.
+
+    bool [size, size]."""
     kind = generator.random()
-    if kind < 0.45:
+    if kind < 0.36:
         mask = block_mask(generator, size)
-    elif kind < 0.70:
-        mask = center_mask(size)
+    elif kind < 0.51:
+        mask = cells_mask(generator, size)
     elif kind < 0.75:
+        mask = center_mask(size)
+    elif kind < 0.80:
         mask = np.roll(center_mask(size), tuple(generator.integers(-size // 4, size // 4 + 1, 2)), (0, 1))
-    elif kind < 0.84:
+    elif kind < 0.86:
         mask = rectangles_mask(generator, size)
-    elif kind < 0.92:
+    elif kind < 0.93:
         mask = blob_mask(generator, size)
     else:
         mask = half_plane_mask(generator, size)
-    return mask if mask.any() else center_mask(size)
+    return mask if 0 < mask.mean() < 0.9 else center_mask(size)

@@ -4,6 +4,10 @@ torch has a Muon too, but it orthogonalises one matrix at a time in bfloat16, wh
 emulates: it would take four times as long as the model. This one takes matrices of equal shape together, in float32.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -87,8 +91,26 @@ class Optimizer:
         with torch.no_grad():
             torch._foreach_lerp_(self.averaged, self.parameters, 1 - keep)
 
-    @torch.no_grad()
-    def use_average(self) -> None:
-        """Replaces the model's weights by their running average."""
-        for parameter, mean in zip(self.parameters, self.averaged, strict=True):
-            parameter.copy_(mean)
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The model with the running average of its weights while the block lasts."""
+        raw = [parameter.detach().clone() for parameter in self.parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.averaged)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, raw)
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` goes on from."""
+        velocities = [velocity_NRC for _, velocity_NRC in self.muon.groups]
+        return {"muon": velocities, "adam": self.adam.state_dict(), "averaged": self.averaged, "count": self.count}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes the state of an optimiser of the same model."""
+        for (_, velocity_NRC), kept_NRC in zip(self.muon.groups, state["muon"], strict=True):
+            velocity_NRC.copy_(kept_NRC)
+        self.adam.load_state_dict(state["adam"])
+        self.averaged, self.count = state["averaged"], state["count"]

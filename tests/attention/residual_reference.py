@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEP_OF_LARGEST = {2: 13 / 32, 4: 1 / 8, 8: 1 / 128}
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -22,27 +21,48 @@ def predicted(x: Tensor, known: list[Tensor], factor: float) -> Tensor:
     return newest + (newest - known[-2].float()) * torch.tensor(factor, dtype=torch.float32)
 
 
-def scale_bytes(residual: Tensor, bits: int) -> list[Tensor]:
-    """Of every group of channels its scale byte [B, S, H], and the groups that have none of their own as -1 and 256."""
-    found = []
-    for group in residual.split(32, -1):
-        largest = torch.where(group.isfinite(), group.abs(), math.inf).amax(-1)
-        mantissa, exponent = torch.frexp(largest * STEP_OF_LARGEST[bits])  # mantissa from 1/2 to 1
-        eighths = torch.ceil(mantissa.double() * 16)  # 8 to 16: a significand from 1 to 2
-        byte = 8 * (exponent.double() - 1 + 20) + (eighths - 8) + 1
-        byte = torch.where(largest == 0, torch.zeros_like(byte), byte).clamp(min=0)
-        found.append(torch.where(largest.isfinite(), byte.clamp(max=255), torch.full_like(byte, 256)))
-    return found
+def sizes(residual: Tensor) -> list[Tensor]:
+    """Of every group of channels the largest size, infinite where one is not finite."""
+    return [torch.where(one.isfinite(), one.abs(), math.inf).amax(-1) for one in residual.split(32, -1)]
+
+
+def byte_of(step: Tensor, round_up: bool) -> Tensor:
+    """The scale byte of a step with 4 bits, above or nearest (the smaller one in the middle), not limited; of infinity
+    256."""
+    mantissa, exponent = torch.frexp(step.double())  # mantissa from 1/2 to 1
+    eighths = torch.ceil(mantissa * 16 - (0 if round_up else 0.5))  # 8 to 16: a significand from 1 to 2
+    byte = 8 * (exponent.double() - 1 + 20) + (eighths - 8) + 1
+    return torch.where(step == 0, 0.0, torch.where(step.isfinite(), byte, 256.0))
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Of up to 32 numbers, halves added to halves."""
+    x = torch.cat([x, x.new_zeros(*x.shape[:-1], 32 - x.shape[-1])], -1)
+    for length in (16, 8, 4, 2, 1):
+        x = x[..., :length] + x[..., length:]
+    return x[..., 0]
+
+
+def fitted(group: Tensor, largest: Tensor) -> Tensor:
+    """The step of 2 bits in float64, after two rounds of least squares."""
+    size, step = group.abs(), (largest * (13 / 32)).double()
+    for _ in range(2):
+        large = size >= step.float()[..., None]
+        total = 2 * (tree_sum(size) + 2 * tree_sum(torch.where(large, size, 0.0)))
+        step = total.double() / (group.shape[-1] + 8 * large.sum(-1))
+    return torch.where(largest.isfinite(), step, math.inf)
 
 
 def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int, int]:
-    """What both ends have of x afterwards; how many groups no scale fits; the sum of the scale bytes as sent."""
+    """What both ends have of x afterwards; how many groups no scale fits; the residual's size, as a sum of bytes."""
     parts, unfit, total = [], 0, 0
     residual = x.float() - prediction
-    for group, byte in zip(residual.split(32, -1), scale_bytes(residual, bits), strict=True):
+    for group, largest in zip(residual.split(32, -1), sizes(residual), strict=True):
+        step = fitted(group, largest) if bits == 2 else largest / 2 ** (bits - 1)
+        byte = byte_of(step, round_up=bits != 2).clamp(min=0)
         unfit += int((byte >= 255).sum())
-        sent = torch.where(byte == 256, 255.0, byte.clamp(max=254))
-        total += int(sent.sum())
+        total += int(byte_of(largest, True).clamp(0, 254).sum())
+        sent = torch.where(largest.isfinite(), byte.clamp(max=254), 255.0)
         step = ((1 + (sent - 1) % 8 / 8) * 2.0 ** ((sent - 1) // 8 - 20)).float()[..., None]
         magnitude = (group.abs() * (1 / step)).nan_to_num(0, 1e9, 0).trunc().clamp(max=2 ** (bits - 1) - 1)
         value = torch.where(group < 0, -magnitude - 0.5, magnitude + 0.5) * step
@@ -87,10 +107,10 @@ class Reference:
             return x
         factor = self.factor()
         linear = factor if self.predictor == "taylor" or name in before else 0.0
-        new, unfit, sent = recoded(x, predicted(x, known, linear), self.bits)
+        new, unfit, size = recoded(x, predicted(x, known, linear), self.bits)
         if self.predictor == "auto" and factor:
             other = recoded(x, predicted(x, known, 0.0 if linear else factor), self.bits)[2]
-            if (sent < other) if linear else (other < sent):
+            if (size < other) if linear else (other < size):
                 self.better.add(name)
         self.unfit = self.unfit or unfit > 0
         known.append(new)

@@ -282,6 +282,10 @@ def test_points_that_cannot_run_are_refused_at_the_start(
             {"grid": {"preset": ["flat"], "ratio": [0.5]}},
             "ratio does nothing with selection full: add selection: v_major",
         ),
+        (
+            {"points": [{"predictor": "last"}]},
+            "predictor does nothing with codec none: add codec: int8 or int4 or int2",
+        ),
         ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
         ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),

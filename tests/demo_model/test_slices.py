@@ -20,6 +20,18 @@ def test_a_seed_gives_one_slice(zoom: float) -> None:
     assert len(np.unique(stack.mean((1, 2)))) == 6
 
 
+@pytest.mark.parametrize("family", slices.FAMILIES)
+def test_every_family_has_structure_at_every_zoom(family: str) -> None:
+    stack = np.stack([slices.make_slice(seed, zoom, family) for seed in range(4) for zoom in (1.0, 4.0)])
+    assert np.isfinite(stack).all() and (stack.std((1, 2)) > 0.02).all()
+
+
+def test_the_mixture_has_all_families() -> None:
+    assert sum(slices.SHARES.values()) == pytest.approx(1) and slices.SHARES.keys() == slices.FAMILIES.keys()
+    seed = next(seed for seed in range(100) if slices.family_of(seed) == "rock")
+    assert np.array_equal(slices.make_slice(seed, 2.0), slices.make_slice(seed, 2.0, "rock"))
+
+
 def test_zoom_below_1_is_refused() -> None:
     with pytest.raises(ValueError, match=r"zoom 0\.5"):
         slices.make_slice(0, 0.5)

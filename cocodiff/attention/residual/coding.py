@@ -20,7 +20,7 @@ from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState, kep
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import Prediction, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
@@ -114,32 +114,29 @@ class Residual(Coding):
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> SiteState:
-        """The state of a site whose call begins, and its place among the notes."""
+    def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> tuple[SiteState, dict[str, Prediction]]:
+        """The state of a site whose call begins, and how its tensors are predicted: by name, none in a whole call."""
         self._settle()
-        state = self._sites.setdefault(site, SiteState())
+        state, moment = self._sites.setdefault(site, SiteState()), self.moment
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
-        step, sigma = self.moment.step, self.moment.sigma
-        state.begin(form, step, float(step) if sigma is None else sigma, self._always_whole)
-        noted = self._report[step]
-        noted.calls += 1
-        if state.coded:
-            noted.coded += 1
-            noted.linear += sum(self.prediction(state, name).linear for name in TENSORS)
-        return state
+        level = float(moment.step) if moment.sigma is None else moment.sigma
+        state.begin(form, moment.step, level, self._always_whole)
+        predictions = {name: self._prediction(state, name) for name in TENSORS} if state.coded else {}
+        self._report[moment.step].add(predictions.values())
+        return state, predictions
+
+    def _prediction(self, state: SiteState, name: str) -> Prediction:
+        factor = state.factor
+        linear = factor > 0 and (self.predictor == "taylor" or name in state.linear)
+        return Prediction(factor, linear, compare=factor > 0 and self.predictor == "auto")
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
-        """Where encoding a site's tensors notes how it went, [tensors, 2], for a call that is coded."""
-        if self._notes is None:  # a site is coded once in a call of the model, and was called before
+        """Where encoding notes how it went, [tensors, 2], for a call that is coded."""
+        if self._notes is None:  # a site is coded at most once in a call of the model, and was called before that
             self._notes = torch.zeros(len(self._sites) * len(TENSORS), 2, dtype=torch.int64, device=device)
         first = len(self._coded) * len(TENSORS)
         self._coded.append(state)
         return self._notes[first : first + len(TENSORS)]
-
-    def prediction(self, state: SiteState, name: str) -> Prediction:
-        factor = state.factor
-        linear = factor > 0 and (self.predictor == "taylor" or name in state.linear)
-        return Prediction(factor, linear, compare=factor > 0 and self.predictor == "auto")
 
     def _sum_notes(self, own: Tensor) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
@@ -166,82 +163,75 @@ class Residual(Coding):
 
 
 class ResidualCall(CodedCall):
-    """One attention call of the codec, coded or whole."""
+    """One attention call of the codec, coded or whole. state, predictions: see `Residual.begin_call`; known once q, k
+    or v was sent."""
 
-    state: SiteState | None = None
+    begun = False
+    state: SiteState
+    predictions: dict[str, Prediction]
     notes: Tensor
 
     def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
         super().__init__(layout)
-        self.coding, self.kernels, self.site, self.rank = coding, exchange.kernels, site, exchange.rank
+        self.coding, self.kernels, self.trace, self.site = coding, exchange.kernels, exchange.trace, site
 
     @property
-    def whole(self) -> bool:
-        assert self.state is not None, "q, k or v was sent"
-        return not self.state.coded
+    def coded(self) -> int:
+        """The number of this call among those since the last whole one, which itself is 0."""
+        return self.state.coded
 
     def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
-        if self.state is None:
-            like_BLHD = next(iter(tensors_BLHD.values()))
-            self.state = self.coding.begin_call(self.site, like_BLHD, self.layout)
-            if not self.whole:
+        if not self.begun:
+            self.begun, like_BLHD = True, next(iter(tensors_BLHD.values()))
+            self.state, self.predictions = self.coding.begin_call(self.site, like_BLHD, self.layout)
+            if self.coded:
                 self.notes = self.coding.notes_of(self.state, like_BLHD.device)
         return transfer.post(tensors_BLHD, wait_next)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
-        return super().cell_bytes(x_BLHD) if self.whole else len(x_BLHD) * self._width(x_BLHD)
+        return len(x_BLHD) * self._width(x_BLHD) if self.coded else super().cell_bytes(x_BLHD)
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        return Encoded([self._encoded(name, x, slice(0, x.shape[1])) for name, x in tensors_BLHD.items()], self.layout)
+        payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
+        return Encoded(payloads, self.layout)
 
     def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
-        return [self._decoded(name, x, rows) for name, x in received_BSGW.items()]
+        return [self._received(name, x, rows) for name, x in received_BSGW.items()]
 
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
-        return self._encoded("o", out_BTGD, rows)
+        return self._sent("o", out_BTGD, rows, sum(self.layout.rows))
 
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        return self._decoded("o", received_BLHW, slice(0, received_BLHW.shape[1]))
+        return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
 
-    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
-        """What travels in the place of some rows of a tensor."""
-        site = self.state
-        assert site is not None, "a call begins as q, k or v is sent"
+    def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
+        """What travels in the place of `rows` of a tensor's `length` rows."""
         used_on_current_stream(x_BTHD)
-        if self.whole:
-            if name not in site.sent:
+        ends, coded = self.state.sent, self.coded
+        if not coded:
+            if name not in ends:
                 B, _, H, D = x_BTHD.shape
-                length = sum(self.layout.rows) if name == "o" else x_BTHD.shape[1]
-                site.sent[name] = kept(x_BTHD.new_empty(B, length, H, D), self.coding.kept)
-            site.sent[name].written(0)[:, rows] = x_BTHD
+                ends[name] = kept(x_BTHD.new_empty(B, length, H, D), self.coding.kept)
+            ends[name].written(coded)[:, rows] = x_BTHD
             return x_BTHD
-        known = self._known(site.sent[name].known(site.coded), rows)
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self._width(x_BTHD), dtype=torch.uint8)
-        notes_2 = used_on_current_stream(self.notes)[TENSORS.index(name)]
-        how = self.coding.prediction(site, name)
-        self.kernels.encode_residual(x_BTHD, known, how, self.coding.bits, code_BTHW, notes_2)
+        known, notes_2 = ends[name].known(coded, rows), used_on_current_stream(self.notes)[TENSORS.index(name)]
+        with self.trace.span(f"encode {name}", "codec", self.site.kind):
+            self.kernels.encode_residual(x_BTHD, known, self.predictions[name], self.coding.bits, code_BTHW, notes_2)
         return code_BTHW
 
-    def _decoded(self, name: str, received: Tensor, rows: slice) -> Tensor:
-        """All rows of a tensor, of which `rows` have just arrived."""
-        site = self.state
-        assert site is not None, "a call begins as q, k or v is sent"
-        if self.whole:
-            if name not in site.received:  # else another chunk of the same memory
-                site.received[name] = kept(received, self.coding.kept)
-            return received
-        known = self._known(site.received[name].known(site.coded), rows)
-        how = self.coding.prediction(site, name)
-        code = used_on_current_stream(received)[:, rows]
-        self.kernels.decode_residual(code, known, how.factor if how.linear else None, self.coding.bits)
-        return site.received[name].written(site.coded)
-
-    def _known(self, kept: Reconstructions, rows: slice) -> Reconstructions:
-        """Of some rows; the memory is in use on this stream."""
-        last, before = kept
-        return Reconstructions(
-            used_on_current_stream(last)[:, rows], None if before is None else used_on_current_stream(before)[:, rows]
-        )
+    def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
+        """All rows of a tensor, of which `rows` have just come."""
+        ends, coded = self.state.received, self.coded
+        if not coded:
+            if name not in ends:  # else these are more rows of the same memory
+                ends[name] = kept(x_BSGW, self.coding.kept)
+            return x_BSGW
+        how, known = self.predictions[name], ends[name].known(coded, rows)
+        code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
+        with self.trace.span(f"decode {name}", "codec", self.site.kind):
+            self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.coding.bits)
+        return ends[name].written(coded)
 
     def _width(self, x_BLHD: Tensor) -> int:
         return coded_width(x_BLHD.shape[-1], self.coding.bits)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.kernels.residual import Reconstructions
+from cocodiff.device import used_on_current_stream
+from cocodiff.kernels.residual import Prediction, Reconstructions
 
 TENSORS = ("q", "k", "v", "o")
 NEWEST = 3  # noise levels that a continuation needs
@@ -21,10 +22,12 @@ class End:
 
     buffers: list[Tensor]
 
-    def known(self, coded: int) -> Reconstructions:
-        """For the coded call of this number, from 1: the newest, and what is written over."""
-        kept = len(self.buffers)
-        return Reconstructions(self.buffers[(coded - 1) % kept], self.buffers[coded % kept] if kept > 1 else None)
+    def known(self, coded: int, rows: slice) -> Reconstructions:
+        """Some rows for the coded call of this number, from 1: the newest, and what is written over."""
+        last, written = self.buffers[(coded - 1) % len(self.buffers)], self.written(coded)
+        used_on_current_stream(last)
+        used_on_current_stream(written)
+        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, coded: int) -> Tensor:
         """What that call's reconstruction is written to."""
@@ -84,6 +87,12 @@ class CodedStep:
     calls: int = 0
     coded: int = 0
     linear: int = 0
+
+    def add(self, predictions: Collection[Prediction]) -> None:
+        """A call, whose tensors are predicted so; none where they travel whole."""
+        self.calls += 1
+        self.coded += bool(predictions)
+        self.linear += sum(how.linear for how in predictions)
 
     @classmethod
     def merged(cls, parts: Sequence[CodedStep]) -> dict[str, float | None]:
