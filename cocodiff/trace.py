@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,7 @@ class SavedTraces(NamedTuple):
 
     spans: dict[str, dict[int, list[Span]]]
     not_kept: int  # spans beyond MAX_SPANS of a rank, of all ranks and modes together
+    sent: Mapping[str, Mapping[str, Mapping[str, int]]]  # mode -> purpose -> bytes by link class, of all ranks
 
 
 def load_traces(path: str | Path) -> SavedTraces:
@@ -185,8 +187,12 @@ def load_traces(path: str | Path) -> SavedTraces:
                 about, start = event["args"], round(event["ts"] * 1e3)
                 span = Span(event["name"], about["lane"], start, start + round(event["dur"] * 1e3), about["layer"])
                 spans.setdefault(about["mode"], {}).setdefault(event["pid"], []).append(span)
-        return SavedTraces(spans, int(written["otherData"]["spans_not_kept"]))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        sent: dict[str, dict[str, dict[str, int]]] = {}
+        for name, count in written["otherData"].get("bytes", {}).items():
+            mode, purpose, link = name.rsplit(" ", 2)
+            sent.setdefault(mode, {}).setdefault(purpose, {})[link] = int(count)
+        return SavedTraces(spans, int(written["otherData"]["spans_not_kept"]), sent)
+    except (AttributeError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _not_ours(path) from error
 
 

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace, save_traces
+from cocodiff.commands.trace import sent_lines
+from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace, load_traces, save_traces
 
 
 def test_spans_keep_name_lane_and_order_in_time():
@@ -87,6 +88,7 @@ def test_traces_of_several_ranks_and_modes_go_together(tmp_path):
             with trace.span("attention"):
                 pass
             trace.count("plane", 3)
+            trace.count("plane", 4, purpose="whole")
         records[mode] = [trace.record() for trace in traces]
     save_traces(tmp_path / "all.json", records)
     written = json.loads((tmp_path / "all.json").read_text())
@@ -95,7 +97,9 @@ def test_traces_of_several_ranks_and_modes_go_together(tmp_path):
         (rank, f"{mode} main") for rank in range(2) for mode in records
     }
     assert min(span["ts"] for span in spans) == 0
-    assert written["otherData"]["bytes"] == {"flat attention plane": 6, "tapa attention plane": 6}
+    sent = {"attention": {"plane": 6}, "whole": {"plane": 8}}
+    assert load_traces(tmp_path / "all.json").sent == {"flat": sent, "tapa": sent}
+    assert sent_lines({"flat": sent})[0].endswith("; 0.750 of what whole tensors take")
 
 
 def test_an_empty_trace_is_a_valid_file(tmp_path):

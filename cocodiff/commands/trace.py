@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.terminal import say
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
 from cocodiff.text_table import aligned
-from cocodiff.trace import MAX_SPANS, load_traces
+from cocodiff.trace import LINK_CLASSES, MAX_SPANS, load_traces
 from cocodiff.trace_summary import AttentionTimes, summarise
 
 KINDS = ("summary",)
@@ -35,6 +35,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         raise UserError(f"{path} has no attention layers to sum up: they are traced in runs on 2 or more ranks")
     if launch.speaks:
         say_summary(times, traces.not_kept)
+        say("\n".join(sent_lines(traces.sent)))
     return 0
 
 
@@ -46,6 +47,19 @@ def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
             f"This is the beginning of the run: {not_kept} later spans were not kept "
             f"({MAX_SPANS} are, of each rank and mode)."
         )
+
+
+def sent_lines(sent: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
+    """What every mode sent of q, k, v and the output, by link class, and which part that is of the whole tensors."""
+    lines = []
+    for mode, by_purpose in sent.items():
+        attention, unsplit, whole = (by_purpose.get(name, {}) for name in ("attention", "unsplit", "whole"))
+        counts = {link: attention.get(link, 0) + unsplit.get(link, 0) for link in LINK_CLASSES}
+        told = ", ".join(f"{link} {count / 1e6:.2f}" for link, count in counts.items())
+        total = sum(whole.values())
+        part = f"; {sum(counts.values()) / total:.3f} of what whole tensors take" if total else ""
+        lines.append(f"{mode}, MB sent: {told}{part}")
+    return lines
 
 
 def summary_table(times: Sequence[AttentionTimes]) -> str:
