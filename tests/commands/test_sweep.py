@@ -301,8 +301,8 @@ def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
 def test_the_shipped_sweeps_are_well_formed() -> None:
     path = Path(__file__).parents[2] / "configs" / "sweeps" / "quality.yaml"
     found = grid(**yaml.safe_load(path.read_text()))
-    assert len(found.points) == 11 and found.masks == ["block", "center"] and found.steps == [20]
-    assert sum(point.lossy for point in found.points) == 9
+    assert len(found.points) == 13 and found.masks == ["block", "center"] and found.steps == [20]
+    assert sum(point.lossy for point in found.points) == 11
     coded = grid(**yaml.safe_load(path.with_name("codec.yaml").read_text())).points
     assert sum(point.config.codec != "none" for point in coded) == 9
     assert {point.config.exchange for point in coded} == {"flat"}  # so that bytes compare
