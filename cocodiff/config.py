@@ -98,6 +98,12 @@ class Config:
         choices=("last", "taylor", "auto"),
         only_with=("codec", *CODECS),
     )
+    fine_steps: int = setting(
+        2,
+        "steps at the end of a run that take twice the bits, at most 8: no later step corrects their errors",
+        least=0,
+        only_with=("codec", *CODECS),
+    )
     scoring: str = setting(
         "source",
         "who scores tokens: source (each rank its own, before they are sent) or card (its first tile, after v's first "

@@ -155,13 +155,13 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
 
 @pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
 def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
-    """The first step whole, of the others a scale byte for 32 channels and the codes, in every link class; one launch a
-    tensor and end, and the notes' own."""
+    """The first step whole, of the others a scale byte for 32 channels and the codes, twice as long in the last two, in
+    every link class; one launch a tensor and end, and the notes' own."""
     of = case(preset)
     coded, whole = planned(of), planned(case("split"))
-    part = (1 + 19 * channel_bits / 16) / 20
+    part = (1 + (17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16) / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    first, settled = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
+    first, settled, _ = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
     launches = [
         sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
         for programs in (record_layer(case("split"), kinds_of(of.shape, of.load)[0])[0].programs, settled)

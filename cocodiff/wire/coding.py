@@ -123,7 +123,8 @@ class Coding:
     @classmethod
     def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
         """For predictions: of every step the fraction of tokens that stay behind, `typical` where the tokens themselves
-        decide; None for steps in which all travel without being looked at."""
+        decide; None for steps in which all travel without being looked at. A coding that leaves none behind may number
+        its kinds of steps with 0 and 1."""
         return [None] * steps
 
     @classmethod

@@ -36,16 +36,17 @@ SIGMAS = [1.0, 0.97, 0.93, 0.87, 0.87, 0.86, 0.7, 0.6, 0.5, 0.45, 0.4, 0.3, 0.2,
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the site. spoilt: one number of q that no scale fits."""
+    """One call of the site. spoilt: one number of q that no scale fits. steps: of the run, where they are known."""
 
     step: int
     run: int = 0
     text: int = 7
     spoilt: float = 0.0
+    steps: int | None = None
 
     @property
     def moment(self) -> Moment:
-        return Moment(self.run, self.step, None, SIGMAS[self.step])
+        return Moment(self.run, self.step, self.steps, SIGMAS[self.step])
 
 
 RUN = [*map(Call, range(7))]
@@ -117,10 +118,13 @@ class Ranks:
 def check(world: World, calls: list[Call], uncoded: Ranks | None = None, **settings: Any) -> Reference:
     """uncoded: ranks whose attention to the reconstructions is the reference's, where summing has an order of its
     own."""
-    expected = Reference(int(settings["codec"][3:]), settings["predictor"])
+    bits = int(settings["codec"][3:])
+    expected = Reference(bits, settings["predictor"])
     of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in calls])
     for number, call in enumerate(calls):
         layout = world.layout(call)
+        fine = call.steps is not None and call.step >= call.steps - settings.get("fine_steps", 2)
+        expected.bits = min(2 * bits, 8) if fine else bits
 
         def attend(*whole: Tensor, call: Call = call, layout: Layout = layout) -> Tensor:
             if uncoded is not None:
@@ -157,6 +161,13 @@ def test_equals_one_process(codec, predictor, exchange, order, dtype, table):
     world = World(3, dtype=dtype)
     reference = check(world, TROUBLED, exchange_table=table if exchange == "auto" else None, **settings)
     assert reference.whole_calls == [0, 5, 7, 9, 11, 13, 15]
+
+
+@pytest.mark.parametrize(("codec", "fine_steps"), [("int2", 2), ("int4", 3), ("int8", 2)])
+def test_the_last_steps_have_twice_the_bits(codec, fine_steps):
+    run = [replace(call, steps=len(RUN)) for call in RUN]
+    for predictor in ("last", "taylor"):
+        check(World(2), run, codec=codec, predictor=predictor, fine_steps=fine_steps)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, S
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
+FINEST = 8
 
 
 class Residual(Coding):
@@ -35,12 +36,16 @@ class Residual(Coding):
     keeps_state = prefers_ulysses = True
     steps_to_settle = 2  # in which there is no continuation, and no comparison with it
 
-    def __init__(self, exchange: Exchange | None, everyone: AllRanks, bits: int, predictor: str) -> None:
-        """everyone: the ranks that share the sequence, who decide together. predictor: "last", "taylor" or "auto"."""
-        self.bits, self.predictor, self.moment = bits, predictor, Moment(-1, 0, None)
+    def __init__(
+        self, exchange: Exchange | None, everyone: AllRanks, bits: int, predictor: str, fine_steps: int
+    ) -> None:
+        """everyone: the ranks that share the sequence, who decide together. predictor: "last", "taylor" or "auto".
+        fine_steps: at the end of a run, with twice the bits."""
+        self.predictor, self.moment = predictor, Moment(-1, 0, None)
+        self._bits, self._fine_steps = bits, fine_steps
         self.kept = 1 if predictor == "last" else 2  # reconstructions
         self._exchange, self._everyone = exchange, everyone
-        self._always_whole = False
+        self._held: tuple[float | None] | None = None  # the one kind of step that is predicted
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
         self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, 2]
@@ -51,7 +56,7 @@ class Residual(Coding):
     def of(
         cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
     ) -> Residual:
-        return cls(exchange, everyone, BITS[settings.codec], settings.predictor)
+        return cls(exchange, everyone, BITS[settings.codec], settings.predictor, settings.fine_steps)
 
     @classmethod
     def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
@@ -59,7 +64,9 @@ class Residual(Coding):
 
     @classmethod
     def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
-        return [None, *[0.0] * (steps - 1)][:steps]
+        """None for the first step, which is whole; 1 for those with twice the bits, 0 for the others."""
+        fine = settings.fine_steps if BITS[settings.codec] < FINEST else 0
+        return [None, *(float(step >= steps - fine) for step in range(1, steps))][:steps]
 
     @classmethod
     def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
@@ -110,7 +117,17 @@ class Residual(Coding):
         self._report.clear()
 
     def hold_at(self, fraction: float | None) -> None:
-        self._always_whole = fraction is None
+        self._held = (fraction,)
+
+    @property
+    def bits(self) -> int:
+        """Of a channel at this step."""
+        if self._held is not None:
+            fine = self._held == (1.0,)
+        else:
+            steps = self.moment.steps
+            fine = steps is not None and self.moment.step >= steps - self._fine_steps
+        return min(2 * self._bits, FINEST) if fine else self._bits
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -120,7 +137,7 @@ class Residual(Coding):
         state, moment = self._sites.setdefault(site, SiteState()), self.moment
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
-        state.begin(form, moment.step, level, self._always_whole)
+        state.begin(form, moment.step, level, self._held == (None,))
         predictions = {name: self._prediction(state, name) for name in TENSORS} if state.coded else {}
         self._report[moment.step].add(predictions.values())
         return state, predictions
@@ -164,11 +181,12 @@ class Residual(Coding):
 
 class ResidualCall(CodedCall):
     """One attention call of the codec, coded or whole. state, predictions: see `Residual.begin_call`; known once q, k
-    or v was sent."""
+    or v was sent, as the bits of a channel are."""
 
     begun = False
     state: SiteState
     predictions: dict[str, Prediction]
+    bits: int
     notes: Tensor
 
     def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
@@ -184,6 +202,7 @@ class ResidualCall(CodedCall):
         if not self.begun:
             self.begun, like_BLHD = True, next(iter(tensors_BLHD.values()))
             self.state, self.predictions = self.coding.begin_call(self.site, like_BLHD, self.layout)
+            self.bits = self.coding.bits
             if self.coded:
                 self.notes = self.coding.notes_of(self.state, like_BLHD.device)
         return transfer.post(tensors_BLHD, wait_next)
@@ -217,7 +236,7 @@ class ResidualCall(CodedCall):
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self._width(x_BTHD), dtype=torch.uint8)
         known, notes_2 = ends[name].known(coded, rows), used_on_current_stream(self.notes)[TENSORS.index(name)]
         with self.trace.span(f"encode {name}", "codec", self.site.kind):
-            self.kernels.encode_residual(x_BTHD, known, self.predictions[name], self.coding.bits, code_BTHW, notes_2)
+            self.kernels.encode_residual(x_BTHD, known, self.predictions[name], self.bits, code_BTHW, notes_2)
         return code_BTHW
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
@@ -230,8 +249,8 @@ class ResidualCall(CodedCall):
         how, known = self.predictions[name], ends[name].known(coded, rows)
         code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
         with self.trace.span(f"decode {name}", "codec", self.site.kind):
-            self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.coding.bits)
+            self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.bits)
         return ends[name].written(coded)
 
     def _width(self, x_BLHD: Tensor) -> int:
-        return coded_width(x_BLHD.shape[-1], self.coding.bits)
+        return coded_width(x_BLHD.shape[-1], self.bits)
