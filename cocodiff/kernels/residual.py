@@ -12,8 +12,9 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
     step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits
                  2 bits: s = a * 13/32, then twice the step with the least squared error for the magnitudes that the
                  one before gives: s = T / K with T = 2 * (A + 2 * B) and the integer K = n + 8 * m, where n channels of
-                 the group are there, A is the sum of their |d|, m of them are large (|d| >= s) and B is the sum of
-                 those; the second time with its significand rounded to 4 bits, the smaller one in the middle
+                 the group are there, A is the sum of their |d|, m of them are large and B is the sum of those; large
+                 is |d| >= a * 13/32, the second time |d| * K >= T. The quotient is rounded once, to a significand of 4
+                 bits, the smaller one in the middle
     scale byte   0: every |d| is so small that s < 2**-20; the reconstruction is p
                  1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1; larger steps become the largest
                  255: some d is not finite; the reconstruction is NaN in the whole group
@@ -165,14 +166,13 @@ def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
     groups = groups_of(D)
     channels_G = torch.full((groups,), GROUP, dtype=torch.float32, device=size_GC.device)
     channels_G[-1] = D - GROUP * (groups - 1)
-    all_G, step_G = _sum(size_GC), largest_G * FIRST_STEP
+    all_G, total_G, count_G = _sum(size_GC), largest_G * FIRST_STEP, torch.ones_like(largest_G)
     for _ in range(2):
-        large_GC = size_GC >= step_G[..., None]
+        large_GC = size_GC * count_G[..., None] >= total_G[..., None]
         total_G = 2 * (all_G + 2 * _sum(torch.where(large_GC, size_GC, 0.0)))
         count_G = channels_G + 8 * large_GC.sum(-1)
-        step_G = total_G / count_G
     # The quotient may be rounded across the middle of two steps: products of the middles, which are exact, decide.
-    byte_G = _byte_above(step_G, 0x7FFFF)
+    byte_G = _byte_above(total_G / count_G, 0x7FFFF)
     byte_G += (total_G > _middle_below(byte_G + 1) * count_G).int() - (total_G <= _middle_below(byte_G) * count_G).int()
     return byte_G
 

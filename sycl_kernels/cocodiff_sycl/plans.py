@@ -201,7 +201,7 @@ class Plans:
         each = self._rows_each(rows, max(1, D) * x_BLHD.element_size(), H)
         strides = [0, 0, 0] if before_BLHD is None else before_BLHD.stride()[:3]
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], *last_BLHD.stride()[:3], *strides, *code_BLHW.stride()[:3]
-        values = *values, bits, int(linear), int(compare)
+        values = *values, bits, int(linear and before_BLHD is not None), int(compare and before_BLHD is not None)
         return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 6, rows, each, values, self._like(torch.uint8))
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
