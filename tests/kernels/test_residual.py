@@ -111,7 +111,7 @@ def test_errors_come_before_a_launch(sycl: SyclOps):
         sycl.encode_residual(x_BLHD, known, Prediction(), 3, code_BLHW, notes_2)
     with pytest.raises(ValueError, match=r"code is \[1, 2, 3, 5\], not \[1, 2, 3, 3\]"):
         sycl.decode_residual(code_BLHW, known, None, 2)
-    with pytest.raises(ValueError, match="notes are torch.float32"):
+    with pytest.raises(ValueError, match=r"notes are torch\.float32"):
         sycl.encode_residual(x_BLHD, known, Prediction(), 4, code_BLHW, torch.zeros(2))
-    with pytest.raises(ValueError, match="last is torch.float16"):
+    with pytest.raises(ValueError, match=r"last is torch\.float16"):
         sycl.encode_residual(x_BLHD, Reconstructions(x_BLHD.half()), Prediction(), 4, code_BLHW, notes_2)
