@@ -23,8 +23,8 @@ ONE_THREAD: dict[str, Switches] = {
     "select": (4000,),
     "qk_norm_rope": (MIB // 2,),
     "merge_partials": (8192,),
-    "encode_residual": (),
-    "decode_residual": (),
+    "encode_residual": (MIB // 4,),
+    "decode_residual": (MIB // 4,),
 }
 OPS = tuple(ONE_THREAD)
 # device -> operation -> sizes

@@ -1,8 +1,8 @@
 """The residual codec's arithmetic: what a tensor's difference to its prediction becomes on the wire, and back.
 
-Everything is float32, one rounding (to nearest, ties to even) for each operation written here, and no fused
-multiply-add, so that every implementation has the same bits. For one channel of x with the reconstructions r1 (newest)
-and r0 (the one before it), all of one dtype:
+Everything is float32, one rounding (to nearest, ties to even) for each operation written here, denormal numbers kept,
+and no fused multiply-add, so that every implementation has the same bits (of NaN: that it is one). For one channel of x
+with the reconstructions r1 (newest) and r0 (the one before it), all of one dtype:
 
     prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation
     residual     d = x - p
@@ -12,13 +12,15 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
     step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits
                  2 bits: s = a * 13/32, then twice the step with the least squared error for the magnitudes that the
                  one before gives: s = T / K with T = 2 * (A + 2 * B) and the integer K = n + 8 * m, where n channels of
-                 the group are there, A is the sum of their |d|, m of them are large (|d| >= s) and B is the sum of
-                 those; the second time with its significand rounded to 4 bits, the smaller one in the middle
+                 the group are there, A is the sum of their |d|, m of them are large and B is the sum of those; large
+                 is |d| >= a * 13/32, the second time |d| * K >= T. The quotient is rounded once, to a significand of 4
+                 bits, the smaller one in the middle
     scale byte   0: every |d| is so small that s < 2**-20; the reconstruction is p
                  1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1; larger steps become the largest
                  255: some d is not finite; the reconstruction is NaN in the whole group
     magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it
-    code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k where d < 0
+    code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k where d has its sign bit set;
+                 0 where the scale byte is 0 or 255
     value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
     new state    r = p + v, rounded to the dtype of x
 
@@ -29,8 +31,8 @@ There is no level at zero: with 4 levels the halves lose 2 dB less than {-1, 0, 
 the next one's residual. A linear continuation brings the last errors back five times in square, so it is worth much
 that 2 bits err as little as they can.
 
-One head of one token travels as its codes, `bits` each and the first channel in the lowest bits, followed by a scale
-byte for each group.
+One head of one token travels as its codes, `bits` each and the first channel in the lowest bits (those that are left of
+the last byte are 0), followed by a scale byte for each group.
 """
 
 from __future__ import annotations
@@ -94,19 +96,21 @@ def encode_residual(
         difference = (_size_byte(residual_GC) - _size_byte(other_GC)).sum()
         notes_2[1] += difference if how.linear else -difference
     half, step_G = 2 ** (bits - 1), _steps(scale_G)
-    sized_GC = residual_GC.abs() * _reciprocals(scale_G)[..., None]
-    magnitude_GC = sized_GC.nan_to_num(0.0, half, 0.0).clamp_(max=half - 1).to(torch.int32)
-    code_GC = torch.where(residual_GC < 0, half - 1 - magnitude_GC, half + magnitude_GC)
-    code_GC = torch.where(((scale_G == 0) | (scale_G == BAD))[..., None], 0, code_GC)
+    # Of a group without scale this gives numbers of no meaning; the next line replaces them.
+    magnitude_GC = (residual_GC.abs() * (1 / step_G)[..., None]).clamp_(max=half - 1).to(torch.int32)
+    code_GC = torch.where(residual_GC.signbit(), half - 1 - magnitude_GC, half + magnitude_GC)
+    code_GC = code_GC.masked_fill_(((scale_G == 0) | (scale_G == BAD))[..., None], 0)
     _write_state(known, predicted, _values(code_GC, step_G, scale_G, bits))
-    _pack(code_GC, scale_G, bits, code_BLHW)
+    width = code_BLHW.shape[-1] - scale_G.shape[-1]
+    code_BLHW[..., :width] = _packed(code_GC.flatten(-2)[..., : x.shape[-1]], bits)
+    code_BLHW[..., width:] = scale_G
 
 
 def decode_residual(code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
     """Writes the next reconstruction from a code. factor: of the linear continuation, None for the newest one."""
     D = known.last.shape[-1]
     width = math.ceil(D * bits / 8)
-    code_GC = _unpack(code_BLHW[..., :width], D, bits)
+    code_GC = _in_groups(_unpacked(code_BLHW[..., :width], D, bits))
     scale_G = code_BLHW[..., width:]
     _write_state(known, _predicted(known, factor), _values(code_GC, _steps(scale_G), scale_G, bits))
 
@@ -125,8 +129,9 @@ def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tens
 
 def _in_groups(x_BLHD: Tensor) -> Tensor:
     """[B, L, H, groups, 32], the last group filled up with zeros."""
-    missing = groups_of(x_BLHD.shape[-1]) * GROUP - x_BLHD.shape[-1]
-    return torch.nn.functional.pad(x_BLHD, (0, missing)).unflatten(-1, (-1, GROUP))
+    missing = -x_BLHD.shape[-1] % GROUP
+    padded = torch.nn.functional.pad(x_BLHD, (0, missing)) if missing else x_BLHD
+    return padded.unflatten(-1, (-1, GROUP))
 
 
 def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -161,14 +166,13 @@ def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
     groups = groups_of(D)
     channels_G = torch.full((groups,), GROUP, dtype=torch.float32, device=size_GC.device)
     channels_G[-1] = D - GROUP * (groups - 1)
-    all_G, step_G = _sum(size_GC), largest_G * FIRST_STEP
+    all_G, total_G, count_G = _sum(size_GC), largest_G * FIRST_STEP, torch.ones_like(largest_G)
     for _ in range(2):
-        large_GC = size_GC >= step_G[..., None]
+        large_GC = size_GC * count_G[..., None] >= total_G[..., None]
         total_G = 2 * (all_G + 2 * _sum(torch.where(large_GC, size_GC, 0.0)))
         count_G = channels_G + 8 * large_GC.sum(-1)
-        step_G = total_G / count_G
     # The quotient may be rounded across the middle of two steps: products of the middles, which are exact, decide.
-    byte_G = _byte_above(step_G, 0x7FFFF)
+    byte_G = _byte_above(total_G / count_G, 0x7FFFF)
     byte_G += (total_G > _middle_below(byte_G + 1) * count_G).int() - (total_G <= _middle_below(byte_G) * count_G).int()
     return byte_G
 
@@ -190,28 +194,24 @@ def _steps(scale_G: Tensor) -> Tensor:
     return ((scale_G.to(torch.int32) - 1 + ((127 + LOWEST) << 3)) << 20).view(torch.float32)
 
 
-def _reciprocals(scale_G: Tensor) -> Tensor:
-    return 1 / _steps(scale_G)
-
-
 def _values(code_GC: Tensor, step_G: Tensor, scale_G: Tensor, bits: int) -> Tensor:
     """What a code adds to the prediction."""
     value_GC = (code_GC.float() + (0.5 - 2 ** (bits - 1))) * step_G[..., None]
-    value_GC = value_GC.masked_fill_((scale_G == 0)[..., None], 0.0)
+    value_GC = value_GC.masked_fill_((scale_G == 0)[..., None], -0.0)  # changes no prediction, not even -0
     return value_GC.masked_fill_((scale_G == BAD)[..., None], math.nan)
 
 
-def _pack(code_GC: Tensor, scale_G: Tensor, bits: int, code_BLHW: Tensor) -> None:
-    width = code_BLHW.shape[-1] - scale_G.shape[-1]
-    codes_in_byte = 8 // bits
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=code_GC.device)
-    packed = (code_GC.flatten(-2).unflatten(-1, (-1, codes_in_byte)) << shifts).sum(-1)
-    code_BLHW[..., :width] = packed[..., :width]
-    code_BLHW[..., width:] = scale_G
+def _packed(code_BLHD: Tensor, bits: int) -> Tensor:
+    """Bytes of int32 codes."""
+    in_byte = 8 // bits
+    code_BLHD = torch.nn.functional.pad(code_BLHD.to(torch.uint8), (0, -code_BLHD.shape[-1] % in_byte))
+    packed = code_BLHD[..., ::in_byte].clone()
+    for number in range(1, in_byte):
+        packed |= code_BLHD[..., number::in_byte] << number * bits
+    return packed
 
 
-def _unpack(packed: Tensor, D: int, bits: int) -> Tensor:
-    """[B, L, H, groups, 32] of int32; codes of channels that there are not are 0."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=packed.device)
-    codes = ((packed.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]
-    return _in_groups(codes)
+def _unpacked(packed: Tensor, D: int, bits: int) -> Tensor:
+    """[B, L, H, D] of uint8."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from cocodiff_sycl import SyclOps
+from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
+from cocodiff.kernels.choices import OPS
 from cocodiff.kernels.reference import TorchOps
+from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
 
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
 B, L, H, D = 1, 70, 3, 128
@@ -18,7 +21,7 @@ def wrong_operations(ops: SyclOps, dtypes: Sequence[torch.dtype] = tuple(STEPS))
     """Operations, each with its dtype, that differ from torch's by more than docs/kernels.md allows, or fail."""
     wrong = []
     for dtype in dtypes:
-        for op in ("pack", "l1_score", "qk_norm_rope", "merge_partials", "select"):
+        for op in OPS:
             try:
                 found, expected = (_run(op, one, dtype, ops.device) for one in (ops, TorchOps()))
                 torch.testing.assert_close(found, expected, rtol=STEPS[dtype], atol=STEPS[dtype])
@@ -38,6 +41,10 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         buffer = torch.zeros(B * L * H * D, dtype=dtype, device=device)
         ops.pack([[x_BLHD]], [buffer])
         return [buffer]
+    if op in ("unpack", "gather_pack", "scatter_rows"):
+        return _moved(op, ops, x_BLHD, other_BLHD)
+    if op in ("encode_residual", "decode_residual"):
+        return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
     if op == "l1_score":
         return ops.l1_score(x_BLHD, other_BLHD)
     if op == "select":
@@ -48,3 +55,33 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return [other_BLHD, lse_BLH]
     angles_LD = [random(L, D, kind=torch.float32) for _ in "cs"]
     return [ops.qk_norm_rope(x_BLHD, random(D), 1e-6, angles_LD, "pairs")]
+
+
+def _moved(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, other_BLHD: Tensor) -> list[Tensor]:
+    """Every second row, from one tensor or to another."""
+    index_K = torch.arange(0, L, 2, device=x_BLHD.device)
+    if op == "unpack":
+        ops.unpack([other_BLHD], [x_BLHD])
+        return [x_BLHD]
+    if op == "scatter_rows":
+        ops.scatter_rows([other_BLHD[0, : len(index_K)]], index_K, [x_BLHD[0]])
+        return [x_BLHD]
+    buffer = torch.zeros(len(index_K) * H * D, dtype=x_BLHD.dtype, device=x_BLHD.device)
+    ops.gather_pack([[Rows(x_BLHD[0], index_K, other_BLHD[0], index_K)]], [buffer])
+    return [buffer, other_BLHD]
+
+
+def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
+    """By a linear continuation, in all numbers of bits. What is decoded is what torch encoded."""
+    assert known.before is not None
+    found = []
+    for bits in (2, 4, 8):
+        code_BLHW = torch.zeros(B, L, H, coded_width(D, bits), dtype=torch.uint8, device=x_BLHD.device)
+        notes_2 = torch.zeros(2, dtype=torch.int64, device=x_BLHD.device)
+        ends = [Reconstructions(known.last, known.before.clone()) for _ in range(2)]
+        encoder = ops if op == "encode_residual" else TorchOps()
+        encoder.encode_residual(x_BLHD, ends[0], Prediction(0.75, linear=True, compare=True), bits, code_BLHW, notes_2)
+        if op == "decode_residual":
+            ops.decode_residual(code_BLHW, ends[1], 0.75, bits)
+        found += [code_BLHW, notes_2, *(end.before for end in ends if end.before is not None)]
+    return found

@@ -18,6 +18,9 @@ from cocodiff_sycl.native_file import native_file, read_native
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
 CPU_THREADS = "DPCPP_CPU_NUM_CUS"
+# Of Intel's CPU device: 1 makes no vectors across work-items. Kernels of one work-item a row have vectors of their own;
+# to take these apart and join them again costs its compiler minutes. It reads this once and then refuses other kernels.
+VECTORIZER = "CL_CONFIG_CPU_VECTORIZER_MODE"
 log = logging.getLogger("cocodiff.kernels")
 
 
@@ -35,6 +38,8 @@ class Library:
             raise ValueError("queue is 0, a null pointer: give the address of a sycl::queue")
         runtime, folder = runtime_and_folder()
         self.folder = folder
+        if queue is None and lanes in (None, CPU_LANES):
+            os.environ.setdefault(VECTORIZER, "1")
         threads = _prepare(runtime, folder)
         host = host_library(runtime, folder)
         self._c, self.look = _bind(host, runtime), look_of(host)

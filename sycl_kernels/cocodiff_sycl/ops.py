@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -25,6 +26,8 @@ from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 ADDRESS = numbers_of(1)
+NOWHERE = ADDRESS.pack(0)
+FACTOR = struct.Struct("=f4x")  # of a float32, which travels with the addresses: it is another one in each step
 CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
@@ -185,6 +188,28 @@ class SyclOps:
         plan, addresses = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
         if plan.groups:
             self._launch(plan, addresses)
+
+    def encode_residual(
+        self,
+        x_BLHD: Tensor,
+        known: tuple[Tensor, Tensor | None],
+        how: tuple[float, bool, bool],
+        bits: int,
+        code_BLHW: Tensor,
+        notes_2: Tensor,
+    ) -> None:
+        factor, linear, compare = how
+        tensors = x_BLHD, *known, code_BLHW, notes_2
+        plan, addresses = self._plans.of("encode_residual", tensors, bits, linear, compare)
+        if plan.groups:
+            self._launch(plan, addresses + FACTOR.pack(factor))
+
+    def decode_residual(
+        self, code_BLHW: Tensor, known: tuple[Tensor, Tensor | None], factor: float | None, bits: int
+    ) -> None:
+        plan, addresses = self._plans.of("decode_residual", (*known, code_BLHW), bits, factor is not None)
+        if plan.groups:
+            self._launch(plan, NOWHERE + addresses + NOWHERE + FACTOR.pack(factor or 0.0))
 
     def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
         """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""

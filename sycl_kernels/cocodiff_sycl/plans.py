@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows
+from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.layouts import Layouts, Tensors
 from cocodiff_sycl.library import Library
 
@@ -20,6 +20,7 @@ LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
+CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
 
@@ -50,6 +51,8 @@ class Plans:
             "select": self._select,
             "qk_norm_rope": self._qk_norm_rope,
             "merge_partials": self._merge_partials,
+            "encode_residual": self._encode_residual,
+            "decode_residual": self._decode_residual,
         }
 
     def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
@@ -136,6 +139,70 @@ class Plans:
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
         return self._of_rows(kernel, 4, rows, each, values, self._like(out_BLHD.dtype))
+
+    def _encode_residual(
+        self,
+        x_BLHD: Tensor,
+        last_BLHD: Tensor,
+        before_BLHD: Tensor | None,
+        code_BLHW: Tensor,
+        notes_2: Tensor,
+        bits: int,
+        linear: bool,
+        compare: bool,
+    ) -> Plan:
+        op = "encode_residual"
+        check_dims(op, "x", x_BLHD, 4)
+        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD)
+        if notes_2.dtype != torch.int64 or notes_2.shape != (2,) or notes_2.device != self._device:
+            raise ValueError(
+                f"{op}: notes are {notes_2.dtype} {list(notes_2.shape)} on {notes_2.device}: give torch.int64 [2] on "
+                f"{self._device}"
+            )
+        check_last_stride(op, "notes", notes_2)
+        check_no_overlap(op, "code", code_BLHW)
+        return self._residual(op, x_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, compare)
+
+    def _decode_residual(
+        self, last_BLHD: Tensor, before_BLHD: Tensor | None, code_BLHW: Tensor, bits: int, linear: bool
+    ) -> Plan:
+        op = "decode_residual"
+        return self._residual(op, last_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, False)
+
+    def _residual(
+        self,
+        op: str,
+        x_BLHD: Tensor,
+        last_BLHD: Tensor,
+        before_BLHD: Tensor | None,
+        code_BLHW: Tensor,
+        bits: int,
+        linear: bool,
+        compare: bool,
+    ) -> Plan:
+        check_dims(op, "the last reconstruction", last_BLHD, 4)
+        B, L, H, D = shape = x_BLHD.shape
+        known = {"last": last_BLHD} if before_BLHD is None else {"last": last_BLHD, "before": before_BLHD}
+        check_rows(op, self._device, x_BLHD.dtype, shape, **known)
+        for name, tensor in known.items():
+            check_no_overlap(op, name, tensor)
+        if bits not in CODE_BITS:
+            raise ValueError(f"{op}: {bits} bits: choose from {', '.join(map(str, CODE_BITS))}")
+        width = -(-D * bits // 8) + -(-D // CODE_GROUP)
+        if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:
+            raise ValueError(
+                f"{op}: code is {code_BLHW.dtype} on {code_BLHW.device}: give torch.uint8 on {self._device}"
+            )
+        check_shape(op, "code", code_BLHW, (B, L, H, width))
+        check_last_stride(op, "code", code_BLHW)
+        rows = B * L * H if D else 0
+        if rows >= 2**32:
+            raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
+        each = self._rows_each(rows, max(1, D) * x_BLHD.element_size(), H)
+        strides = [0, 0, 0] if before_BLHD is None else before_BLHD.stride()[:3]
+        values = rows, each, L, H, D, *x_BLHD.stride()[:3], *last_BLHD.stride()[:3], *strides, *code_BLHW.stride()[:3]
+        values = *values, bits, int(linear and before_BLHD is not None), int(compare and before_BLHD is not None)
+        return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 6, rows, each, values, self._like(torch.uint8))
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""

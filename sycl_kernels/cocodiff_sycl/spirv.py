@@ -13,13 +13,14 @@ from pathlib import Path
 
 from cocodiff_sycl.build import COMPILE_TIMEOUT_S
 from cocodiff_sycl.find import Unavailable
-from cocodiff_sycl.library import compile_for_cpu
+from cocodiff_sycl.library import VECTORIZER, compile_for_cpu
 
 
 def spirv_of(source: str, folder: Path) -> list[Path]:
     """Files that libsycl leaves in an empty folder when it compiles SYCL source; several, because kernels that need
     different features of a device come apart. Raises Unavailable where that takes what is not here."""
     environment = {**os.environ, "SYCL_DUMP_IMAGES": "1", "SYCL_CACHE_PERSISTENT": "0"}
+    environment.pop(VECTORIZER, None)
     command = [sys.executable, "-m", "cocodiff_sycl.spirv"]
     try:
         done = subprocess.run(

@@ -45,11 +45,12 @@ def tree_sum(x: Tensor) -> Tensor:
 
 def fitted(group: Tensor, largest: Tensor) -> Tensor:
     """The step of 2 bits in float64, after two rounds of least squares."""
-    size, step = group.abs(), (largest * (13 / 32)).double()
+    size, total, count = group.abs(), largest * (13 / 32), torch.tensor(1)
     for _ in range(2):
-        large = size >= step.float()[..., None]
+        large = size * count[..., None].float() >= total[..., None]
         total = 2 * (tree_sum(size) + 2 * tree_sum(torch.where(large, size, 0.0)))
-        step = total.double() / (group.shape[-1] + 8 * large.sum(-1))
+        count = group.shape[-1] + 8 * large.sum(-1)
+    step = total.double() / count
     return torch.where(largest.isfinite(), step, math.inf)
 
 

@@ -119,7 +119,7 @@ def test_without_icpx_one_line_says_so(monkeypatch, tmp_path):
 def test_the_runtimes_compiler_takes_what_icpx_is_given(sycl_on_cpu: SyclOps, monkeypatch):
     """All but the kernels themselves, which the other tests compile."""
     (listed,) = re.findall(r"define COCODIFF_KERNELS\(X\) (.*)", ahead_source(GPU_LANES))
-    assert re.findall(r"X\((\w+)\)", listed) == kernel_names(GPU_LANES) and len(kernel_names(GPU_LANES)) == 15
+    assert re.findall(r"X\((\w+)\)", listed) == kernel_names(GPU_LANES) and len(kernel_names(GPU_LANES)) == 21
     monkeypatch.setattr(build, "SOURCES", ("common.hpp", "select.cpp"))
     source, options = ahead_source(GPU_LANES), "\n".join(kernel_options(find_runtime()))
     library = sycl_on_cpu.library

@@ -1,0 +1,482 @@
+// encode_residual and decode_residual: a tensor's difference to its prediction as codes of 2, 4 or 8 bits, and back.
+//
+// The arithmetic is defined, operation for operation, in cocodiff/kernels/residual.py. Bound by memory: x, the
+// reconstructions that the prediction takes and the code are read or written once, and the next reconstruction is
+// written once. A group's numbers stay in registers between the look for the largest difference and their codes.
+constexpr int GROUP = 32;                                // channels of one scale
+constexpr int PARTS = LANES == 1 ? GROUP / WIDTH : 1;    // accesses of a work-item to a group
+constexpr int SHARING = LANES == 1 ? 1 : GROUP / WIDTH;  // work-items that share a group
+constexpr int LOWEST = (127 - 20) << 3, LARGEST = 254, BAD = 255; // LOWEST: the smallest step's exponent, in eighths
+using Ints = Vector<int32_t, WIDTH>;
+using Words = Vector<uint32_t, WIDTH>;
+
+struct Strides { // in numbers, or bytes of a code
+  i64 batch, token, head;
+};
+
+struct Residuals {
+  const char *x; // encoding alone
+  char *last, *before;
+  uint8_t *code;
+  i64 *notes;      // encoding alone
+  i64 factor_bits; // of a float
+  i64 rows, rows_each; // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
+  i64 tokens, heads, numbers;
+  Strides of_x, of_last, of_before, of_code;
+  i64 bits;
+  i64 linear, compare; // whether the linear continuation predicts; whether the two predictions are compared
+};
+
+// A tensor's rows one after the other: places are counted on, because 64-bit products take a GPU many instructions.
+template <typename T> struct Walk {
+  T *first, *at;
+  Strides by;
+  void go(i64 batch, i64 token, i64 head) { at = first + batch * by.batch + token * by.token + head * by.head; }
+};
+
+template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
+template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
+inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
+template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
+  return largest_of(__builtin_elementwise_max(x.lo, x.hi));
+}
+
+// The first `count` of WIDTH numbers; what is beyond is 0 and is not touched. A CPU's work-item has whole groups.
+template <typename Type, bool WORDS> inline Floats load_first(const typename Type::Bits *from, i64 count) {
+  if (LANES == 1 || count >= WIDTH) return load<Type, WIDTH, WORDS>(from);
+  Floats x = 0;
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (i < count) x[i] = load1<Type>(from + i);
+  return x;
+}
+
+// Of NaN too, unless it lies in the low 16 bits alone, which no arithmetic with a bfloat16 leaves.
+template <typename Type> inline auto narrow(Floats x) {
+  if constexpr (std::is_same_v<Type, BF16>) {
+    const Words bits = __builtin_bit_cast(Words, x);
+    return __builtin_convertvector((bits + ((bits >> 16 & 1u) + 0x7fffu)) >> 16, Vector<uint16_t, WIDTH>);
+  } else
+    return Type::template narrow<WIDTH>(x);
+}
+
+template <typename Type, bool WORDS> inline void store_first(typename Type::Bits *to, Floats x, i64 count) {
+  using Bits = typename Type::Bits;
+  const auto all = narrow<Type>(x);
+  if (LANES == 1 || count >= WIDTH) {
+    if constexpr (WORDS)
+      reinterpret_cast<Loose<uint32_t, WIDTH / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, WIDTH / 2>, all);
+    else
+      reinterpret_cast<Loose<Bits, WIDTH> *>(to)->value = all;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (i < count) to[i] = all[i];
+}
+
+// The step of a byte, and the byte of the smallest step that is not smaller; outside of 1 to 254 there is none.
+inline float step_of(int32_t byte) { return sycl::bit_cast<float>(uint32_t(byte - 1 + LOWEST) << 20); }
+inline int32_t byte_above(float step, uint32_t round_up = 0xfffff) {
+  return (int32_t(sycl::bit_cast<uint32_t>(step) + round_up) >> 20) - LOWEST + 1;
+}
+
+// A scale byte, and what follows from it.
+struct Scale {
+  int32_t byte;
+  bool fits; // whether a scale fits the group
+  Scale(int32_t found, bool finite)
+      : byte(finite ? sycl::clamp(found, 0, LARGEST) : BAD), fits(finite && found <= LARGEST) {}
+  bool codes() const { return byte != 0 && byte != BAD; }
+  // 0 adds nothing to a prediction: with the code 0 it makes -0.
+  float step() const { return byte == 0 ? 0.0f : byte == BAD ? __builtin_nanf("") : step_of(byte); }
+  // 1 / step, rounded to nearest. A GPU picks that of the 8 significands, because it has no quick division that is exact;
+  // that of doubles is, and a CPU's is quick.
+  float reciprocal() const {
+#if LANES == 1
+    return float(1 / double(step_of(byte)));
+#else
+    const int32_t eighths = byte - 1 + LOWEST;
+    const bool one = eighths & 1, two = eighths & 2, four = eighths & 4;
+    const float low = two ? one ? 8 / 11.0f : 8 / 10.0f : one ? 8 / 9.0f : 1.0f;
+    const float high = two ? one ? 8 / 15.0f : 8 / 14.0f : one ? 8 / 13.0f : 8 / 12.0f;
+    const int32_t significand = sycl::bit_cast<int32_t>(four ? high : low);
+    return sycl::bit_cast<float>(significand - ((eighths >> 3) - 127) * (1 << 23));
+#endif
+  }
+};
+
+// Codes lie in the order of their channels, the first in the lowest bits. Unit: what their addresses are a multiple of.
+template <int BITS, typename Unit, int N> inline void store_codes(uint8_t *to, Vector<uint32_t, N> code) {
+  if constexpr (BITS == 8 * sizeof(Unit))
+    reinterpret_cast<Loose<Unit, N> *>(to)->value = __builtin_convertvector(code, Vector<Unit, N>);
+  else if constexpr (N == 2)
+    *reinterpret_cast<Unit *>(to) = Unit(code.x | code.y << BITS);
+  else {
+    Vector<uint32_t, N / 2> pair = code.even | code.odd << BITS;
+    store_codes<2 * BITS, Unit, N / 2>(to, pair);
+  }
+}
+
+template <int BITS, typename Unit, int N> inline Vector<uint32_t, N> load_codes(const uint8_t *from) {
+  if constexpr (BITS == 8 * sizeof(Unit)) {
+    return __builtin_convertvector(reinterpret_cast<const Loose<Unit, N> *>(from)->value, Vector<uint32_t, N>);
+  } else {
+    constexpr uint32_t mask = (1 << BITS) - 1;
+    Vector<uint32_t, N> code;
+    if constexpr (N == 2) {
+      const uint32_t pair = *reinterpret_cast<const Unit *>(from);
+      code.x = pair & mask, code.y = pair >> BITS;
+    } else {
+      const auto pair = load_codes<2 * BITS, Unit, N / 2>(from);
+      code.even = pair & mask, code.odd = pair >> BITS;
+    }
+    return code;
+  }
+}
+
+#if LANES == 1
+// Two bytes become one, each with a code, or with several, of BITS in all.
+template <int BITS, int N> inline void store_bytes(uint8_t *to, Vector<uint8_t, N> code) {
+  if constexpr (BITS == 8)
+    reinterpret_cast<Loose<uint8_t, N> *>(to)->value = code;
+  else {
+    const auto pair = __builtin_bit_cast(Vector<uint16_t, N / 2>, code);
+    store_bytes<2 * BITS, N / 2>(to, __builtin_convertvector(pair | pair >> (8 - BITS), Vector<uint8_t, N / 2>));
+  }
+}
+template <int BITS> inline void store_codes(uint8_t *to, Words code, i64, i64) {
+  store_bytes<BITS, WIDTH>(to, __builtin_convertvector(code, Vector<uint8_t, WIDTH>));
+}
+template <int BITS> inline Words load_codes(const uint8_t *from, i64, i64) {
+  return load_codes<BITS, uint8_t, WIDTH>(from);
+}
+#else
+// The first `count` of a work-item's codes; those beyond are 0, and their bytes are not touched. places: an address and
+// strides, or-ed. The outer branches are the same for all work-items.
+template <int BITS> inline void store_codes(uint8_t *to, Words code, i64 count, i64 places) {
+  if (count >= WIDTH) {
+    if constexpr (BITS > 2)
+      if (!(places & 3)) return store_codes<BITS, uint32_t, WIDTH>(to, code);
+    if (!(places & 1)) return store_codes<BITS, uint16_t, WIDTH>(to, code);
+    return store_codes<BITS, uint8_t, WIDTH>(to, code);
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH; i += 8 / BITS) {
+    uint32_t byte = 0;
+#pragma unroll
+    for (int n = 0; n < 8 / BITS; ++n)
+      if (i + n < count) byte |= code[i + n] << n * BITS;
+    if (i < count) to[i * BITS / 8] = uint8_t(byte);
+  }
+}
+
+template <int BITS> inline Words load_codes(const uint8_t *from, i64 count, i64 places) {
+  if (count >= WIDTH) {
+    if constexpr (BITS > 2)
+      if (!(places & 3)) return load_codes<BITS, uint32_t, WIDTH>(from);
+    if (!(places & 1)) return load_codes<BITS, uint16_t, WIDTH>(from);
+    return load_codes<BITS, uint8_t, WIDTH>(from);
+  }
+  Words code = 0;
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (i < count) code[i] = from[i * BITS / 8] >> i * BITS % 8 & ((1 << BITS) - 1);
+  return code;
+}
+#endif
+
+// A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
+// these. It leaves functions alone.
+#if LANES == 1
+#define OUT_OF_LINE __attribute__((noinline))
+#else
+#define OUT_OF_LINE inline
+#endif
+
+// What of the linear continuation a launch works out.
+enum Continuation { NOTHING, PREDICTS, COMPARED, ANY };
+
+// Part of a row, of one work-item: a group on a CPU, where it is staged if it is a short one.
+template <typename Bits> struct Part {
+  const Bits *x, *last, *before;
+  Bits *target;
+  uint8_t *code, *scale;
+  i64 count; // numbers that are left of the row
+};
+
+// One tensor. BITS and WHAT are 0 and ANY on a GPU, where each more is a longer time to compile, and known there at run
+// time; a CPU is bound by instructions.
+template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
+  using Bits = typename Type::Bits;
+  const Residuals &of;
+  const Place place;
+  const int bits = BITS ? BITS : int(of.bits);
+  const bool linear = WHAT == NOTHING ? false : WHAT == PREDICTS ? true : of.linear;
+  const bool compared = WHAT == ANY ? of.compare : WHAT == COMPARED;
+  const float factor = sycl::bit_cast<float>(uint32_t(of.factor_bits)), middle = (1 << (bits - 1)) - 0.5f;
+  const i64 width = (of.numbers * bits + 7) / 8; // bytes of a row's codes; scales follow
+  const i64 places = i64(of.code) | of.of_code.batch | of.of_code.token | of.of_code.head;
+  Walk<const Bits> x{reinterpret_cast<const Bits *>(of.x), nullptr, of.of_x};
+  Walk<Bits> last{reinterpret_cast<Bits *>(of.last), nullptr, of.of_last};
+  Walk<Bits> before{reinterpret_cast<Bits *>(of.before), nullptr, of.of_before};
+  Walk<uint8_t> code{of.code, nullptr, of.of_code};
+  int32_t unfit = 0, difference = 0; // of this work-item's groups: what the notes are to be told
+
+  template <typename Work> void rows(Work work) {
+    const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
+    i64 row = place.row * of.rows_each;
+    if (row >= end) return;
+    const uint32_t of_all = uint32_t(row) / uint32_t(of.heads); // in 32 bits: a GPU has no division of 64
+    i64 batch = of_all / uint32_t(of.tokens), token = of_all - batch * of.tokens, head = row - of_all * of.heads;
+    go(batch, token, head);
+    for (; row < end; ++row) {
+      Bits *const target = of.before ? before.at : last.at;
+      for (i64 group = 0; group < of.numbers; group += LANES == 1 ? GROUP : LANES * WIDTH) {
+        const i64 at = group + place.lane * WIDTH;
+        work(Part<Bits>{x.at + at, last.at + at, before.at + at, target + at, code.at + at * bits / 8,
+                        code.at + width + at / GROUP, of.numbers - at});
+      }
+      x.at += of.of_x.head, last.at += of.of_last.head, before.at += of.of_before.head, code.at += of.of_code.head;
+      if (++head < of.heads) continue;
+      head = 0;
+      if (++token == of.tokens) token = 0, ++batch;
+      go(batch, token, 0);
+    }
+  }
+
+  void go(i64 batch, i64 token, i64 head) {
+    x.go(batch, token, head), last.go(batch, token, head), before.go(batch, token, head), code.go(batch, token, head);
+  }
+
+  // work(part), for a CPU's short group with copies, beside which there are zeros.
+  template <typename Work> void staged(Part<Bits> part, bool encodes, Work work) const {
+    if (LANES > 1 || part.count >= GROUP) return work(part);
+    Bits x[GROUP] = {}, last[GROUP] = {}, before[GROUP] = {}, target[GROUP];
+    uint8_t code[GROUP] = {};
+    const i64 bytes = (part.count * bits + 7) / 8;
+    for (i64 i = 0; i < part.count; ++i) {
+      if (encodes) x[i] = part.x[i];
+      last[i] = part.last[i];
+      if (of.before) before[i] = part.before[i];
+    }
+    if (!encodes)
+      for (i64 i = 0; i < bytes; ++i) code[i] = part.code[i];
+    work(Part<Bits>{x, last, before, target, code, part.scale, part.count});
+    for (i64 i = 0; i < part.count; ++i) part.target[i] = target[i];
+    if (encodes) {
+      if (part.count * bits % 8) code[bytes - 1] &= (1 << part.count * bits % 8) - 1;
+      for (i64 i = 0; i < bytes; ++i) part.code[i] = code[i];
+    }
+  }
+
+  Floats continuation(Floats newest, const Bits *from, i64 count) const {
+    return newest + (newest - load_first<Type, WORDS>(from, count)) * factor;
+  }
+
+  // Another work-item's number.
+  template <typename T> T from_other(T x, int distance) const {
+    return sycl::permute_group_by_xor(place.item.get_sub_group(), x, distance);
+  }
+
+  // Of a group, over its work-items.
+  int32_t largest_in_group(Ints own) const {
+    int32_t largest = largest_of(own);
+    if constexpr (SHARING > 1)
+      for (int other = 1; other < SHARING; other *= 2) largest = sycl::max(largest, from_other(largest, other));
+    return largest;
+  }
+
+  int32_t count_in_group(Ints own) const {
+    int32_t count = sum_of(own);
+    if constexpr (SHARING > 1)
+      for (int other = 1; other < SHARING; other *= 2) count += from_other(count, other);
+    return count;
+  }
+
+  // In the order of the definition: the upper half of 32 numbers is added to the lower one, and so on.
+  float sum_in_group(const Floats (&own)[PARTS]) const {
+    Floats sum = own[0];
+    if constexpr (PARTS == 2) sum += own[1];
+    if constexpr (SHARING > 1)
+      for (int other = SHARING / 2; other; other /= 2)
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) sum[i] += from_other(sum[i], other);
+    return sum_of(sum);
+  }
+
+  // The byte of the step with which 2 bits err least. channels: of the group.
+  int32_t byte_of_two_bits(const Floats (&size)[PARTS], float largest, int32_t channels) const {
+    const float all = sum_in_group(size);
+    float total = largest * (13 / 32.0f), count = 1; // the step is their quotient
+#pragma unroll
+    for (int round = 0; round < 2; ++round) {
+      Floats large[PARTS];
+      Ints found = 0;
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) {
+        const Ints is_large = size[i] * count >= total;
+        large[i] = is_large ? size[i] : Floats(0);
+        found -= is_large;
+      }
+      total = 2 * (all + 2 * sum_in_group(large));
+      count = float(channels + 8 * count_in_group(found));
+    }
+    // The quotient need not be exact: products of the middles, which are, decide.
+    const int32_t byte = byte_above(total / count, 0x7ffff);
+    const float above = (step_of(byte) + step_of(byte + 1)) / 2, below = (step_of(byte - 1) + step_of(byte)) / 2;
+    return byte + (total > above * count) - (total <= below * count);
+  }
+
+  void encode(Part<Bits> part) {
+    Floats predicted[PARTS], residual[PARTS];
+    Ints largest = 0, largest_of_other = 0;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const i64 from = i * WIDTH, left = part.count - from;
+      const Floats own = load_first<Type, WORDS>(part.x + from, left);
+      const Floats newest = load_first<Type, WORDS>(part.last + from, left);
+      Floats forecast = newest;
+      if (linear || compared) forecast = continuation(newest, part.before + from, left);
+      predicted[i] = linear ? forecast : newest;
+      residual[i] = own - predicted[i];
+      largest = __builtin_elementwise_max(largest, __builtin_bit_cast(Ints, residual[i]) & 0x7fffffff);
+      if (compared) {
+        const Floats other = own - (linear ? newest : forecast);
+        largest_of_other = __builtin_elementwise_max(largest_of_other, __builtin_bit_cast(Ints, other) & 0x7fffffff);
+      }
+    }
+    const int32_t most_bits = largest_in_group(largest);
+    const float most = sycl::bit_cast<float>(most_bits);
+    int32_t byte = byte_above(most * (1.0f / (1 << (bits - 1))));
+    if (bits == 2) {
+      Floats size[PARTS];
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) size[i] = __builtin_elementwise_abs(residual[i]);
+      const i64 before = LANES == 1 ? 0 : place.lane % SHARING * WIDTH; // channels of the group in other work-items
+      byte = byte_of_two_bits(size, most, int32_t(sycl::min(part.count + before, i64(GROUP))));
+    }
+    const Scale scale(byte, most_bits < 0x7f800000);
+    const bool tells = place.lane % SHARING == 0 && part.count > 0; // one work-item of a group
+    if (tells) *part.scale = uint8_t(scale.byte), unfit += !scale.fits;
+    if (compared) {
+      const float other = sycl::bit_cast<float>(largest_in_group(largest_of_other));
+      const int32_t more = sycl::clamp(byte_above(most), 0, LARGEST) - sycl::clamp(byte_above(other), 0, LARGEST);
+      if (tells) difference += linear ? more : -more;
+    }
+    const float reciprocal = scale.reciprocal(), step = scale.step(), limit = (1 << (bits - 1)) - 1;
+    const int32_t half = 1 << (bits - 1), kept = scale.codes() ? 2 * half - 1 : 0;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const i64 from = i * WIDTH, left = part.count - from;
+      if (LANES > 1 && left <= 0) continue;
+      Floats sized = __builtin_elementwise_abs(residual[i]) * reciprocal;
+      sized = sized < limit ? sized : limit; // of NaN too
+      const Ints magnitude = __builtin_convertvector(sized, Ints) | half;
+      const Ints sign = __builtin_bit_cast(Ints, residual[i]) >> 31;
+      const Ints codes = (magnitude ^ sign) & kept;
+      renew(part.target + from, left, predicted[i], codes, step);
+      by_bits([&](auto bits) {
+        store_codes<bits>(part.code + from * bits / 8, __builtin_bit_cast(Words, codes), left, places);
+      });
+    }
+  }
+
+  void decode(Part<Bits> part) const {
+    if (part.count <= 0) return;
+    const int32_t byte = *part.scale;
+    const float step = Scale(byte, byte != BAD).step();
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const i64 from = i * WIDTH, left = part.count - from;
+      Floats predicted = load_first<Type, WORDS>(part.last + from, left);
+      if (linear) predicted = continuation(predicted, part.before + from, left);
+      Words codes;
+      by_bits([&](auto bits) { codes = load_codes<bits>(part.code + from * bits / 8, left, places); });
+      renew(part.target + from, left, predicted, __builtin_bit_cast(Ints, codes), step);
+    }
+  }
+
+  void renew(Bits *target, i64 count, Floats predicted, Ints codes, float step) const {
+    const Floats value = (__builtin_convertvector(codes, Floats) - middle) * step;
+    store_first<Type, WORDS>(target, predicted + value, count);
+  }
+
+  template <typename Work> void by_bits(Work work) const {
+    if (bits == 2)
+      work(std::integral_constant<int, 2>());
+    else if (bits == 4)
+      work(std::integral_constant<int, 4>());
+    else
+      work(std::integral_constant<int, 8>());
+  }
+
+  // What there is to tell is added by one work-item.
+  void tell() const {
+    i64 all_unfit = unfit, all_difference = difference;
+#if LANES > 1
+    auto lanes = place.item.get_sub_group();
+    if (!sycl::any_of_group(lanes, unfit || difference)) return;
+    all_unfit = sycl::reduce_over_group(lanes, unfit, sycl::plus<int32_t>());
+    all_difference = sycl::reduce_over_group(lanes, difference, sycl::plus<int32_t>());
+#endif
+    if (place.lane) return;
+    if (all_unfit) add(of.notes[0], all_unfit);
+    if (all_difference) add(of.notes[1], all_difference);
+  }
+  static void add(i64 &note, i64 number) {
+    sycl::atomic_ref<i64, sycl::memory_order::relaxed, sycl::memory_scope::device,
+                     sycl::access::address_space::global_space>(note)
+        .fetch_add(number);
+  }
+};
+
+struct Encoding {
+  template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
+    Coder<Type, WORDS, BITS, WHAT> coder{of, place};
+    coder.rows([&](auto part) { coder.staged(part, true, [&](auto part) { coder.encode(part); }); });
+    coder.tell();
+  }
+};
+
+struct Decoding {
+  template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
+    Coder<Type, WORDS, BITS, WHAT> coder{of, place};
+    coder.rows([&](auto part) { coder.staged(part, false, [&](auto part) { coder.decode(part); }); });
+  }
+};
+
+#if LANES == 1
+template <typename Way, typename Type, int BITS> inline void of_bits(const Residuals &of, const Place &place) {
+  if (of.compare && std::is_same_v<Way, Encoding>)
+    Encoding::run<Type, false, BITS, COMPARED>(of, place);
+  else if (of.linear)
+    Way::template run<Type, false, BITS, PREDICTS>(of, place);
+  else
+    Way::template run<Type, false, BITS, NOTHING>(of, place);
+}
+template <typename Way, typename Type> inline void residual(const Residuals &of) {
+  Place place;
+  if (of.bits == 2)
+    of_bits<Way, Type, 2>(of, place);
+  else if (of.bits == 4)
+    of_bits<Way, Type, 4>(of, place);
+  else
+    of_bits<Way, Type, 8>(of, place);
+}
+#else
+template <typename Way, typename Type> inline void residual(const Residuals &of) {
+  const Strides &x = of.of_x, &last = of.of_last, &before = of.of_before;
+  const i64 strides = x.batch | x.token | x.head | last.batch | last.token | last.head | before.batch | before.token |
+                      before.head;
+  by_alignment<Type>(i64(of.x) | i64(of.last) | i64(of.before) | 2 * strides,
+                     [&](auto words) { Way::template run<Type, words, 0, ANY>(of, Place()); });
+}
+#endif
+
+KERNEL(encode_residual_f32)(Residuals of) { residual<Encoding, F32>(of); }
+KERNEL(encode_residual_bf16)(Residuals of) { residual<Encoding, BF16>(of); }
+KERNEL(encode_residual_f16)(Residuals of) { residual<Encoding, F16>(of); }
+KERNEL(decode_residual_f32)(Residuals of) { residual<Decoding, F32>(of); }
+KERNEL(decode_residual_bf16)(Residuals of) { residual<Decoding, BF16>(of); }
+KERNEL(decode_residual_f16)(Residuals of) { residual<Decoding, F16>(of); }
