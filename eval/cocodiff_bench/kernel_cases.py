@@ -21,8 +21,8 @@ Call = Callable[[Any], object]  # of an object with the operations
 @dataclass(frozen=True)
 class Case:
     """call: one operation, by whoever has it. moved: bytes it has to read and to write. diffusers: the library's own
-    modules in the operation's place, where there are such. copied: bytes of the tensor that `memcpy` copies in its place,
-    by default half of what is moved."""
+    modules in the operation's place, where there are such. copied: bytes that `memcpy` copies in its place, by default half
+    of what is moved."""
 
     call: Call
     moved: int
@@ -33,7 +33,7 @@ class Case:
 def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
     """An operation on `size` bytes (of one tensor, or of q, k and v together); 0 is one row for one peer."""
     row = HEADS * HEAD_DIM * dtype.itemsize
-    cases = {
+    cases: dict[str, Callable[[int, int, torch.dtype], Case]] = {
         "pack": _pack,
         "unpack": _unpack,
         "gather_pack": _gather,
