@@ -21,8 +21,8 @@ Call = Callable[[Any], object]  # of an object with the operations
 @dataclass(frozen=True)
 class Case:
     """call: one operation, by whoever has it. moved: bytes it has to read and to write. diffusers: the library's own
-    modules in the operation's place, where there are such. copied: bytes that `memcpy` copies in its place, by default half
-    of what is moved."""
+    modules in the operation's place, where there are such. copied: bytes that `memcpy` copies in its place, by default
+    half of what is moved."""
 
     call: Call
     moved: int
