@@ -19,6 +19,8 @@ INSTRUCTIONS = {
     "l1_score": 16.6,
     "qk_norm_rope": 51.2,
     "merge_partials": 70.2,
+    "encode_residual": 46.2,  # 4 bits, from the newest reconstruction
+    "decode_residual": 25.6,
 }
 
 

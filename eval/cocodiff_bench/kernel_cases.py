@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.kernels import Rows
+from cocodiff.kernels import Prediction, Reconstructions, Rows, coded_width
 
+CODE_BITS = 2
 HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node
 Call = Callable[[Any], object]  # of an object with the operations
 
@@ -19,17 +21,19 @@ Call = Callable[[Any], object]  # of an object with the operations
 @dataclass(frozen=True)
 class Case:
     """call: one operation, by whoever has it. moved: bytes it has to read and to write. diffusers: the library's own
-    modules in the operation's place, where there are such."""
+    modules in the operation's place, where there are such. copied: bytes that `memcpy` copies in its place, by default
+    half of what is moved."""
 
     call: Call
     moved: int
     diffusers: Callable[[], object] | None = None
+    copied: int | None = None
 
 
 def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
     """An operation on `size` bytes (of one tensor, or of q, k and v together); 0 is one row for one peer."""
     row = HEADS * HEAD_DIM * dtype.itemsize
-    cases = {
+    cases: dict[str, Callable[[int, int, torch.dtype], Case]] = {
         "pack": _pack,
         "unpack": _unpack,
         "gather_pack": _gather,
@@ -38,6 +42,10 @@ def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
         "select": _select,
         "qk_norm_rope": _norm_rope,
         "merge_partials": _merge,
+        "encode_residual": partial(_encode, linear=False),
+        "encode_residual_taylor": partial(_encode, linear=True),
+        "decode_residual": partial(_decode, linear=False),
+        "decode_residual_taylor": partial(_decode, linear=True),
     }
     return cases[op](max(1, size // row), PEERS if size else 1, dtype)
 
@@ -121,3 +129,28 @@ def _merge(L: int, _peers: int, dtype: torch.dtype) -> Case:
     out_BLHD, part_BLHD = _random(L, dtype), _random(L + 1, dtype)[:, 1:].contiguous()
     lse_BLH, part_lse_BLH = torch.randn(1, L, HEADS), torch.randn(1, L, HEADS)
     return Case(lambda ops: ops.merge_partials(out_BLHD, lse_BLH, part_BLHD, part_lse_BLH), 3 * out_BLHD.nbytes)
+
+
+def _known(L: int, dtype: torch.dtype, linear: bool) -> tuple[Tensor, Reconstructions, Tensor]:
+    """A tensor, what is known of it, and room for its code."""
+    x_BLHD = _random(L, dtype)
+    last_BLHD, before_BLHD = (x_BLHD + _random(L + n, dtype)[:, n:] / 8 for n in (1, 2))
+    code_BLHW = torch.zeros(1, L, HEADS, coded_width(HEAD_DIM, CODE_BITS), dtype=torch.uint8)
+    return x_BLHD, Reconstructions(last_BLHD, before_BLHD if linear else None), code_BLHW
+
+
+def _encode(L: int, _peers: int, dtype: torch.dtype, linear: bool) -> Case:
+    """The most work of a number of bits. Its state follows from call to call, as a run's does."""
+    x_BLHD, known, code_BLHW = _known(L, dtype, linear)
+    how, notes_2 = Prediction(1.0, linear=linear), torch.zeros(2, dtype=torch.int64)
+    moved = (4 if linear else 3) * x_BLHD.nbytes + code_BLHW.nbytes
+    return Case(
+        lambda ops: ops.encode_residual(x_BLHD, known, how, CODE_BITS, code_BLHW, notes_2), moved, copied=x_BLHD.nbytes
+    )
+
+
+def _decode(L: int, _peers: int, dtype: torch.dtype, linear: bool) -> Case:
+    _, known, code_BLHW = _known(L, dtype, linear)
+    moved = (3 if linear else 2) * known.last.nbytes + code_BLHW.nbytes
+    factor = 1.0 if linear else None
+    return Case(lambda ops: ops.decode_residual(code_BLHW, known, factor, CODE_BITS), moved, copied=known.last.nbytes)

@@ -31,7 +31,10 @@ from cocodiff_bench.common import Benchmark, Row, Values
 if TYPE_CHECKING:
     from cocodiff_bench.kernel_cases import Case
 
-OPS = ("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials")
+OPS = (
+    *("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"),
+    *("encode_residual", "encode_residual_taylor", "decode_residual", "decode_residual_taylor"),
+)
 OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
 BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
@@ -118,7 +121,7 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:
     case = make_case(op, size_mb * 2**20, torch_dtype(values["dtype"]))
     sycl, auto = Kernels("sycl"), Kernels("auto")
     check_same(op, case, sycl, TorchOps())
-    source = torch.empty(case.moved // 2, dtype=torch.uint8).random_()
+    source = torch.empty(case.copied or case.moved // 2, dtype=torch.uint8).random_()
     calls: dict[str, Callable[[], object]] = {
         "sycl": partial(case.call, sycl),
         "torch": partial(case.call, TorchOps()),
@@ -180,7 +183,7 @@ def say_case(measured: list[Row]) -> None:
     better = min(("sycl", "torch"), key=lambda name: of[name]["median_s"])
     say(
         f"  {measured[0]['case']:<24} us: {times}; sycl/torch {of['sycl']['ratio_vs_torch']:.3f}, "
-        f"auto/{better} {of['auto'][f'ratio_vs_{better}']:.3f}"
+        f"auto/{better} {of['auto'][f'ratio_vs_{better}']:.3f}, sycl/memcpy {of['sycl']['ratio_vs_memcpy']:.2f}"
     )
 
 

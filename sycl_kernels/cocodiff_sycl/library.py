@@ -19,7 +19,7 @@ CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
 CPU_THREADS = "DPCPP_CPU_NUM_CUS"
 # Of Intel's CPU device: 1 makes no vectors across work-items. Kernels of one work-item a row have vectors of their own;
-# to take these apart and join them again costs its compiler minutes. It reads this once and then refuses other kernels.
+# to take these apart and join them again costs its compiler minutes. It is read once; other kernels are refused then.
 VECTORIZER = "CL_CONFIG_CPU_VECTORIZER_MODE"
 log = logging.getLogger("cocodiff.kernels")
 

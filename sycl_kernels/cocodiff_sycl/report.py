@@ -18,6 +18,7 @@ from cocodiff_sycl.ocloc import Ocloc, Usage
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
 NUMBERS = 128  # that a pass of an arithmetic loop takes: a head's
+CODE_BYTES = 68  # of a head's residual in 4 bits, with its scales
 COPIED_BYTES = 1024  # that a pass of a copy's loop takes: BATCH blocks
 ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2}
 
@@ -133,6 +134,9 @@ def row_of(usage: Usage, path: str) -> Row:
         numbers = COPIED_BYTES // ITEMSIZE["bf16"]
         return Row(usage, loop, numbers, 2 * COPIED_BYTES)
     sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
+    if "residual" in usage.name:  # x and the reconstruction, read and written; the code of 4 bits
+        numbers_moved = (3 if usage.name.startswith("encode") else 2) * sizes[0] * NUMBERS
+        return Row(usage, loop, NUMBERS, numbers_moved + CODE_BYTES, sizes[0])
     # merge: `out` read and written, `part` read; the others: one read and one more tensor read or written.
     moved = 2 * sizes[0] + sizes[1] if usage.name.startswith("merge") else 2 * sizes[0]
     return Row(usage, loop, NUMBERS, NUMBERS * moved, sizes[0])

@@ -16,9 +16,10 @@ import pytest
 import torch
 from cocodiff_sycl import SyclOps, Unavailable, build, build_ahead_of_time
 from cocodiff_sycl import library as opening
-from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, build_ahead, kernel_names, kernel_options
+from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, build_ahead, kernel_names
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import GPU_LANES, Library
+from cocodiff_sycl.spirv import spirv_of
 
 from cocodiff.errors import UserError
 from cocodiff.kernels import TorchOps, compile_ahead
@@ -116,11 +117,9 @@ def test_without_icpx_one_line_says_so(monkeypatch, tmp_path):
         compile_ahead(GPU)
 
 
-def test_the_runtimes_compiler_takes_what_icpx_is_given(sycl_on_cpu: SyclOps, monkeypatch):
+def test_the_runtimes_compiler_takes_what_icpx_is_given(sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
     """All but the kernels themselves, which the other tests compile."""
     (listed,) = re.findall(r"define COCODIFF_KERNELS\(X\) (.*)", ahead_source(GPU_LANES))
     assert re.findall(r"X\((\w+)\)", listed) == kernel_names(GPU_LANES) and len(kernel_names(GPU_LANES)) == 21
     monkeypatch.setattr(build, "SOURCES", ("common.hpp", "select.cpp"))
-    source, options = ahead_source(GPU_LANES), "\n".join(kernel_options(find_runtime()))
-    library = sycl_on_cpu.library
-    assert library._c.cocodiff_build(library._device, source.encode(), options.encode()), library._error()
+    assert spirv_of(ahead_source(GPU_LANES), tmp_path)

@@ -48,9 +48,9 @@ def test_a_folder_that_takes_no_file_is_an_error_with_words(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl: SyclOps, monkeypatch, tmp_path):
+def test_kernels_come_from_what_is_kept_and_damage_compiles_again(sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
     """The damaged file would end the process if the driver were given it."""
-    of = sycl.library
+    of = sycl_on_cpu.library
     (whole,) = of.folder.glob(f"saved-*_{of.lanes}")
     monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
     folder = runtime_and_folder()[1]
