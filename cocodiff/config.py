@@ -92,7 +92,7 @@ class Config:
         choices=lambda: ("none", *CODECS),
     )
     predictor: str = setting(
-        "auto",
+        "taylor",
         "the prediction: last (what they were at the call before), taylor (that, continued linearly in the noise "
         "level) or auto (the better one at the call before, for each layer and tensor)",
         choices=("last", "taylor", "auto"),

@@ -71,7 +71,7 @@ OPTIONS = common.with_common_options(
         f"by default those without chunks and guidance, and split_v_first with int4 and int2",
         many=True,
     ),
-    Option("predictor", "of the residual codec", "auto", choices=("last", "taylor", "auto")),
+    Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
 )
