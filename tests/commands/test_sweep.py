@@ -104,10 +104,10 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
         elif key.point == "round":
             assert line["psnr_vs_exact_db"] > 80 and line["drift"] == []
             assert line["settings"] == {"preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}
-        elif key.point == "coded":  # heads of 8: 4 bytes and a scale of 32, but in the first of three steps
+        elif key.point == "coded":  # three steps: one whole, two of twice the bits: 16 bytes and a scale, of 64 bytes
             assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 30
             assert [row["coded_fraction"] for row in line["drift"]] == [0, 1, 1]
-            assert sent == sum(line["bytes_whole"].values()) * (1 + 2 * 5 / 32) / 3
+            assert sent == sum(line["bytes_whole"].values()) * (1 + 2 * 17 / 64) / 3
         else:
             assert line["coding"] == "v_major" and sent < sum(line["bytes_whole"].values()) == exact
             assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact
