@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FRACTIONS = (None, 0.5, 1.0)  # of stable tokens, at which V-Major is measured; None: all travel, and none is scored
-CODED = (None, 0.0)  # steps of the residual codec: whole and coded
+CODED = (None, 0.0, 1.0)  # steps of the residual codec: whole, coded, and coded with twice the bits
 
 
 class Variant(NamedTuple):
