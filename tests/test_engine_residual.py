@@ -26,7 +26,7 @@ def test_every_family_is_coded(family):
         own, outputs = copy.deepcopy(model), []
         with torch.no_grad():
             for codec in ("none", "int8", "int2"):
-                with parallelize(own, "split", transport=transport, codec=codec) as engine:
+                with parallelize(own, "split", transport=transport, codec=codec, predictor="auto") as engine:
                     outputs.append(denoise(own, inputs))
                     coded = codec != "none" and transport.size > 1
                     assert (engine.strategy.coding.bytes_held() > 0) == coded

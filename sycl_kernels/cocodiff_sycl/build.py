@@ -37,7 +37,9 @@ HOST = (AHEAD, "host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "saved.h
 SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp", "residual.cpp")
 PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
-AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl")
+# The codec is defined to the bit, and icpx would fuse and reorder: with these it may not.
+EXACT_OPTIONS = ("-fp-model=precise", "-ffp-contract=off")
+AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl", *EXACT_OPTIONS)
 COMPILE_TIMEOUT_S = 300
 LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
 
