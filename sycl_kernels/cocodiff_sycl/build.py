@@ -34,7 +34,16 @@ __all__ = [
 HERE = Path(__file__).parent
 AHEAD = "ahead.cpp"
 HOST = (AHEAD, "host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
-SOURCES = ("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp", "residual.cpp")
+SOURCES = (
+    "common.hpp",
+    "movement.cpp",
+    "score.cpp",
+    "select.cpp",
+    "norm_rope.cpp",
+    "merge.cpp",
+    "codes.hpp",
+    "residual.cpp",
+)
 PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 # The codec is defined to the bit, and icpx would fuse and reorder: with these it may not.

@@ -3,12 +3,6 @@
 // The arithmetic is defined, operation for operation, in cocodiff/kernels/residual.py. Bound by memory: x, the
 // reconstructions that the prediction takes and the code are read or written once, and the next reconstruction is
 // written once. A group's numbers stay in registers between the look for the largest difference and their codes.
-constexpr int GROUP = 32;                                // channels of one scale
-constexpr int PARTS = LANES == 1 ? GROUP / WIDTH : 1;    // accesses of a work-item to a group
-constexpr int SHARING = LANES == 1 ? 1 : GROUP / WIDTH;  // work-items that share a group
-constexpr int LOWEST = (127 - 20) << 3, LARGEST = 254, BAD = 255; // LOWEST: the smallest step's exponent, in eighths
-using Ints = Vector<int32_t, WIDTH>;
-using Words = Vector<uint32_t, WIDTH>;
 
 struct Strides { // in numbers, or bytes of a code
   i64 batch, token, head;
@@ -74,117 +68,6 @@ template <typename Type, bool WORDS> inline void store_first(typename Type::Bits
   for (int i = 0; i < WIDTH; ++i)
     if (i < count) to[i] = all[i];
 }
-
-// The step of a byte, and the byte of the smallest step that is not smaller; outside of 1 to 254 there is none.
-inline float step_of(int32_t byte) { return sycl::bit_cast<float>(uint32_t(byte - 1 + LOWEST) << 20); }
-inline int32_t byte_above(float step, uint32_t round_up = 0xfffff) {
-  return (int32_t(sycl::bit_cast<uint32_t>(step) + round_up) >> 20) - LOWEST + 1;
-}
-
-// A scale byte, and what follows from it.
-struct Scale {
-  int32_t byte;
-  bool fits; // whether a scale fits the group
-  Scale(int32_t found, bool finite)
-      : byte(finite ? sycl::clamp(found, 0, LARGEST) : BAD), fits(finite && found <= LARGEST) {}
-  bool codes() const { return byte != 0 && byte != BAD; }
-  // 0 adds nothing to a prediction: with the code 0 it makes -0.
-  float step() const { return byte == 0 ? 0.0f : byte == BAD ? __builtin_nanf("") : step_of(byte); }
-  // 1 / step, rounded to nearest. A GPU picks that of the 8 significands, because it has no quick division that is exact;
-  // that of doubles is, and a CPU's is quick.
-  float reciprocal() const {
-#if LANES == 1
-    return float(1 / double(step_of(byte)));
-#else
-    const int32_t eighths = byte - 1 + LOWEST;
-    const bool one = eighths & 1, two = eighths & 2, four = eighths & 4;
-    const float low = two ? one ? 8 / 11.0f : 8 / 10.0f : one ? 8 / 9.0f : 1.0f;
-    const float high = two ? one ? 8 / 15.0f : 8 / 14.0f : one ? 8 / 13.0f : 8 / 12.0f;
-    const int32_t significand = sycl::bit_cast<int32_t>(four ? high : low);
-    return sycl::bit_cast<float>(significand - ((eighths >> 3) - 127) * (1 << 23));
-#endif
-  }
-};
-
-// Codes lie in the order of their channels, the first in the lowest bits. Unit: what their addresses are a multiple of.
-template <int BITS, typename Unit, int N> inline void store_codes(uint8_t *to, Vector<uint32_t, N> code) {
-  if constexpr (BITS == 8 * sizeof(Unit))
-    reinterpret_cast<Loose<Unit, N> *>(to)->value = __builtin_convertvector(code, Vector<Unit, N>);
-  else if constexpr (N == 2)
-    *reinterpret_cast<Unit *>(to) = Unit(code.x | code.y << BITS);
-  else {
-    Vector<uint32_t, N / 2> pair = code.even | code.odd << BITS;
-    store_codes<2 * BITS, Unit, N / 2>(to, pair);
-  }
-}
-
-template <int BITS, typename Unit, int N> inline Vector<uint32_t, N> load_codes(const uint8_t *from) {
-  if constexpr (BITS == 8 * sizeof(Unit)) {
-    return __builtin_convertvector(reinterpret_cast<const Loose<Unit, N> *>(from)->value, Vector<uint32_t, N>);
-  } else {
-    constexpr uint32_t mask = (1 << BITS) - 1;
-    Vector<uint32_t, N> code;
-    if constexpr (N == 2) {
-      const uint32_t pair = *reinterpret_cast<const Unit *>(from);
-      code.x = pair & mask, code.y = pair >> BITS;
-    } else {
-      const auto pair = load_codes<2 * BITS, Unit, N / 2>(from);
-      code.even = pair & mask, code.odd = pair >> BITS;
-    }
-    return code;
-  }
-}
-
-#if LANES == 1
-// Two bytes become one, each with a code, or with several, of BITS in all.
-template <int BITS, int N> inline void store_bytes(uint8_t *to, Vector<uint8_t, N> code) {
-  if constexpr (BITS == 8)
-    reinterpret_cast<Loose<uint8_t, N> *>(to)->value = code;
-  else {
-    const auto pair = __builtin_bit_cast(Vector<uint16_t, N / 2>, code);
-    store_bytes<2 * BITS, N / 2>(to, __builtin_convertvector(pair | pair >> (8 - BITS), Vector<uint8_t, N / 2>));
-  }
-}
-template <int BITS> inline void store_codes(uint8_t *to, Words code, i64, i64) {
-  store_bytes<BITS, WIDTH>(to, __builtin_convertvector(code, Vector<uint8_t, WIDTH>));
-}
-template <int BITS> inline Words load_codes(const uint8_t *from, i64, i64) {
-  return load_codes<BITS, uint8_t, WIDTH>(from);
-}
-#else
-// The first `count` of a work-item's codes; those beyond are 0, and their bytes are not touched. places: an address and
-// strides, or-ed. The outer branches are the same for all work-items.
-template <int BITS> inline void store_codes(uint8_t *to, Words code, i64 count, i64 places) {
-  if (count >= WIDTH) {
-    if constexpr (BITS > 2)
-      if (!(places & 3)) return store_codes<BITS, uint32_t, WIDTH>(to, code);
-    if (!(places & 1)) return store_codes<BITS, uint16_t, WIDTH>(to, code);
-    return store_codes<BITS, uint8_t, WIDTH>(to, code);
-  }
-#pragma unroll
-  for (int i = 0; i < WIDTH; i += 8 / BITS) {
-    uint32_t byte = 0;
-#pragma unroll
-    for (int n = 0; n < 8 / BITS; ++n)
-      if (i + n < count) byte |= code[i + n] << n * BITS;
-    if (i < count) to[i * BITS / 8] = uint8_t(byte);
-  }
-}
-
-template <int BITS> inline Words load_codes(const uint8_t *from, i64 count, i64 places) {
-  if (count >= WIDTH) {
-    if constexpr (BITS > 2)
-      if (!(places & 3)) return load_codes<BITS, uint32_t, WIDTH>(from);
-    if (!(places & 1)) return load_codes<BITS, uint16_t, WIDTH>(from);
-    return load_codes<BITS, uint8_t, WIDTH>(from);
-  }
-  Words code = 0;
-#pragma unroll
-  for (int i = 0; i < WIDTH; ++i)
-    if (i < count) code[i] = from[i * BITS / 8] >> i * BITS % 8 & ((1 << BITS) - 1);
-  return code;
-}
-#endif
 
 // A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
 // these. It leaves functions alone.
