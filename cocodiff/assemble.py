@@ -15,7 +15,7 @@ from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work, choose
-from cocodiff.registry import CODECS, CODINGS, ORDERS, load
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh
@@ -51,8 +51,13 @@ def build_strategy(
 
 
 def coding_of(config: Config) -> type[Coding]:
-    """What travels in tensors' places, by the settings `codec` and `selection`."""
-    coding: type[Coding] = load(CODINGS, config.selection) if config.codec == "none" else load(CODECS, config.codec)
+    """What travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
+    if config.codec != "none":
+        coding: type[Coding] = load(CODECS, config.codec)
+    elif config.arrival != "now":
+        coding = load(ARRIVALS, config.arrival)
+    else:
+        coding = load(CODINGS, config.selection)
     return coding
 
 

@@ -206,7 +206,7 @@ class Engine:
         if error is None and self._parts is not None:
             self._parts.drain()
         for ranks in self._sequences:
-            ranks.strategy.coding.end()
+            ranks.strategy.coding.end(drain=error is None)
         if error is not None and not isinstance(error, PeerLost):
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)

@@ -99,6 +99,14 @@ class Kernels:
     ) -> None:
         self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_2)
 
+    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
+        from cocodiff.kernels.residual import _in_groups, _size_byte
+
+        d = _size_byte(_in_groups(x.float() - last.float())) - _size_byte(_in_groups(x.float()))
+        notes[2] += d.sum()
+        notes[3] += d.numel()
+        last.copy_(x)
+
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
 

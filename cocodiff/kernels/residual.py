@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32
+NOTES = 4
 LOWEST = -20  # exponent of the smallest step
 BAD, LARGEST = 255, 254
 FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for residuals like noise
@@ -56,6 +57,7 @@ class Prediction(NamedTuple):
     factor: float = 0.0
     linear: bool = False
     compare: bool = False
+    measure: bool = False
 
 
 class Reconstructions(NamedTuple):
@@ -95,6 +97,9 @@ def encode_residual(
         other_GC = _in_groups(x - _predicted(known, None if how.linear else how.factor))
         difference = (_size_byte(residual_GC) - _size_byte(other_GC)).sum()
         notes_2[1] += difference if how.linear else -difference
+    if how.measure:
+        notes_2[2] += (_size_byte(residual_GC) - _size_byte(_in_groups(x))).sum()
+        notes_2[3] += scale_G.numel()
     half, step_G = 2 ** (bits - 1), _steps(scale_G)
     # Of a group without scale this gives numbers of no meaning; the next line replaces them.
     magnitude_GC = (residual_GC.abs() * (1 / step_G)[..., None]).clamp_(max=half - 1).to(torch.int32)

@@ -68,6 +68,8 @@ class Encoded(NamedTuple):
 class CodedCall:
     """One attention call's tensors on the wire. Subclasses change what they need."""
 
+    awaited = True  # whether attention waits for all that this call sends; else nothing of it comes chunk by chunk
+
     def __init__(self, layout: Layout) -> None:
         """layout: of the tensors themselves."""
         self.layout = layout
@@ -98,6 +100,11 @@ class CodedCall:
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
         """All heads of this rank's rows of the output, [B, L, H, D]."""
         return received_BLHW
+
+    def back(self, transfer: Transfer, out_BSGD: Tensor) -> Tensor:
+        """Sends the output, all rows of this rank's heads, back; returns what the model goes on with in the place
+        of all heads of its own rows, [B, L, H, D]. Called on the thread that attends, not where it goes in chunks."""
+        return transfer.post_back(out_BSGD).wait()
 
 
 class Coding:
@@ -146,8 +153,9 @@ class Coding:
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""
 
-    def end(self) -> None:
-        """The engine is left: memory is given back."""
+    def end(self, drain: bool = True) -> None:
+        """The engine is left: memory is given back. drain: once nothing is under way any more; not where ranks may have
+        stopped at different places."""
 
     def bytes_held(self) -> int:
         """Bytes that are held between calls now."""

@@ -173,8 +173,14 @@ class Transfer:
         """
         return self.coded.send(self, tensors_BLHD, wait_next)
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False) -> Arriving:
-        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size."""
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False, late: bool = False) -> Arriving:
+        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size.
+
+        late: this call does not wait for them. They are encoded here and now, so that what their encoding notes is
+        known to the next call of the model however long the lane is behind, and only the code waits for its turn."""
+        if late:
+            cargo = Forward(self, tensors_BLHD, late)
+            return WholeArriving(cargo, self.exchange.submit(cargo))
         staged = self.exchange.staged
         self.in_stages = self.travels_in_stages(next(iter(tensors_BLHD.values())))
         if staged is not None and self.in_stages:
@@ -184,8 +190,8 @@ class Transfer:
 
     def travels_in_stages(self, like_BLHD: Tensor) -> bool:
         """The same on all ranks."""
-        staged = self.exchange.staged
-        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        staged, coded = self.exchange.staged, self.coded
+        return staged is not None and coded.awaited and staged.pays(self.layout, coded.cell_bytes(like_BLHD))
 
     def wait(self, sent: Sequence[Arriving]) -> dict[str, Tensor]:
         """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
@@ -198,9 +204,11 @@ class Transfer:
     def back(self, out_BSGD: Tensor) -> Tensor:
         """Sends all rows of this rank's heads of attention's output and returns all heads of its own rows,
         [B, L, H, D]."""
-        with self.exchange.trace.span("wait for o", layer=self.layer):
-            pending = self.exchange.submit(Back(self, out_BSGD), wait_next=True)
-            return used_on_current_stream(self.coded.decode_output(pending.wait().tensors[0]))
+        return self.coded.back(self, out_BSGD)
+
+    def post_back(self, out_BSGD: Tensor, late: bool = False) -> OutputArriving:
+        """Sends all rows of this rank's heads of the output. late: as in `post`."""
+        return OutputArriving(self, self.exchange.submit(Back(self, out_BSGD, late=late), wait_next=not late))
 
     def back_in_stages(self) -> OutputInStages:
         """The way back, chunk by chunk."""
@@ -250,6 +258,38 @@ class WholeArriving:
         return
 
 
+class Together:
+    """Tensors of several sendings as one; see `Arriving`."""
+
+    def __init__(self, names: tuple[str, ...], parts: Sequence[Arriving]) -> None:
+        self.names, self._of = names, {name: part for part in parts for name in part.names}
+
+    def wait(self) -> list[Tensor]:
+        here: dict[str, Tensor] = {}
+        for part in dict.fromkeys(self._of.values()):
+            here |= zip(part.names, part.wait(), strict=True)
+        return [here[name] for name in self.names]
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        return self._of[name].chunk(name, number)
+
+    def expect(self, name: str, number: int) -> None:
+        self._of[name].expect(name, number)
+
+
+class OutputArriving:
+    """Attention's output on its way to the ranks of its rows, whole."""
+
+    def __init__(self, transfer: Transfer, pending: LanePending[Target]) -> None:
+        self._transfer, self._pending = transfer, pending
+
+    def wait(self) -> Tensor:
+        """All heads of this rank's rows, [B, L, H, D]."""
+        transfer = self._transfer
+        with transfer.exchange.trace.span("wait for o", layer=transfer.layer):
+            return used_on_current_stream(transfer.coded.decode_output(self._pending.wait().tensors[0]))
+
+
 class Cargo(Protocol):
     """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place."""
 
@@ -269,15 +309,19 @@ class Forward:
 
     way = "forward"
 
-    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor]) -> None:
+    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], late: bool = False) -> None:
+        """late: see `Transfer.post`."""
         self.names, self._tensors = tuple(tensors_BLHD), tensors_BLHD
-        self.label, self.layer = "".join(self.names), transfer.layer
+        self.label, self.layer = _label("".join(self.names), late), transfer.layer
         self.coded, self._exchange = transfer.coded, transfer.exchange
         self.layout = transfer.layout  # of what travels, once it was encoded
         self._whole = self.layout, whole_cell(tensors_BLHD.values())
+        self._code: Encoded | None = None
+        if late:
+            self._code, self._tensors = self.encoded(), {}
 
     def blocks(self) -> BlockSet:
-        payloads, self.layout = self.encoded()
+        (payloads, self.layout), self._code = self._code or self.encoded(), None
         own, parts = self._exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
         return BlockSet(blocks, self.layout, self._whole)
@@ -302,21 +346,27 @@ class Forward:
 class Back:
     """Attention's output on its way from the ranks of its heads to the ranks of its rows."""
 
-    way, label = "back", "o"
+    way = "back"
 
-    def __init__(self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all."""
-        self.layer, self._exchange, self._coded = transfer.layer, transfer.exchange, transfer.coded
-        self._out_BTGD, self._layout = out_BTGD, transfer.layout
+    def __init__(
+        self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None, late: bool = False
+    ) -> None:
+        """ranks: whose rows these are, consecutive in the sequence; None for all. late: see `Transfer.post`."""
+        self.label, self.layer, self._exchange = _label("o", late), transfer.layer, transfer.exchange
+        self._layout = transfer.layout
         self._ranks = transfer.layout.in_sequence if ranks is None else ranks
+        where = self._layout.row_slices
+        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        self._whole = self._layout, whole_cell([out_BTGD])
+        self._coded, self._rows, self._is_code = transfer.coded, rows, late
+        self._out = self._coded.encode_output(out_BTGD, rows) if late else out_BTGD
 
     def blocks(self) -> BlockSet:
-        where, own = self._layout.row_slices, self._exchange.rank
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
-        out_BTGW = self._coded.encode_output(self._out_BTGD, rows)
+        own = self._exchange.rank
+        out_BTGW = self._out if self._is_code else self._coded.encode_output(self._out, self._rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
-        return BlockSet(blocks, self._layout, (self._layout, whole_cell([self._out_BTGD])))
+        return BlockSet(blocks, self._layout, self._whole)
 
     def target(self, held: BlockSet) -> Target:
         own, layout = self._exchange.rank, held.layout
@@ -325,3 +375,7 @@ class Back:
         parts = out_BLHW.split_with_sizes(layout.heads, 2)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self._exchange.kernels)
+
+
+def _label(names: str, late: bool) -> str:
+    return f"late {names}" if late else names

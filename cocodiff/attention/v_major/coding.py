@@ -115,7 +115,7 @@ class VMajor(Coding):
     def forget(self, site: Site) -> None:
         self._caches.pop(site, None)
 
-    def end(self) -> None:
+    def end(self, drain: bool = True) -> None:
         self._caches.clear()
 
     def bytes_held(self) -> int:
