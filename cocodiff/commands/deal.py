@@ -35,12 +35,13 @@ def deal_of(
     batches: int | None = None,
     batch: int = 1,
     steps: int | None = None,
+    compares: bool = True,
 ) -> Deal:
     """The deal of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's.
+    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared.
 
     Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
     preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
@@ -52,7 +53,7 @@ def deal_of(
     replicas, guidance = pinned(values, presets)
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
-    compares = replicas is None and len(presets) > 1
+    compares = compares and replicas is None and len(presets) > 1
     least = 2 if ranks > 1 and not all(config.exact for config in presets) else 1
     possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None

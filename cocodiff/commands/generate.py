@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.deal import deal_of, with_guidance
+from cocodiff.commands.deal import deal_of
 from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import (
     DEAL_OPTIONS,
@@ -27,6 +27,7 @@ from cocodiff.commands.options import (
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
+from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
 from cocodiff.commands.terminal import JobBar, say
 from cocodiff.config import load_machine
@@ -44,12 +45,13 @@ OPTIONS = (
     Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
     Option("height", "pixels, instead of the model's own", type=int),
     Option("width", "pixels, instead of the model's own", type=int),
-    Option("preset", "how ranks exchange tokens: one or more presets, as A,B or A B", ["tapa"], many=True),
+    PRESET_OPTION,
     Option("steps", "denoising steps", 50, type=int),
     Option("seed", "seed of the noise; the same for every prompt and preset", 0, type=int),
     Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    *BOUND_OPTIONS,
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     RESUME,
@@ -72,20 +74,22 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "height", "width", "ranks")
-    presets = preset_configs(values)
+    quality = Quality.asked(values)
+    presets = preset_configs(values) if quality is None else quality.presets
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
     check_model(request, 1, weights=not values["dry_run"])
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
-    return Job(values, request, presets, output, started)
+    return Job(values, request, presets, output, started, quality=quality)
 
 
 def deal(job: Job, ranks: int) -> Job:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
-    values, configs = job.values, [*job.presets.values()]
-    chosen = deal_of(values, job.request, configs, ranks, images=max(1, len(values["prompt"])))
+    values, modes = job.values, job.presets if job.quality is None else job.quality.rungs
+    images, compares = max(1, len(values["prompt"])), job.quality is None
+    chosen = deal_of(values, job.request, [*modes.values()], ranks, images=images, compares=compares)
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
+    return job.dealt(chosen)
 
 
 @dataclass(frozen=True)

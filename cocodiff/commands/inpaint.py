@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from cocodiff_eval.formats.words import SAME, WRITTEN
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.commands.deal import deal_of, own_pixels, with_guidance
+from cocodiff.commands.deal import deal_of, own_pixels
 from cocodiff.commands.options import (
     DEAL_OPTIONS,
     RESUME,
@@ -26,6 +25,7 @@ from cocodiff.commands.options import (
 )
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
+from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.commands.record import described_inputs, lasting
 from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
@@ -54,7 +54,7 @@ OPTIONS = (
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
-    Option("preset", "how ranks exchange tokens: one or more presets, as A,B or A B", ["tapa"], many=True),
+    PRESET_OPTION,
     Option("steps", "denoising steps that run", 50, type=int),
     Option(
         "strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float
@@ -69,6 +69,7 @@ OPTIONS = (
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
     Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
+    *BOUND_OPTIONS,
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
@@ -87,6 +88,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
+    if job.quality is not None:
+        from cocodiff.commands.quality_stack import check_truth
+
+        check_truth(job.quality.bound, tasks)
     job = deal(job, tasks, ranks)
     if values["dry_run"]:
         return 0
@@ -98,7 +103,8 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
     check_strength(values["strength"], [values["steps"]])
-    presets = preset_configs(values)
+    quality = Quality.asked(values)
+    presets = preset_configs(values) if quality is None else quality.presets
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     check_model(request, 1, weights=not values["dry_run"])
@@ -106,7 +112,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
         raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    return Job(values, request, presets, output, started)
+    return Job(values, request, presets, output, started, quality=quality)
 
 
 def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
@@ -114,7 +120,8 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
     from cocodiff.commands.restore_stack import SMALL_MODEL, slices_together, tiles_in_a_call
     from cocodiff.commands.samples import count_batches
 
-    values, native, presets = job.values, own_pixels(job.request.model), [*job.presets.values()]
+    values, native = job.values, own_pixels(job.request.model)
+    modes = job.presets if job.quality is None else job.quality.rungs
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
         count_batches(len(task.stack), slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
@@ -122,15 +129,16 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
     chosen = deal_of(
         values,
         job.request,
-        presets,
+        [*modes.values()],
         ranks,
         images=samples * sum(len(task.stack) for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * max(calls for _, calls in counts),
+        compares=job.quality is None,
     )
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return replace(job, presets=with_guidance(job.presets, chosen, job.request), deal=chosen)
+    return job.dealt(chosen)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
@@ -171,43 +179,43 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.report import plan_pictures
 
+    from cocodiff.commands.quality_stack import choose, slices_of_masks
     from cocodiff.commands.report_pictures import ReportPictures
     from cocodiff.commands.restore_stack import Restorer, Results, restore_batch, slices_together
     from cocodiff.commands.samples import Batch, Parts, batches_of
-    from cocodiff.commands.tasks import result_files
 
     values, session = job.values, open_session(job, transport)
-    presets, samples = list(job.presets), values["samples"]
+    job, presets, samples = session.job, list(job.presets), values["samples"]
     restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
     masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    bounded = slices_of_masks(job.quality, tasks, masked, values["exact_slices"]) if job.quality is not None else {}
     batches: list[Batch] = []
     for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
         together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
-        batches += batches_of(number, of_task, together, values["exact_slices"], samples)
+        apart = bounded[number].apart(number) if bounded else []
+        batches += batches_of(number, of_task, together, values["exact_slices"], samples, apart)
     kept = job.output.journals.folder
     pages = ReportPictures(kept, plan_pictures(masked, len(presets) * (1 + (samples > 1)) + 1))
     results = Results(session.images, Parts(kept / "samples"), pages)
     settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
     with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():
+        restorer.inpainter.on_step = queue.bar.advance
+        chosen = choose(session, queue, tasks, bounded, batches, restorer) if job.quality is not None else None
         if session.folder is not None:
-            for task in tasks:
-                for file in result_files(task, presets, session.images, samples, provenance(job)).values():
-                    if not file.path.exists():
-                        file.create()
+            create_files(session, tasks, chosen)
             results.parts.folder.mkdir(exist_ok=True)
         transport.broadcast_object(None)  # the files are there
-        restorer.inpainter.on_step = queue.bar.advance
-        for number in queue:
+        for number in queue.take([n for n in range(len(batches)) if chosen is None or n not in chosen.kept]):
             batch = batches[number]
             leads, task = session.replica.leads, tasks[batch.task]
-            rows = restore_batch(task, batch, restorer, results, leads, queue.bar)
+            own = restorer if chosen is None else chosen.restorer(restorer, batch.task)
+            rows = restore_batch(task, batch, own, results, leads, queue.bar)
             if leads:
                 queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
     found = []
     if session.folder is not None:
-        progress = reading_bar(not values["quiet"])
-        found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, progress), key=by_slice)
-    hand_over(session, tasks, masked, found, pages)
+        found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, chosen, values), key=by_slice)
+    hand_over(session, tasks, masked, found, pages, chosen)
 
 
 def by_slice(row: list[Any]) -> list[Any]:
@@ -215,16 +223,31 @@ def by_slice(row: list[Any]) -> list[Any]:
     return row[:2]
 
 
-def hand_over(session: Session, tasks: list[Any], masked: list[list[bool]], found: list[Any], pages: Any) -> None:
-    """Completes the files of results and writes the report. found: rows of metrics.json, on rank 0."""
+def create_files(session: Session, tasks: list[Any], chosen: Any) -> None:
+    """The files of results, where an earlier start has not made them. chosen: as in `provenance`."""
+    from cocodiff.commands.tasks import result_files
+
+    job, samples = session.job, session.job.values["samples"]
+    for number, task in enumerate(tasks):
+        made_by = provenance(job, number, chosen)
+        for file in result_files(task, list(job.presets), session.images, samples, made_by).values():
+            if not file.path.exists():
+                file.create()
+
+
+def hand_over(
+    session: Session, tasks: list[Any], masked: list[list[bool]], found: list[Any], pages: Any, chosen: Any
+) -> None:
+    """Completes the files of results and writes the report. found: rows of metrics.json, on rank 0; chosen: as in
+    `provenance`."""
     from cocodiff.commands.judging import picture_of, save_previews
     from cocodiff.commands.tasks import result_files
 
     job, images = session.job, session.images
     presets, samples = list(job.presets), job.values["samples"]
     if session.folder is not None:
-        for task, of_task in zip(tasks, masked, strict=True):
-            for file in result_files(task, presets, images, samples, provenance(job)).values():
+        for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
+            for file in result_files(task, presets, images, samples, provenance(job, number, chosen)).values():
                 file.finish()
             save_previews(task, of_task, presets, images)
     pictures = pages.all(
@@ -233,26 +256,34 @@ def hand_over(session: Session, tasks: list[Any], masked: list[list[bool]], foun
         reading_bar(not job.values["quiet"]),
     )
     counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
-    finish(session, [row for _, _, row in found], pictures, slice_counts=counts, side=pages.plan.side)
+    rows = [row for _, _, row in found]
+    bounds = chosen.records if chosen is not None else None
+    finish(session, rows, pictures, bounds, slice_counts=counts, side=pages.plan.side)
 
 
 def rows_of_parts(
-    tasks: list[Any], batches: list[Any], restorer: Any, results: Any, progress: Callable[[range, str], Iterable[int]]
+    tasks: list[Any], batches: list[Any], restorer: Any, results: Any, chosen: Any, values: dict[str, Any]
 ) -> list[list[Any]]:
-    """On rank 0, when all batches are done: the slices whose samples were dealt, written and judged."""
+    """On rank 0, when all batches are done: the slices whose samples were dealt, and those whose trials are results,
+    written and judged. chosen: of a bound on quality, a `quality_stack.Chosen`, or None."""
     from cocodiff_eval.metrics import json_ready
 
     from cocodiff.commands.restore_stack import put_together
 
-    groups: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
-    for batch in batches:
-        if not batch.whole:
-            groups.setdefault((batch.task, batch.indices), []).append(batch)
-    dealt = [*groups.values()]
+    groups: dict[tuple[int, tuple[int, ...], bool], list[Any]] = {}
+    for number, batch in enumerate(batches):
+        tried = chosen is not None and number in chosen.kept
+        if tried or not batch.whole:
+            groups.setdefault((batch.task, batch.indices, tried), []).append(batch)
+    dealt = [*groups.items()]
     found: list[list[Any]] = []
-    for number in progress(range(len(dealt)), "putting samples together"):
-        task = dealt[number][0].task
-        rows = put_together(tasks[task], dealt[number], restorer, results)
+    for number in reading_bar(not values["quiet"])(range(len(dealt)), "putting slices together"):
+        (task, _, tried), of_slices = dealt[number]
+        if tried:
+            rows = put_together(tasks[task], of_slices, chosen.judging(restorer), results, chosen.drawn)
+        else:
+            own = restorer if chosen is None else chosen.restorer(restorer, task)
+            rows = put_together(tasks[task], of_slices, own, results, results.parts.merged)
         found += [[task, index, json_ready(row)] for index, row in rows]
     return found
 
@@ -272,15 +303,17 @@ def describe_inputs(tasks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
     return described if set(others) == {"tiff"} else described | {"formats": others}
 
 
-def provenance(job: Job) -> dict[str, dict[str, Any]]:
-    """How the results of each preset are made, for the files' own metadata: plain data."""
+def provenance(job: Job, task: int, chosen: Any) -> dict[str, dict[str, Any]]:
+    """How a task's results of each preset are made, for the files' own metadata: plain data. chosen: which setting
+    keeps a bound on quality, a `quality_stack.Chosen`; None without a bound."""
     from cocodiff_eval.metrics import json_ready
 
-    names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples")
+    names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
+    configs = job.presets if chosen is None else dict.fromkeys(job.presets, chosen.config(task))
     settings = {name: job.values[name] for name in names if job.values.get(name) is not None}
     return {
         preset: json_ready(
             {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
         )
-        for preset, config in job.presets.items()
+        for preset, config in configs.items()
     }

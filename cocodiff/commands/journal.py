@@ -91,7 +91,15 @@ class Journals:
     def begin(self, settings: Mapping[str, Any], total: int, unit: str, overwrite: bool) -> None:
         """settings: all that the results depend on; overwrite: whether they may replace those of an earlier run."""
         self.folder.mkdir()
-        header = {"settings": settings, "total": total, "unit": unit, "overwrite": overwrite}
+        self._write({"settings": settings, "total": total, "unit": unit, "overwrite": overwrite})
+
+    def expect(self, total: int) -> None:
+        """What the job turns out to have."""
+        header = self.header()
+        if header is not None and header["total"] != total:
+            self._write({**header, "total": total})
+
+    def _write(self, header: Mapping[str, Any]) -> None:
         unfinished = self.folder / f"{_HEADER}.partial"
         unfinished.write_text(json.dumps(header, indent=1))
         unfinished.replace(self.folder / _HEADER)

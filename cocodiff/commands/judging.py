@@ -51,8 +51,8 @@ class Seen:
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
-    def psnr_db(self, run: Run) -> float | None:
-        """As of a run with this sample alone."""
+    def psnr_db(self, run: Run | Drawn) -> float | None:
+        """Against the truth, under the mask; of a sample as of a run with this sample alone."""
         if self.truth_YX is None:
             return None
         native_YX = compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)

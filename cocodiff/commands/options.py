@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
-from cocodiff.commands.outputs import beside_the_record
+from cocodiff.commands.outputs import FOUND, beside_the_record
 from cocodiff.config import Config, preset_names, read_yaml
 from cocodiff.errors import UserError, check_choice, check_keys, suggestion
 from cocodiff.registry import RECORDS, load
@@ -193,6 +193,8 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
     """A settings file's values, checked like those of the command line. A key without a value (null) is not given."""
     values = read_yaml(Path(path))
     by_name = {option.name: option for option in options}
+    if "quality" in by_name:
+        values.pop(FOUND, None)
     check_keys(map(str, values), [*sections, *by_name], path)
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():

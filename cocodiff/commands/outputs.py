@@ -20,6 +20,7 @@ from cocodiff.commands.journal import FOLDER, Journals
 from cocodiff.errors import OwnRankError, UserError
 
 MARK = "run.yaml"
+FOUND = "quality_found"  # its key for how a bound on quality was kept; a run that repeats it finds that by itself
 MANIFEST = ".cocodiff-files.json"
 _PARTIAL, _LOCK = ".cocodiff.partial", ".cocodiff.lock"  # inside a folder that is there already
 _UNFINISHED = f"{MANIFEST}.partial"

@@ -106,14 +106,17 @@ class Queue:
         counts: Sequence[int],
         unit: str,
         shows_bar: bool,
+        expected: int | None = None,
     ) -> None:
         """settings: what the results depend on, asked for on rank 0; counts: the slices or prompts (`unit`) of each
-        batch. Raises UserError where another start's settings were others."""
+        batch. expected: so many of the batches, the first, are to be done by now; `expect` tells of others.
+        Raises UserError where another start's settings were others."""
         self._replica, self._counts = replica, counts
         self.journals: Journals = output.journals
         whole = replica.whole
+        total = sum(counts[:expected])
         if whole.rank == 0:
-            _begin(output, as_read(settings()), sum(counts), unit)
+            _begin(output, as_read(settings()), total, unit)
         self._done = set(whole.broadcast_object(set(self.journals.finished()) if whole.rank == 0 else None))
         replica.check_shared(self.journals, output.out)
         reader = Reader(self.journals.folder)
@@ -123,7 +126,7 @@ class Queue:
             self._counted += sum(entry.size for entry in reader.entries())
             return self._counted
 
-        self.bar = JobBar(sum(counts), unit, count_done, shows_bar)
+        self.bar = JobBar(total, unit, count_done, shows_bar)
 
     @cached_property
     def _journal(self) -> Any:
@@ -137,9 +140,24 @@ class Queue:
         self.bar.__exit__(*error)
 
     def __iter__(self) -> Iterator[int]:
-        left = [number for number in range(len(self._counts)) if number not in self._done]
-        yield from self._replica.take(left, self.journals)
+        return self.take(range(len(self._counts)))
+
+    def take(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
+        yield from self._replica.take([number for number in numbers if not self.is_done(number)], self.journals)
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+        self._done |= {*numbers}
+
+    def is_done(self, number: int) -> bool:
+        """Whether a batch was done by an earlier start, or is among those that `take` has ended with."""
+        return number in self._done
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """All ranks say which batches are still to be done, of those that may be."""
+        total = sum(self._counts[number] for number in {*numbers, *self._done})
+        self.bar.total = total
+        if self._replica.whole.rank == 0:
+            self.journals.expect(total)
 
     def add(self, number: int, rows: list[Any]) -> None:
         """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from cocodiff.commands.tasks import Task, result_files
 from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
 
+DrawnOf = Callable[[Sequence[Batch], int], dict[str, Drawn]]
 SMALL_MODEL = 256  # pixels on a side
 TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
 
@@ -47,7 +48,7 @@ class Restorer:
     kept; a further one in `engines` is the exact run that they are compared with."""
 
     inpainter: PipelineInpainter
-    engines: dict[str, Engine]
+    engines: Mapping[str, Engine]
     presets: list[str]
     exact: str | None
     batch: int
@@ -59,7 +60,7 @@ class Restorer:
         model: Model,
         values: dict[str, Any],
         steps: int,
-        engines: dict[str, Engine],
+        engines: Mapping[str, Engine],
         presets: list[str],
         exact: str | None,
     ) -> Restorer:
@@ -113,17 +114,8 @@ def restore_batch(
     """Restores slices in every mode. The leader of the replica judges and writes them and returns rows of metrics.json,
     each with its slice's index; others return none. Where the slices have samples in other batches, it keeps those of
     this one, and rows come from `put_together`."""
-    originals = [task.stack.read(index) for index in batch.indices]
-    masks = [task.mask.read(index) for index in batch.indices]
-    prepared = [prepare_slice(o_YX, m_YX, task.scale) for o_YX, m_YX in zip(originals, masks, strict=True)]
     modes = [mode for mode in restorer.engines if mode in restorer.presets or batch.compared]
-    seen = [Seen(task, *one) for one in zip(batch.indices, originals, masks, strict=True)] if leads else []
-    if masks[0].any():
-        if bar.shown:
-            bar.begin(batch.size, restorer.tile_steps(masks) * len(batch.samples) * len(modes))
-        drawn = {mode: draw(batch, restorer, prepared, masks, mode, seen) for mode in modes}
-    else:  # a slice without masked voxels is its own restoration
-        drawn = {mode: [Drawn(Moments.of(one_YX), Cost()) for one_YX in prepared] for mode in modes}
+    seen, drawn = draw_modes(task, batch, restorer, modes, leads, bar)
     if leads and not batch.whole:
         results.parts.keep(batch, drawn)
         return []
@@ -132,6 +124,28 @@ def restore_batch(
         of_slice = {mode: of_mode[place] for mode, of_mode in drawn.items()}
         rows += [(one.index, row) for row in results.add(batch, one, restorer, of_slice)]
     return rows
+
+
+def try_batch(task: Task, batch: Batch, restorer: Restorer, mode: str, parts: Parts, leads: bool, bar: JobBar) -> None:
+    """Restores slices in one mode and keeps them, to be compared and perhaps taken as results when others are there."""
+    _, drawn = draw_modes(task, batch, restorer, [mode], leads, bar)
+    if leads:
+        parts.keep(batch, drawn)
+
+
+def draw_modes(
+    task: Task, batch: Batch, restorer: Restorer, modes: Sequence[str], leads: bool, bar: JobBar
+) -> tuple[list[Seen], dict[str, list[Drawn]]]:
+    """The batch's slices, and in each mode their samples; both empty on ranks that do not lead."""
+    originals = [task.stack.read(index) for index in batch.indices]
+    masks = [task.mask.read(index) for index in batch.indices]
+    prepared = [prepare_slice(o_YX, m_YX, task.scale) for o_YX, m_YX in zip(originals, masks, strict=True)]
+    seen = [Seen(task, *one) for one in zip(batch.indices, originals, masks, strict=True)] if leads else []
+    if not masks[0].any():  # a slice without masked voxels is its own restoration
+        return seen, {mode: [Drawn(Moments.of(one_YX), Cost()) for one_YX in prepared] for mode in modes}
+    if bar.shown:
+        bar.begin(batch.size, restorer.tile_steps(masks) * len(batch.samples) * len(modes))
+    return seen, {mode: draw(batch, restorer, prepared, masks, mode, seen) for mode in modes}
 
 
 def draw(
@@ -160,14 +174,12 @@ def draw(
 
 
 def put_together(
-    task: Task, batches: Sequence[Batch], restorer: Restorer, results: Results
+    task: Task, batches: Sequence[Batch], restorer: Restorer, results: Results, drawn: DrawnOf
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Judges and writes the slices of batches that have some of their samples each, when all of them are done: what
-    `restore_batch` does for others. batches: those of the same slices, in the order of samples."""
+    """Judges and writes the slices of batches that were kept, when all of them are done: what `restore_batch` does for
+    others. batches: those of the same slices, in the order of samples; drawn: what was kept of a slice of theirs."""
     rows: list[tuple[int, dict[str, Any]]] = []
     for index in batches[0].indices:
-        found = [results.parts.read(batch, index) for batch in batches]
-        drawn = {mode: Drawn.merged([part[mode] for part in found]) for mode in found[0]}
         seen = Seen(task, index, task.stack.read(index), task.mask.read(index))
-        rows += [(index, row) for row in results.add(batches[0], seen, restorer, drawn)]
+        rows += [(index, row) for row in results.add(batches[0], seen, restorer, drawn(batches, index))]
     return rows

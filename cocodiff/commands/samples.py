@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,18 +56,28 @@ class Batch:
         return [[pairs[number] for number in group] for group in evenly(range(len(pairs)), self.together)]
 
 
-def batches_of(task: int, masked: Sequence[bool], together: int, sample: int, samples: int = 1) -> list[Batch]:
+def batches_of(
+    task: int,
+    masked: Sequence[bool],
+    together: int,
+    sample: int,
+    samples: int = 1,
+    apart: Sequence[Collection[int]] = (),
+) -> list[Batch]:
     """The slices of a task in batches, which depend on nothing but these arguments.
 
     masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
     sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
-    the same calls. samples: of each slice.
+    the same calls. samples: of each slice. apart: sets of slices that are compared as well, each with batches of its
+    own.
     """
     hidden = [index for index, has_mask in enumerate(masked) if has_mask]
-    chosen = shown_slices(masked, sample)
     slices, at_once = shape_of_batch(len(hidden), together, samples)
-    groups = [(group, True) for group in evenly(chosen, slices)]
-    groups += [(group, False) for group in evenly(sorted({*hidden} - {*chosen}), slices)]
+    groups, left = [], {*hidden}
+    for compared in (*apart, shown_slices(masked, sample)):
+        groups += [(group, True) for group in evenly(sorted(left & {*compared}), slices)]
+        left -= {*compared}
+    groups += [(group, False) for group in evenly(sorted(left), slices)]
     batches = [
         Batch(task, group, compared, part, samples, together)
         for group, compared in groups
@@ -134,8 +144,12 @@ class Parts:
         for place, index in enumerate(batch.indices):
             of_modes = {mode: of_slices[place] for mode, of_slices in drawn.items()}
             facts = {mode: [one.moments.count, vars(one.cost), one.psnr_db] for mode, one in of_modes.items()}
-            images: dict[str, Any] = {f"mean {mode}": one.moments.mean_YX for mode, one in of_modes.items()}
-            images |= {f"squares {mode}": one.moments.squares_YX for mode, one in of_modes.items()}
+            images: dict[str, Any] = {}
+            for mode, one in of_modes.items():
+                # a single restoration has no spread, and is a float32
+                alone = one.moments.count == 1
+                images[f"mean {mode}"] = one.moments.mean_YX.astype(np.float32 if alone else np.float64)
+                images |= {} if alone else {f"squares {mode}": one.moments.squares_YX}
             with self._path(batch, index).open("wb") as file:
                 np.savez(file, facts=np.array(json.dumps(facts)), **images)
                 file.flush()
@@ -144,10 +158,17 @@ class Parts:
     def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
         """What was kept of a slice of a batch, in each mode."""
         with np.load(self._path(batch, index), allow_pickle=False) as found:
-            return {
-                mode: Drawn(Moments(count, found[f"mean {mode}"], found[f"squares {mode}"]), Cost(**cost), tuple(psnr))
-                for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items()
-            }
+            drawn = {}
+            for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items():
+                mean_YX = found[f"mean {mode}"]
+                moments = Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {mode}"])
+                drawn[mode] = Drawn(moments, Cost(**cost), tuple(psnr))
+            return drawn
+
+    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
+        """All that was kept of a slice, whose samples are in some batches, in their order."""
+        found = [self.read(batch, index) for batch in batches]
+        return {mode: Drawn.merged([part[mode] for part in found]) for mode in found[0]}
 
     def _path(self, batch: Batch, index: int) -> Path:
         return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
+from cocodiff.commands.deal import with_guidance
+from cocodiff.commands.engines import Engines
 from cocodiff.commands.options import engine_record, engine_settings
-from cocodiff.commands.outputs import OutputFolder, write_settings
+from cocodiff.commands.outputs import FOUND, OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.record import REMEMBERED, lasting
@@ -28,6 +30,7 @@ from cocodiff.planning.deals import Deal
 from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
+    from cocodiff.commands.quality import Quality
     from cocodiff.engine import Engine
 
 EXACT = "flat"  # the preset that others are judged against
@@ -56,6 +59,14 @@ class Job:
     output: OutputFolder
     started: float  # time.monotonic() when the command began
     deal: Deal = field(default=Deal())
+    quality: Quality | None = None
+
+    def dealt(self, deal: Deal) -> Job:
+        """With a deal of its ranks, whose guidance goes into the presets."""
+        presets, quality = with_guidance(self.presets, deal, self.request), self.quality
+        if quality is not None:
+            quality = replace(quality, rungs=with_guidance(quality.rungs, deal, self.request))
+        return replace(self, presets=presets, deal=deal, quality=quality)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Session:
     transport: Any
     replica: Replica
     model: Model
-    engines: dict[str, Engine]
+    engines: Engines
     exact: str | None
     folder: Path | None
 
@@ -77,10 +88,15 @@ class Session:
         return self.job.output.partial / "images"
 
     def queue(self, settings: Callable[[], dict[str, Any]], counts: Sequence[int], unit: str) -> Queue:
-        """See `Queue`. settings: what results depend on beside `describe`. All ranks call it."""
-        job = self.job
+        """See `Queue`. settings: what results depend on beside `describe`; counts: of all batches of results, which
+        trials of settings for a bound on quality are added to. All ranks call it."""
+        job, tried = self.job, 0 if self.job.quality is None else len(self.job.quality.rungs)
         shows_bar = self.folder is not None and not job.values["quiet"]
-        return Queue(self.replica, job.output, lambda: describe(job, self) | settings(), counts, unit, shows_bar)
+
+        def described() -> dict[str, Any]:
+            return describe(job, self) | settings()
+
+        return Queue(self.replica, job.output, described, [*counts] * (1 + tried), unit, shows_bar, len(counts))
 
 
 Work = Callable[[Job, Any], None]  # called on every rank with its transport
@@ -189,8 +205,12 @@ def open_session(job: Job, transport: Any) -> Session:
     if transport.rank == 0 and not job.values["quiet"]:
         note(f"loading the model: {job.request.model}")
     model = load_on_rank(job, transport)
+    if job.quality is not None and replica.transport.size == 1:
+        job = replace(job, quality=job.quality.exact_alone())
     modes, exact = with_exact(job)
-    engines = {mode: Engine(model.pipe, config, replica.transport) for mode, config in modes.items()}
+    engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
+    if job.quality is None:  # else those of the settings that are tried
+        engines.make_all()
     folder = job.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir(exist_ok=True)
@@ -212,11 +232,15 @@ def describe(job: Job, session: Session) -> dict[str, Any]:
         "steps": job.values["steps"],
         "presets": [{"name": name, **lasting(config)} for name, config in job.presets.items()],
         "exact": session.exact,
+        **({} if job.quality is None else {"quality": job.quality.lasting()}),
     }
 
 
 def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
-    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more."""
+    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
+    on quality the modes are the settings that it is kept with."""
+    if job.quality is not None:
+        return dict(job.quality.rungs), job.quality.exact
     if not job.values["exact"]:
         return dict(job.presets), None
     whole = {"selection": "full", "codec": "none", "arrival": "now"}
@@ -307,21 +331,37 @@ def measured(engine: Engine) -> Iterator[Cost]:
     cost.drift = engine.drift_profile()
 
 
-def finish(session: Session, rows: Sequence[Any], pictures: Iterable[str], **report: Any) -> None:
+def finish(
+    session: Session,
+    rows: Sequence[Any],
+    pictures: Iterable[str],
+    bounds: list[dict[str, Any]] | None = None,
+    **report: Any,
+) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    pictures, report: arguments of `cocodiff_eval.report.write_report`.
+    bounds: how a bound on quality was kept, by `quality.Group.record`. pictures, report: arguments of
+    `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
-    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
-    records = {mode: transport.gather_object(record) for mode, record in own.items()}
+    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
+    gathered = transport.gather_object(own) or []
+    # settings that were tried by some replicas alone have no engine on others
+    records = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
     if session.folder is not None:
-        _write_results(session, session.folder, rows, pictures, records, report)
+        records = {mode: of_ranks for mode, of_ranks in records.items() if of_ranks}
+        _write_results(session, session.folder, rows, pictures, records, bounds, report)
     transport.broadcast_object(None)
 
 
 def _write_results(
-    session: Session, folder: Path, rows: Sequence[Any], pictures: Iterable[str], records: Any, report: dict[str, Any]
+    session: Session,
+    folder: Path,
+    rows: Sequence[Any],
+    pictures: Iterable[str],
+    records: Any,
+    bounds: list[dict[str, Any]] | None,
+    report: dict[str, Any],
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
     from cocodiff_eval.report import write_report
@@ -331,6 +371,8 @@ def _write_results(
 
     values, ranks = session.job.values, session.transport.size
     document = metrics_document(values, ranks, rows)
+    if bounds is not None:
+        document["quality"] = bounds
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     save_traces(folder / "trace.json", records)
     facts = {
@@ -344,7 +386,7 @@ def _write_results(
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
-    write_settings(folder, values)
+    write_settings(folder, values if bounds is None else {**values, FOUND: bounds})
     session.job.output.publish()
     say()
     say(terminal_table(document))

@@ -66,7 +66,7 @@ class JobBar:
     def __init__(self, total: int, unit: str, done: Callable[[], int], shown: bool) -> None:
         """total: how many slices, prompts or runs (`unit`) the job has; done: how many are finished by now, all
         replicas together; shown: whether anybody watches."""
-        self._total, self._unit, self._done, self.shown = total, unit, done, shown
+        self.total, self._unit, self._done, self.shown = total, unit, done, shown
         self._items = self._steps = self._of = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
@@ -77,7 +77,7 @@ class JobBar:
         if self.shown:
             self._first, self._since = self._done(), time.monotonic()
             self._bar = tqdm(
-                total=self._total,
+                total=self.total,
                 initial=self._first,
                 file=BarStream(sys.stderr),
                 dynamic_ncols=True,
@@ -121,13 +121,13 @@ class JobBar:
     def _draw(self) -> None:
         done = self._done()
         under_way = self._items * min(1.0, self._steps / self._of) if self._of else 0.0
-        self._bar.n = min(float(self._total), done + under_way)
+        self._bar.total, self._bar.n = self.total, min(float(self.total), done + under_way)
         self._bar.set_description_str(self._told(done), refresh=True)
 
     def _told(self, done: int) -> str:
         hours = (time.monotonic() - self._since) / 3600
         rate = f", {(done - self._first) / hours:.0f} an hour" if done > self._first else ""
-        return f"{done} of {self._total} {self._unit}{rate}"
+        return f"{done} of {self.total} {self._unit}{rate}"
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:

@@ -65,6 +65,19 @@ class Encoded(NamedTuple):
     layout: Layout
 
 
+class Cell(NamedTuple):
+    """One token of one head of a tensor, over the batch: what sizes are counted in."""
+
+    batch: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """As the tensor itself has it."""
+        return self.batch * self.head_dim * self.itemsize
+
+
 class CodedCall:
     """One attention call's tensors on the wire. Subclasses change what they need."""
 
@@ -135,9 +148,9 @@ class Coding:
         return [None] * steps
 
     @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
-        """What one site keeps on every rank of a group, in bytes by what it is (fields of `RankMemory`). cell: bytes of
-        a token and head of one tensor."""
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """What one site keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
+        it is (fields of `RankMemory`). cell: of one tensor."""
         return [{} for _ in range(topology.size)]
 
     def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
@@ -158,7 +171,7 @@ class Coding:
         stopped at different places."""
 
     def bytes_held(self) -> int:
-        """Bytes that are held between calls now."""
+        """Bytes that are held between calls now, at most: also where messages are in flight between calls."""
         return 0
 
     def report(self) -> dict[int, StepNotes]:
@@ -182,6 +195,6 @@ class StateSizes:
     coding: type[Coding]
     settings: Any
 
-    def of_site(self, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+    def of_site(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """As `Coding.state_bytes`."""
         return self.coding.state_bytes(self.settings, topology, layout, cell)

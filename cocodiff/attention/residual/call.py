@@ -40,6 +40,7 @@ class ResidualCall(CodedCall):
     def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
         super().__init__(layout)
         self.coding, self.kernels, self.trace, self.site = coding, exchange.kernels, exchange.trace, site
+        self._rank = exchange.rank
         self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
 
     def _begin(self, like_BLHD: Tensor) -> None:
@@ -75,15 +76,22 @@ class ResidualCall(CodedCall):
             parts.append(Known(known))
             self._late |= {name: tensors_BLHD[name] for name in known}
         if self._late and "k" in tensors_BLHD:  # the last of the three, in every order: those awaited go first
-            self.state.late.append(transfer.post(self._late, late=True).wait)
+            in_flight = sum(map(self._in_flight, self._late.values()))
+            self.state.owe(transfer.post(self._late, late=True).wait, in_flight)
             self._late = {}
         return parts[0] if len(parts) == 1 else Together(tuple(tensors_BLHD), parts)
 
     def back(self, transfer: Transfer, out_BSGD: Tensor) -> Tensor:
         if "o" not in self.displaced:
             return super().back(transfer, out_BSGD)
-        self.state.late.append(transfer.post_back(out_BSGD, late=True).wait)
+        self.state.owe(transfer.post_back(out_BSGD, late=True).wait, self._in_flight(out_BSGD))
         return self._newest("o")
+
+    def _in_flight(self, x: Tensor) -> int:
+        """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
+        layout, own = self.layout, self._rank
+        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
+        return self.cell_bytes(x) * cells
 
     def _newest(self, name: str) -> Tensor:
         """All rows that are received of a tensor, as the last call left them."""

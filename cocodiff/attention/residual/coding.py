@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.call import ResidualCall, width_of
+from cocodiff.attention.residual.call import SAMPLING, ResidualCall, width_of
 from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
@@ -30,7 +30,7 @@ from cocodiff.device import used_on_current_stream
 from cocodiff.kernels.residual import NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Moment, StepNotes
+from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
@@ -75,14 +75,17 @@ class Residual(Coding):
         return [None, *(float(step >= steps - fine) for step in range(1, steps))][:steps]
 
     @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
-        """Exact: of q, k, v and the output the own rows with all heads, and all rows with the own heads. One rank alone
-        keeps nothing."""
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
+        tensor until it has left, and what came until the next call takes it, as wide as it travels."""
         if topology.size == 1:
             return [{}]
-        kept, rows, heads = reconstructions(settings), sum(layout.rows), sum(layout.heads)
-        ends = (L * heads + rows * G for L, G in zip(layout.rows, layout.heads, strict=True))
-        return [{"reconstructions": len(TENSORS) * kept * end * cell} for end in ends]
+        S, H, width = sum(layout.rows), sum(layout.heads), cls.head_bytes(settings, cell.head_dim, cell.itemsize)
+        late = len(TENSORS) * cell.batch * width if settings.arrival != "now" else 0
+        return [
+            {"reconstructions": kept_cells(settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
+            for L, G in zip(layout.rows, layout.heads, strict=True)
+        ]
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         return ResidualCall(self, exchange, layout, site)
@@ -211,6 +214,16 @@ class Residual(Coding):
         of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
         for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
             state.settle(of_site)
+
+
+def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
+    """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
+    the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
+    the sender measures how they change."""
+    if settings.codec != "none":
+        return len(TENSORS) * reconstructions(settings) * (L * H + S * G)
+    received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G
+    return received + (sampled if settings.arrival == "adaptive" else 0)
 
 
 def reconstructions(settings: Any) -> int:

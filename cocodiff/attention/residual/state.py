@@ -47,7 +47,8 @@ class SiteState:
     linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
     errors: of the tensors whose prediction was measured at the last call, the logarithm to base 2 of its mean relative
     error.
-    late: what receives the last call's tensors that this call did not wait for.
+    late: what receives the last call's tensors that this call did not wait for; in_flight: their bytes until then, at
+    most, sent and received ones.
     sent, received: both ends' reconstructions by the tensors' names: of q, k and v the sender has its own rows and all
     heads, the receiver all rows and its own heads; of the output it is the other way round.
     sampled: of tensors that travel as they are, the rows of the last call by which the change is measured."""
@@ -60,6 +61,7 @@ class SiteState:
     linear: frozenset[str] = frozenset()
     errors: Mapping[str, float] = field(default_factory=dict)
     late: list[Callable[[], object]] = field(default_factory=list)
+    in_flight: int = 0
     sent: dict[str, End] = field(default_factory=dict)
     received: dict[str, End] = field(default_factory=dict)
     sampled: dict[str, Tensor] = field(default_factory=dict)
@@ -76,9 +78,14 @@ class SiteState:
         else:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
+    def owe(self, receive: Callable[[], object], in_flight: int) -> None:
+        """Something of this call is received before the next one."""
+        self.late.append(receive)
+        self.in_flight += in_flight
+
     def catch_up(self) -> None:
         """Receives what the last call did not wait for."""
-        late, self.late = self.late, []
+        late, self.late, self.in_flight = self.late, [], 0
         for receive in late:
             receive()
 
@@ -100,7 +107,7 @@ class SiteState:
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
         buffers = [buffer for end in ends for buffer in end.buffers]
-        return sum(buffer.nbytes for buffer in (*buffers, *self.sampled.values()))
+        return sum(buffer.nbytes for buffer in (*buffers, *self.sampled.values())) + self.in_flight
 
 
 @dataclass

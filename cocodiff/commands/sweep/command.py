@@ -20,6 +20,7 @@ from cocodiff.commands.inpaint import find_tasks
 from cocodiff.commands.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.pipelines import Request, check_model
+from cocodiff.commands.quality import BOUND_OPTIONS
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.record import REMEMBERED, as_read, described_inputs, lasting
 from cocodiff.commands.replicas import topology_of_replica
@@ -42,7 +43,7 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", "samples", *(own.name for own in OWN))
+LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", "samples", *(own.name for own in (*BOUND_OPTIONS, *OWN)))
 # One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
 CHANGED = {"parallel": "off"}
 OPTIONS = (

@@ -1,0 +1,238 @@
+"""`--quality`: tries the settings of a ladder on some slices of a job, takes the cheapest that keeps the bound, and
+records what was tried. `bound.py` decides, docs/bound.md tells users.
+
+Every trial is a batch of the job's queue: replicas share trials as they share slices, and a job that goes on does not
+repeat those it has finished. What they restored is kept until the job ends; with the setting that is taken, it is the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cocodiff.commands.bound import Bound, Slices, Trial, next_trial
+from cocodiff.commands.options import Option, check_counts, engine_record, engine_settings, preset_configs
+from cocodiff.commands.record import lasting
+from cocodiff.config import Config, find_shipped, read_yaml
+from cocodiff.errors import UserError
+
+if TYPE_CHECKING:
+    from cocodiff.commands.replicas import Queue
+
+PRESET = "coded-"  # that the ladder's settings go on top of, unless another one is named
+USUAL_PRESET = "tapa"
+PRESET_OPTION = Option(
+    "preset",
+    f"how ranks exchange tokens: one or more presets, as A,B or A B (default: {USUAL_PRESET}; with quality {PRESET})",
+    many=True,
+)
+BOUND_OPTIONS = (
+    Option(
+        "quality",
+        "a bound: 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); the cheapest "
+        "setting that keeps it is chosen on some slices and checked on more (docs/bound.md)",
+    ),
+    Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),
+    Option("quality_every", "with quality: every n-th slice or image is checked against the exact run", 20, type=int),
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What `--quality` asks for. preset: as the run's results are named; rungs: the settings of the ladder by their
+    names, from the cheapest to the exact one; changes: what each of them says on top of the preset."""
+
+    bound: Bound
+    slices: int
+    every: int
+    preset: str
+    rungs: dict[str, Config]
+    changes: dict[str, dict[str, Any]]
+
+    @classmethod
+    def asked(cls, values: dict[str, Any]) -> Quality | None:
+        """None where no bound is asked for. Completes `preset` among the options' values. Raises UserError."""
+        if values["preset"] is None:
+            values["preset"] = [USUAL_PRESET if values["quality"] is None else PRESET]
+        if values["quality"] is None:
+            return None
+        bound, presets = Bound.parse(values["quality"]), preset_configs(values)
+        check_counts(values, "quality_slices", "quality_every")
+        if not values["exact"]:
+            raise UserError(f"--quality {bound} compares with the exact run: leave --no_exact away")
+        if len(presets) > 1:
+            raise UserError(
+                f"--quality {bound} with presets {', '.join(presets)}: it chooses the setting of one preset: name one"
+            )
+        preset, changes = next(iter(presets)), read_ladder()
+        if presets[preset].selection != "full":
+            raise UserError(
+                f"--quality {bound} with preset {preset}: its settings are none that leave tokens out: name {PRESET} "
+                f"or an exact preset"
+            )
+        for key in dict.fromkeys(key for change in changes.values() for key in change):
+            if values.get(key) is not None:
+                raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
+        settings = engine_settings(values)
+        rungs = {name: engine_record().preset(preset, **settings, **change) for name, change in changes.items()}
+        return cls(bound, values["quality_slices"], values["quality_every"], preset, rungs, changes)
+
+    @property
+    def exact(self) -> str:
+        return [*self.rungs][-1]
+
+    @property
+    def presets(self) -> dict[str, Config]:
+        """As a job has them that knows of no ladder."""
+        return {self.preset: next(iter(self.rungs.values()))}
+
+    def exact_alone(self) -> Quality:
+        """Where nothing travels, and so nothing is to be chosen."""
+        return replace(self, rungs={self.exact: self.rungs[self.exact]})
+
+    def lasting(self) -> dict[str, Any]:
+        """What results depend on."""
+        rungs = [{"name": name, **lasting(config)} for name, config in self.rungs.items()]
+        return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": rungs}
+
+
+def read_ladder() -> dict[str, dict[str, Any]]:
+    """What each setting of the shipped ladder says on top of a preset, by its name, from the cheapest to the exact
+    one."""
+    rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))["rungs"]
+    return {rung["name"]: {key: value for key, value in rung.items() if key != "name"} for rung in rungs}
+
+
+class Figure(NamedTuple):
+    """What a trial showed of a slice. db: as `Bound.keeps` takes it; sent, whole: bytes, and what they would have been
+    with everything as it is."""
+
+    db: float | None
+    sent: int
+    whole: int
+
+
+@dataclass
+class Group:
+    """What one setting is chosen for: all slices under a mask, or all images. about: as lines name it; names: of the
+    slices that are checked, by their place; batches: of the job, with the places of their slices, those of no other
+    slices; figures: what is known so far, by the place of a setting and of a slice."""
+
+    about: str
+    slices: Slices
+    names: Mapping[int, str]
+    batches: Mapping[int, tuple[int, ...]]
+    figures: dict[int, dict[int, Figure]] = field(default_factory=dict)
+    rung: int | None = None
+
+    def db(self, rung: int) -> dict[int, float | None]:
+        return {place: figure.db for place, figure in self.figures.get(rung, {}).items()}
+
+    def next(self, quality: Quality) -> Trial | None:
+        """What is to be tried next; None, and `rung` is set, when the setting is chosen."""
+        found = next_trial(quality.bound, self.slices, len(quality.rungs), {r: self.db(r) for r in self.figures})
+        if isinstance(found, Trial):
+            return found
+        self.rung = found
+        return None
+
+    def batches_of(self, slices: Sequence[int]) -> list[int]:
+        return [number for number, of in self.batches.items() if {*of} <= {*slices}]
+
+    def record(self, quality: Quality) -> dict[str, Any]:
+        """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
+        assert self.rung is not None, "nothing is chosen yet"
+        names = [*quality.rungs]
+        return {
+            "of": self.about,
+            "bound": str(quality.bound),
+            "against": quality.bound.against,
+            "preset": quality.preset,
+            "setting": names[self.rung],
+            "changes": quality.changes[names[self.rung]],
+            "margin_db": self.slices.margin_db,
+            "count": self.slices.count,
+            "calibrated_on": [self.names[place] for place in self.slices.calibration],
+            "checked": [self.names[place] for place in self.slices.checks] if self.rung in self.figures else [],
+            "below": self._below(self.rung, quality.bound),
+            "tried": [self._tried(rung, names[rung], quality.bound) for rung in self.figures],
+        }
+
+    def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
+        figures = self.figures[rung]
+        worst, whole = bound.worst(self.db(rung)), sum(figure.whole for figure in figures.values())
+        return {
+            "setting": name,
+            "slices": len(figures),
+            "worst_db": None if worst is None else round(worst[1], 3),
+            "worst": None if worst is None else self.names[worst[0]],
+            "bytes_of_whole": round(sum(figure.sent for figure in figures.values()) / whole, 4) if whole else None,
+            "below": self._below(rung, bound),
+            "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(rung).items())},
+        }
+
+    def _below(self, rung: int, bound: Bound) -> list[str]:
+        return [self.names[place] for place, db in sorted(self.db(rung).items()) if not bound.keeps(db)]
+
+    def line(self, quality: Quality, trial: Trial) -> str:
+        """What a trial has shown."""
+        tried = self._tried(trial.rung, [*quality.rungs][trial.rung], quality.bound)
+        worst, margin = tried["worst_db"], self.slices.margin_db
+        of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
+        share = "" if tried["bytes_of_whole"] is None else f", {tried['bytes_of_whole']:.3f} of the bytes"
+        if worst is None:
+            return f"{self.about}: {of}: every bit as in the exact run{share}"
+        needed = quality.bound.with_margin(margin)
+        kept = all(needed.keeps(db) for db in self.db(trial.rung).values())
+        with_margin = f" with a margin of {margin:g} dB" if margin else ""
+        verdict = f"keeps {quality.bound}" if kept else f"does not keep {quality.bound}"
+        what = "" if quality.bound.against == "exact" else " lost"
+        return f"{self.about}: {of} {verdict}{with_margin}: {worst:.2f} dB{what} at worst ({tried['worst']}){share}"
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How trials are made and judged. count: batches of the job. restore: all ranks of a replica restore a batch with a
+    setting, by its name, and the replica's leader keeps the result; judge: the figures of batches that were restored
+    with a setting and exactly, by the places of their slices in the group, asked for on rank 0."""
+
+    quality: Quality
+    queue: Queue
+    count: int
+    restore: Callable[[str, int], None]
+    judge: Callable[[Group, str, Sequence[int]], dict[int, Figure]]
+
+    def number(self, rung: int, batch: int) -> int:
+        """In the job's journals, where a batch of results has its own number."""
+        return (1 + rung) * self.count + batch
+
+    def made(self, rung: int, batch: int) -> bool:
+        return self.queue.is_done(self.number(rung, batch))
+
+    def settle(self, groups: Sequence[Group], whole: Any, leads: bool) -> None:
+        """Tries until a setting is chosen for each group. whole: all ranks; leads: whether this one keeps results."""
+        names, exact = [*self.quality.rungs], len(self.quality.rungs) - 1
+        while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
+            wanted = {
+                (batch, rung)
+                for group, trial in trials
+                for batch in group.batches_of(trial.slices)
+                for rung in (trial.rung, exact)
+            }
+            numbers = [self.number(rung, batch) for batch, rung in sorted(wanted)]
+            self.queue.expect([*numbers, *range(self.count)])
+            for number in self.queue.take(numbers):
+                rung, batch = number // self.count - 1, number % self.count
+                self.restore(names[rung], batch)
+                if leads:
+                    self.queue.add(number, [])
+            found = [
+                self.judge(group, names[trial.rung], group.batches_of(trial.slices))
+                for group, trial in (trials if whole.rank == 0 else [])
+            ]
+            for (group, trial), figures in zip(trials, whole.broadcast_object(found), strict=True):
+                group.figures.setdefault(trial.rung, {}).update(figures)
+                if whole.rank == 0:
+                    self.queue.bar.say(f"quality: {group.line(self.quality, trial)}")

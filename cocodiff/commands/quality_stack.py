@@ -1,0 +1,186 @@
+"""A bound on quality for stacks of slices: one setting for each mask, tried and checked on some of its slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cocodiff_eval.report import shown_slices
+
+from cocodiff.commands.bound import Bound, Slices
+from cocodiff.commands.judging import Seen, psnr_vs_exact_db
+from cocodiff.commands.quality import Figure, Group, Quality, Trials
+from cocodiff.commands.replicas import Queue
+from cocodiff.commands.restore_stack import Restorer, try_batch
+from cocodiff.commands.samples import Batch, Drawn, Parts
+from cocodiff.commands.session import Session
+from cocodiff.commands.tasks import Task, slice_name
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+
+EXACT = "exact"
+
+
+def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
+    """Raises UserError for a loss against a truth that is not there."""
+    for task in tasks:
+        if bound.against == "truth" and task.truth is None:
+            raise UserError(
+                f"--quality {bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
+                f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
+            )
+
+
+@dataclass(frozen=True)
+class MaskSlices:
+    """The slices under one mask in all stacks, in their order. places: task and index of each that has something to
+    restore; slices: which of them, by their number in `places`, are tried and checked."""
+
+    mask: str
+    places: list[tuple[int, int]]
+    slices: Slices
+
+    def apart(self, task: int) -> list[set[int]]:
+        """Of a task the slices that settings are tried on, and those that are checked: they have batches of their
+        own."""
+        return [
+            {index for place in places for of, index in [self.places[place]] if of == task}
+            for places in (self.slices.calibration, self.slices.checks)
+        ]
+
+    def group(self, tasks: Sequence[Task], batches: Sequence[Batch]) -> Group:
+        checked = {self.places[place]: place for place in self.slices.checks}
+        names = {place: slice_name(tasks[task].stack, index) for (task, index), place in checked.items()}
+        of_batches = {
+            number: tuple(checked[batch.task, index] for index in batch.indices)
+            for number, batch in enumerate(batches)
+            if (batch.task, batch.indices[0]) in checked
+        }
+        return Group(f"mask {self.mask}", self.slices, names, of_batches)
+
+
+def slices_of_masks(
+    quality: Quality, tasks: Sequence[Task], masked: Sequence[Sequence[bool]], exact_slices: int
+) -> dict[int, MaskSlices]:
+    """For each task the slices under its mask. What is compared with the exact run in any case is checked as well."""
+    of_masks: dict[str, list[int]] = {}
+    for number, task in enumerate(tasks):
+        of_masks.setdefault(task.mask.name, []).append(number)
+    found: dict[int, MaskSlices] = {}
+    for mask, numbers in of_masks.items():
+        places = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]
+        compared = {(n, index) for n in numbers for index in shown_slices(masked[n], exact_slices)}
+        always = [place for place, one in enumerate(places) if one in compared]
+        slices = Slices.chosen(len(places), quality.slices, quality.every, always)
+        found |= dict.fromkeys(numbers, MaskSlices(mask, places, slices))
+    return found
+
+
+class Kept:
+    """Restorations of trials. folder: of a job's unfinished results; each setting has a folder in it."""
+
+    def __init__(self, folder: Path, quality: Quality) -> None:
+        self.exact = quality.exact
+        self.parts = {name: Parts(folder / f"trials-{rung}") for rung, name in enumerate(quality.rungs)}
+
+    def make_folders(self) -> None:
+        for parts in self.parts.values():
+            parts.folder.mkdir(exist_ok=True)
+
+    def drawn(self, setting: str, batches: Sequence[Batch], index: int) -> Drawn:
+        return self.parts[setting].merged(batches, index)[setting]
+
+    def figure(self, task: Task, setting: str, batches: Sequence[Batch], index: int, bound: Bound) -> Figure:
+        """Of a slice in a setting. batches: those of its samples."""
+        one, exact = (self.drawn(name, batches, index) for name in (setting, self.exact))
+        seen = Seen(task, index, task.stack.read(index), task.mask.read(index))
+        if bound.against == "exact":
+            db = psnr_vs_exact_db(task.scale, exact, one, seen.mask_YX)
+        else:
+            before, after = seen.psnr_db(exact), seen.psnr_db(one)
+            db = None if before is None or after is None else before - after
+        return Figure(db, sum(one.cost.sent.values()), sum(one.cost.whole.values()))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """With which setting each task of a job is restored. kept: which batches' trials are their results."""
+
+    quality: Quality
+    groups: Mapping[int, Group]
+    trials: Kept
+    kept: frozenset[int]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [group.record(self.quality) for group in {id(group): group for group in self.groups.values()}.values()]
+
+    def setting(self, task: int) -> str:
+        rung = self.groups[task].rung
+        assert rung is not None, "a setting is chosen for each group"
+        return [*self.quality.rungs][rung]
+
+    def config(self, task: int) -> Config:
+        return self.quality.rungs[self.setting(task)]
+
+    def restorer(self, restorer: Restorer, task: int) -> Restorer:
+        """For the batches that are left: with the chosen setting under the preset's name. The exact one is what it
+        would be compared with."""
+        setting, preset = self.setting(task), self.quality.preset
+        exact = preset if setting == self.quality.exact else None
+        return replace(restorer, engines={preset: restorer.engines[setting]}, exact=exact)
+
+    def judging(self, restorer: Restorer) -> Restorer:
+        """For the batches that were kept: what `drawn` gives is compared with the exact run."""
+        return replace(restorer, exact=EXACT)
+
+    def drawn(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
+        """What was kept of a slice, under the preset's name, and its exact run."""
+        of_modes = {self.quality.preset: self.setting(batches[0].task), EXACT: self.quality.exact}
+        return {mode: self.trials.drawn(setting, batches, index) for mode, setting in of_modes.items()}
+
+
+def choose(
+    session: Session,
+    queue: Queue,
+    tasks: Sequence[Task],
+    masks: Mapping[int, MaskSlices],
+    batches: Sequence[Batch],
+    restorer: Restorer,
+) -> Chosen:
+    """Chooses a setting for each mask, on all ranks alike, and keeps what was restored meanwhile."""
+    quality, replica, whole = session.job.quality, session.replica, session.transport
+    assert quality is not None, "a bound is asked for"
+    trials = Kept(queue.journals.folder, quality)
+    if whole.rank == 0:
+        trials.make_folders()
+    whole.broadcast_object(None)  # the folders are there
+    groups = {id(mask): mask.group(tasks, batches) for mask in masks.values()}
+
+    def restore(setting: str, number: int) -> None:
+        batch = batches[number]
+        try_batch(tasks[batch.task], batch, restorer, setting, trials.parts[setting], replica.leads, queue.bar)
+
+    def judge(group: Group, setting: str, numbers: Sequence[int]) -> dict[int, Figure]:
+        of_slices: dict[int, list[tuple[Batch, int]]] = {}
+        for number in numbers:
+            for place, index in zip(group.batches[number], batches[number].indices, strict=True):
+                of_slices.setdefault(place, []).append((batches[number], index))
+        return {
+            place: trials.figure(tasks[of[0][0].task], setting, [batch for batch, _ in of], of[0][1], quality.bound)
+            for place, of in sorted(of_slices.items())
+        }
+
+    made = Trials(quality, queue, len(batches), restore, judge)
+    made.settle([*groups.values()], whole, replica.leads)
+    of_tasks = {task: groups[id(mask)] for task, mask in masks.items()}
+    kept = frozenset(
+        number
+        for group in groups.values()
+        for number in group.batches
+        if group.rung is not None and made.made(group.rung, number)
+    )
+    queue.expect([number for number in range(len(batches)) if number not in kept])
+    return Chosen(quality, of_tasks, trials, kept)
