@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,7 +134,7 @@ class ResidualCall(CodedCall):
             return x_BTHD
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
-        with self.trace.span(f"encode {name}", "codec", self.site.kind):
+        with self._span("encode", name):
             how, notes = self.predictions[name], self._notes_of(name)
             self.kernels.encode_residual(x_BTHD, known, how, self.bits, code_BTHW, notes)
         return code_BTHW
@@ -151,8 +152,12 @@ class ResidualCall(CodedCall):
         if not self.number:
             last_BNHD.copy_(some_BNHD)
         elif some_BNHD.shape[1]:
-            with self.trace.span(f"measure {name}", "codec", self.site.kind):
+            with self._span("measure", name):
                 self.kernels.note_change(some_BNHD, used_on_current_stream(last_BNHD), self._notes_of(name))
+
+    def _span(self, work: str, name: str) -> AbstractContextManager[None]:
+        """Of a pass over a tensor. Those of displaced ones are the main thread's work: nobody waits for a lane's."""
+        return self.trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self.site.kind)
 
     def _notes_of(self, name: str) -> Tensor:
         assert self.notes is not None, "a call that follows others has notes"
@@ -168,7 +173,7 @@ class ResidualCall(CodedCall):
         assert self.bits is not None, "a coded tensor has bits"
         how, known = self.predictions[name], ends[name].known(self.number, rows)
         code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
-        with self.trace.span(f"decode {name}", "codec", self.site.kind):
+        with self._span("decode", name):
             self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.bits)
         return ends[name].written(self.number)
 

@@ -209,7 +209,9 @@ class Residual(Coding):
         if self._deciding is None:
             return
         (states, pending), self._deciding = self._deciding, None
-        notes = pending.wait() or []
+        assert self._exchange is not None, "one rank alone has no notes"
+        with self._exchange.trace.span("wait for notes"):
+            notes = pending.wait() or []
         of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
         for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
             state.settle(of_site)
