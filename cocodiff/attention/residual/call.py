@@ -51,7 +51,7 @@ class ResidualCall(CodedCall):
         self.awaited = not self.displaced
         if self.number and (self.coded or self.coding.measures):
             self.notes = self.coding.notes_of(state, like_BLHD.device)
-        self.coding.note_step(self, like_BLHD)
+        self.coding.note_step(self)
 
     @property
     def coded(self) -> bool:

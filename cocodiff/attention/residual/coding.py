@@ -28,7 +28,7 @@ from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import NOTES, Prediction
+from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Moment, StepNotes
@@ -179,8 +179,8 @@ class Residual(Coding):
         expected = {name: error * state.pace for name, error in state.errors.items()}
         return frozenset(name for name in TENSORS if expected.get(name, math.inf) < self._settings.tau)
 
-    def note_step(self, call: ResidualCall, like_BLHD: Tensor) -> None:
-        share = call.width(like_BLHD) / (like_BLHD.shape[-1] * like_BLHD.element_size())
+    def note_step(self, call: ResidualCall) -> None:
+        share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
         self._report[self.moment.step].add(call.predictions.values(), len(call.displaced), share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:

@@ -133,7 +133,7 @@ class CodedStep:
 
     def add(self, predictions: Collection[Prediction], late: int, share: float) -> None:
         """A call, whose tensors are predicted so; none where they travel whole. late: of them, those not waited for.
-        share: of a whole tensor's bytes that each takes on the wire."""
+        share: of a whole tensor's bytes that each takes, of 16-bit numbers in heads of whole groups."""
         self.calls += 1
         self.coded += bool(predictions)
         self.linear += sum(how.linear for how in predictions)
