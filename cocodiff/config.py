@@ -108,7 +108,7 @@ class Config:
     arrival: str = setting(
         "now",
         "when what is sent is needed: now (attention waits for it), displaced (attention takes q, k, v and the output "
-        "as the call before left them, and the next call what is sent now) or adaptive (each layer's tensors displaced "
+        "as they are predicted, and the next call what is sent now) or adaptive (each layer's tensors displaced "
         "where their prediction errs by less than tau); lossy but for now",
         choices=lambda: ("now", *ARRIVALS),
     )

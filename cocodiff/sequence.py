@@ -80,4 +80,5 @@ class SequenceRanks:
                 self._trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
             return torch.cat(parts, dim=1)
 
-        return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
+        with self._trace.span("wait for outputs"):
+            return used_on_current_stream(self.transport.control.submit_inline(gather).wait())

@@ -44,7 +44,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
-CODING = ("selection", "codec")
+CODING = ("selection", "codec", "arrival")
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -245,7 +245,8 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
         return dict(job.quality.rungs), job.quality.exact
     if not job.values["exact"]:
         return dict(job.presets), None
-    settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "codec": "none", "chunks": 1}
+    whole = {"selection": "full", "codec": "none", "arrival": "now"}
+    settings = engine_settings(job.values) | {"exchange": "flat", "chunks": 1, **whole}
     settings["guidance_parallel"] = job.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in job.presets.items():

@@ -14,6 +14,7 @@ whatever the route.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -120,7 +121,7 @@ class Exchange:
             for phase in plan:
                 self._run_phase(phase, cargo, held)
             return _placed(cargo, held)
-        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer):
+        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer, self._late_bytes(cargo, plan, held)):
             target = cargo.target(held)
             run_pipelined(self.port, plan, held, self.groups, target)
             return target
@@ -142,8 +143,25 @@ class Exchange:
 
     def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
         if phase.sends or phase.receives:
-            with self.trace.span(f"{cargo.label} {phase.lane}", phase.lane, cargo.layer):
+            late, lane = self._late_bytes(cargo, [phase], held), phase.lane
+            with self.trace.span(f"{cargo.label} {lane}", lane, cargo.layer, late):
                 run_phase(self.port, phase, held, self.groups[phase.lane])
+
+    def _late_bytes(self, cargo: Cargo, phases: Sequence[Phase], held: BlockSet) -> int:
+        """What this rank sends in some phases, where no call waits for the cargo: counted in the trace as late."""
+        if not cargo.late:
+            return 0
+        sent = [(peer, held.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
+        for peer, count in sent:
+            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose="late")
+        return sum(count for _, count in sent)
+
+    def arrived(self, cargo: Cargo, pending: LanePending[Target]) -> Sequence[Tensor]:
+        """The tensors of a cargo, when they are here. The wait for a late one has a span of its own."""
+        if not cargo.late:
+            return pending.wait().tensors
+        with self.trace.span(f"wait for {cargo.label}", layer=cargo.layer):
+            return pending.wait().tensors
 
 
 def _both_ways(plan: Plan) -> dict[str, Plan]:
@@ -208,7 +226,8 @@ class Transfer:
 
     def post_back(self, out_BSGD: Tensor, late: bool = False) -> OutputArriving:
         """Sends all rows of this rank's heads of the output. late: as in `post`."""
-        return OutputArriving(self, self.exchange.submit(Back(self, out_BSGD, late=late), wait_next=not late))
+        cargo = Back(self, out_BSGD, late=late)
+        return OutputArriving(self, cargo, self.exchange.submit(cargo, wait_next=not late))
 
     def back_in_stages(self) -> OutputInStages:
         """The way back, chunk by chunk."""
@@ -248,7 +267,7 @@ class WholeArriving:
 
     def wait(self) -> list[Tensor]:
         if not self._decoded:
-            self._decoded = self._cargo.decode(self._pending.wait().tensors)
+            self._decoded = self._cargo.decode(self._cargo.exchange.arrived(self._cargo, self._pending))
         return self._decoded
 
     def chunk(self, name: str, number: int) -> Tensor:
@@ -280,14 +299,15 @@ class Together:
 class OutputArriving:
     """Attention's output on its way to the ranks of its rows, whole."""
 
-    def __init__(self, transfer: Transfer, pending: LanePending[Target]) -> None:
-        self._transfer, self._pending = transfer, pending
+    def __init__(self, transfer: Transfer, cargo: Back, pending: LanePending[Target]) -> None:
+        self._transfer, self._cargo, self._pending = transfer, cargo, pending
 
     def wait(self) -> Tensor:
         """All heads of this rank's rows, [B, L, H, D]."""
-        transfer = self._transfer
-        with transfer.exchange.trace.span("wait for o", layer=transfer.layer):
-            return used_on_current_stream(transfer.coded.decode_output(self._pending.wait().tensors[0]))
+        exchange, layer = self._transfer.exchange, self._transfer.layer
+        with nullcontext() if self._cargo.late else exchange.trace.span("wait for o", layer=layer):
+            (received,) = exchange.arrived(self._cargo, self._pending)
+            return used_on_current_stream(self._transfer.coded.decode_output(received))
 
 
 class Cargo(Protocol):
@@ -296,6 +316,7 @@ class Cargo(Protocol):
     way: str  # "forward" or "back"
     label: str  # of its spans in the trace
     layer: str
+    late: bool  # see `Transfer.post`
 
     def blocks(self) -> BlockSet: ...
 
@@ -311,9 +332,9 @@ class Forward:
 
     def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], late: bool = False) -> None:
         """late: see `Transfer.post`."""
-        self.names, self._tensors = tuple(tensors_BLHD), tensors_BLHD
-        self.label, self.layer = _label("".join(self.names), late), transfer.layer
-        self.coded, self._exchange = transfer.coded, transfer.exchange
+        self.names, self._tensors, self.late = tuple(tensors_BLHD), tensors_BLHD, late
+        self.label, self.layer = ("late " if late else "") + "".join(self.names), transfer.layer
+        self.coded, self.exchange = transfer.coded, transfer.exchange
         self.layout = transfer.layout  # of what travels, once it was encoded
         self._whole = self.layout, whole_cell(tensors_BLHD.values())
         self._code: Encoded | None = None
@@ -322,7 +343,7 @@ class Forward:
 
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._code = self._code or self.encoded(), None
-        own, parts = self._exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        own, parts = self.exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
         return BlockSet(blocks, self.layout, self._whole)
 
@@ -330,12 +351,12 @@ class Forward:
         return self.coded.encode(self._tensors)
 
     def target(self, held: BlockSet) -> Target:
-        own, layout = self._exchange.rank, held.layout
+        own, layout = self.exchange.rank, held.layout
         shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
         received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
         of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
         places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
-        return Target(received_BSGW, places, self._exchange.kernels)
+        return Target(received_BSGW, places, self.exchange.kernels)
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """rows: those that have just arrived, None for all."""
@@ -352,18 +373,18 @@ class Back:
         self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None, late: bool = False
     ) -> None:
         """ranks: whose rows these are, consecutive in the sequence; None for all. late: see `Transfer.post`."""
-        self.label, self.layer, self._exchange = _label("o", late), transfer.layer, transfer.exchange
+        self.label, self.layer, self._exchange = "late o" if late else "o", transfer.layer, transfer.exchange
         self._layout = transfer.layout
         self._ranks = transfer.layout.in_sequence if ranks is None else ranks
         where = self._layout.row_slices
         rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         self._whole = self._layout, whole_cell([out_BTGD])
-        self._coded, self._rows, self._is_code = transfer.coded, rows, late
+        self._coded, self._rows, self.late = transfer.coded, rows, late
         self._out = self._coded.encode_output(out_BTGD, rows) if late else out_BTGD
 
     def blocks(self) -> BlockSet:
         own = self._exchange.rank
-        out_BTGW = self._out if self._is_code else self._coded.encode_output(self._out, self._rows)
+        out_BTGW = self._out if self.late else self._coded.encode_output(self._out, self._rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
         return BlockSet(blocks, self._layout, self._whole)
@@ -375,7 +396,3 @@ class Back:
         parts = out_BLHW.split_with_sizes(layout.heads, 2)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self._exchange.kernels)
-
-
-def _label(names: str, late: bool) -> str:
-    return f"late {names}" if late else names

@@ -6,9 +6,10 @@ sent, so errors do not add up: the next residual contains them. A code is a tens
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
 
-A displaced tensor is taken as the last call left it, and what is sent of it is received before the site's next call:
-always the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor is
-displaced at a call if the error of its prediction, as all its senders saw it at the call before, is below tau.
+A displaced tensor is taken as both ends predict it, and what is sent of it is received before the site's next call:
+always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
+is displaced at a call if its prediction is expected to err by less than tau: as at the call before, which all its
+senders saw, times how much farther the noise level moves now.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import NOTES, Prediction
+from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Moment, StepNotes
@@ -175,11 +176,11 @@ class Residual(Coding):
             return frozenset()
         if self._settings.arrival == "displaced":
             return frozenset(TENSORS)
-        limit = math.log2(self._settings.tau)
-        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limit)
+        expected = {name: error * state.pace for name, error in state.errors.items()}
+        return frozenset(name for name in TENSORS if expected.get(name, math.inf) < self._settings.tau)
 
-    def note_step(self, call: ResidualCall, like_BLHD: Tensor) -> None:
-        share = call.width(like_BLHD) / (like_BLHD.shape[-1] * like_BLHD.element_size())
+    def note_step(self, call: ResidualCall) -> None:
+        share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
         self._report[self.moment.step].add(call.predictions.values(), len(call.displaced), share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
@@ -208,7 +209,9 @@ class Residual(Coding):
         if self._deciding is None:
             return
         (states, pending), self._deciding = self._deciding, None
-        notes = pending.wait() or []
+        assert self._exchange is not None, "one rank alone has no notes"
+        with self._exchange.trace.span("wait for notes"):
+            notes = pending.wait() or []
         of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
         for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
             state.settle(of_site)
