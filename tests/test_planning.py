@@ -156,16 +156,18 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
 @pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
 def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
     """The first step whole, of the others a scale byte for 32 channels and the codes, twice as long in the last two, in
-    every link class; one launch a tensor and end, and the notes' own."""
-    of = case(preset)
-    coded, whole = planned(of), planned(case("split"))
+    every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
+    recorded, exact = (Recording(case(name)) for name in (preset, "split"))
+    network = Network(recorded.case.topology)
+    coded, whole = (one.plan(network, Latencies()) for one in (recorded, exact))
     part = (1 + (17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16) / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    first, settled, _ = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
+    first, settled, _ = (segment.programs for segment in recorded.kinds[0][1])
     launches = [
         sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
-        for programs in (record_layer(case("split"), kinds_of(of.shape, of.load)[0])[0].programs, settled)
+        for programs in (exact.kinds[0][1][0].programs, settled)
     ]
+    assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
     assert launches[1] - launches[0] == 2 * 4 + 1
     assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
 
