@@ -88,8 +88,8 @@ class Config:
     )
     codec: str = setting(
         "none",
-        "what q, k, v and the output travel as: none (as they are) or int8, int4, int2 (what they differ by from their "
-        "prediction, in so many bits a channel; lossy)",
+        "what q, k, v and the output travel as: none (as they are), int8, int4, int2 (what they differ by from their "
+        "prediction, in so many bits a channel; lossy) or auto (whichever the machine's links call for)",
         choices=lambda: ("none", *CODECS),
     )
     predictor: str = setting(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy, state_sizes
+from cocodiff.assemble import build_strategy, settled, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
@@ -15,6 +15,7 @@ from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.roofline import seconds, started
@@ -23,7 +24,7 @@ from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
-from cocodiff.topology.machine import Device
+from cocodiff.topology.machine import Device, Topology
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
@@ -170,6 +171,32 @@ def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
     assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
     assert launches[1] - launches[0] == 2 * 4 + 1
     assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
+
+
+@pytest.mark.parametrize(
+    ("nodes", "efficiency", "arrival", "codec"),
+    [
+        (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
+        (1, 1.0, "now", "none"),  # and coding would take as long as it saves
+        (1, 0.109, "adaptive", "int2"),
+        (2, 0.109, "displaced", "int2"),
+        (2, 1.0, "adaptive", "none"),
+    ],
+)
+def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
+    links = AURORA.machine.links
+    rates = {name: efficiency * getattr(links, name) for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s")}
+    machine = replace(AURORA.machine, links=replace(links, **rates))
+    topology = Topology.build(machine, 12 * nodes)
+    found, told = settled(Config.preset("ahead", arrival=arrival), topology, Work(24, 128))
+    assert found == Config.preset("ahead", arrival=arrival, codec=codec)
+    assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
+
+
+def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
+    unknown = topology_of("local", 4)
+    assert settled(Config(codec="auto"), unknown, Work(24, 128))[0].codec == "none"
+    assert settled(Config(codec="int4"), AURORA, Work(24, 128)) == (Config(codec="int4"), None)
 
 
 def charged(program, launch_s):
