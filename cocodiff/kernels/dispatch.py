@@ -107,6 +107,10 @@ class Kernels:
         notes[3] += d.numel()
         last.copy_(x)
 
+    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
+        """The linear continuation of two reconstructions, in one launch."""
+        return torch.lerp(before, last, 1 + factor)
+
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
 

@@ -82,12 +82,13 @@ class Kind(NamedTuple):
 class Segment(NamedTuple):
     """Layers of one kind whose calls are of one kind, on all ranks. layers: how many layers the programs' last call of
     the model has; where a call does not wait for what it sends, the span LAST_CALL is that of it, after some that are
-    not counted. bytes: of one layer."""
+    not counted. bytes: of one layer. agreement: what the ranks agree on once for all layers of a call of the model."""
 
     kind: CallKind
     programs: list[Program]
     messages: list[Message]
     bytes: dict[str, float]
+    agreement: list[Program]
     layers: int = 1
 
     def seconds(self, outcome: Outcome) -> float:
@@ -152,7 +153,7 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
     layouts = case.mesh.layouts(kind.segments, case.shape.heads)
     kinds = recorded_kinds(case)
 
-    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, float]]]:
+    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, float], Program]]:
         rank = transport.rank
         group, slot = case.mesh.seat(rank)
         trace = VirtualTrace(transport.recorder)
@@ -175,6 +176,7 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
             [of_rank[index][0] for of_rank in of_ranks],
             messages,
             {link: sum(of_rank[index][1][link] for of_rank in of_ranks) for link in LINK_CLASSES},
+            [of_rank[index][2] for of_rank in of_ranks],
             SITES if one.displaced else 1,
         )
         for index, one in enumerate(kinds)
@@ -190,18 +192,19 @@ class RecordedCalls:
         self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
         self._step = -1
 
-    def run(self, layers: int) -> None:
-        """A call of the model. What is settled once for all its layers is not theirs."""
+    def run(self, layers: int) -> Program:
+        """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
         self._step += 1
         coding = self._strategy.coding
-        with self._recorder.apart():
+        with self._recorder.apart() as agreement:
             coding.begin_step(Moment(0, self._step, self._case.steps))
             coding.agree()
         for number in range(layers):
             self._layer.run(self._strategy, number)
+        return agreement
 
-    def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float]]:
-        """The program of calls of a kind, see `record_layers`, and the bytes of one layer."""
+    def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
+        """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
         coding, layers = self._strategy.coding, SITES if kind.displaced else 1
         coding.hold_at(kind._replace(displaced=""))  # nothing of earlier calls is in flight then
         for _ in range(0 if kind.whole else coding.steps_to_settle):
@@ -212,13 +215,13 @@ class RecordedCalls:
             self.run(layers)
         self._trace.clear()
         with self._recorder.span(Label(LAST_CALL, "main", "")) if kind.displaced else nullcontext():
-            self.run(layers)
+            agreement = self.run(layers)
         sent = {link: count / layers for link, count in self._trace.bytes().items()}
         program = self._recorder.cut()
         if kind.displaced:
             coding.hold_at(kind._replace(displaced=""))
             self.run(layers)
-        return program, sent
+        return program, sent, agreement
 
 
 class PlannedLayer:

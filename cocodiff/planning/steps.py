@@ -40,13 +40,19 @@ class Recording:
     def kinds(self) -> list[tuple[Kind, list[Segment]]]:
         return [(kind, record_layers(self.case, kind)) for kind in kinds_of(self.case.shape, self.case.load)]
 
+    def agreement_s(self, network: Network, latencies: Latencies) -> float:
+        """Seconds of what ranks agree on in a mean call of the model, as if nothing were computed meanwhile."""
+        _, segments = self.kinds[0]
+        times = {s.kind: simulate(s.agreement, s.messages, network, latencies).seconds for s in segments}
+        return over_steps(times, kinds_of_steps(self.case))
+
     def outcome(self, segment: Segment, network: Network, latencies: Latencies) -> Outcome:
         return simulate(segment.programs, segment.messages, network, latencies)
 
     def plan(self, network: Network, latencies: Latencies) -> StepPlan:
         """Layers follow one another with all ranks together at the start of each."""
         case, every = self.case, kinds_of_steps(self.case)
-        step_s = compute_s = 0.0
+        step_s, compute_s = case.load.branches * self.agreement_s(network, latencies), 0.0
         sent = dict.fromkeys(LINK_CLASSES, 0.0)
         for kind, segments in self.kinds:
             calls = kind.layers * case.load.branches

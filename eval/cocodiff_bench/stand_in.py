@@ -47,6 +47,10 @@ class WaitingKernels(Kernels):
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._wait("decode_residual", known.last, (code_BLHW, known, factor, bits))
 
+    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
+        self._wait("continued", last, (last, before, last))
+        return last
+
     def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
         self._wait("note_change", x, (x, last, notes))
 

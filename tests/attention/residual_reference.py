@@ -118,21 +118,21 @@ class Reference:
         self.calls += 1
         self.sigmas.append(sigma)
         before, self.better = self.better, set()
-        late = self.not_awaited()
+        late = self.not_awaited(before)
         self.displaced.append("".join(late))
         self.errors = {}
         q, k, v = (self.through(name, x, before, late, sampled) for name, x in zip("qkv", tensors, strict=True))
         return self.through("o", attend(q, k, v), before, late, sampled)
 
-    def not_awaited(self) -> list[str]:
+    def not_awaited(self, before: set[str]) -> list[str]:
         if self.arrival == "now" or not self.follows or self.fine:
             return []
         pace = 1.0
         if len(self.sigmas) > 2:
-            now, before = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
-            pace = min(max(now / before, 0.25), 4.0) if now and before else 1.0
-        errors = {name: error * pace for name, error in self.errors.items()}
-        return [name for name in "qkvo" if self.arrival == "displaced" or errors.get(name, math.inf) < self.tau]
+            now, last = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
+            pace = min(max(now / last, 0.25), 4.0) if now and last else 1.0
+        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 2) for name in "qkvo"}
+        return [name for name in "qkvo" if self.arrival == "displaced" or self.errors.get(name, math.inf) < tau[name]]
 
     def through(self, name: str, x: Tensor, before: set[str], late: list[str], sampled: Sampled) -> Tensor:
         """What the tensor's receiver has of it in this call."""

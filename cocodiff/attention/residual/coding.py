@@ -9,7 +9,7 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/co
 A displaced tensor is taken as both ends predict it, and what is sent of it is received before the site's next call:
 always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
 is displaced at a call if its prediction is expected to err by less than tau: as at the call before, which all its
-senders saw, times how much farther the noise level moves now.
+senders saw, times how much farther the noise level moves now, and twice that where it is taken as it was (LAG).
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
+LAG = (
+    2.0  # the errors of what is taken as it was all lag behind: they cost as much as twice the error of a continuation
+)
 
 
 class Residual(Coding):
@@ -191,8 +194,9 @@ class Residual(Coding):
             return frozenset(self._held.displaced)
         if self._settings.arrival == "displaced":
             return frozenset(TENSORS)
-        expected = {name: error * state.pace for name, error in state.errors.items()}
-        return frozenset(name for name in TENSORS if expected.get(name, math.inf) < self._settings.tau)
+        limit, how = self._settings.tau / state.pace, self.predictions(state)
+        limits = {name: limit if name in how and how[name].linear else limit / LAG for name in TENSORS}
+        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limits[name])
 
     def note_step(self, call: ResidualCall) -> None:
         share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
