@@ -343,7 +343,7 @@ def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
 def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
-    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), x.nbytes
+    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
 
     def encoded(known, how):
@@ -355,6 +355,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
     assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
     assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
+    assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():

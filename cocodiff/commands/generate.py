@@ -67,6 +67,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
+        if job.quality is not None:
+            say(job.quality.line("images"))
     job = deal(job, ranks)
     return 0 if values["dry_run"] else run_job(job, launch, work)
 

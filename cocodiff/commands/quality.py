@@ -93,6 +93,13 @@ class Quality:
         """Where nothing travels, and so nothing is to be chosen."""
         return replace(self, rungs={self.exact: self.rungs[self.exact]})
 
+    def line(self, unit: str) -> str:
+        """What is asked for, and how it is found."""
+        return (
+            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset} the cheapest is "
+            f"taken that keeps it on {self.slices} {unit}, and on those that are checked"
+        )
+
     def lasting(self) -> dict[str, Any]:
         """What results depend on."""
         rungs = [{"name": name, **lasting(config)} for name, config in self.rungs.items()]
@@ -203,6 +210,8 @@ class Group:
     def taken_line(self, quality: Quality) -> str:
         """Which setting is taken, and why."""
         name = [*quality.rungs][self.taken]
+        if self.slices.count == 0:
+            return f"{self.about}: nothing is to be restored"
         if len(quality.rungs) == 1:
             return (
                 f"{self.about}: one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
