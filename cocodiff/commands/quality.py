@@ -70,8 +70,8 @@ class Quality:
         preset, changes = next(iter(presets)), read_ladder()
         if presets[preset].selection != "full":
             raise UserError(
-                f"--quality {bound} with preset {preset}: its settings are none that leave tokens out: name {PRESET} "
-                f"or an exact preset"
+                f"--quality {bound} with preset {preset}, which leaves tokens out: the settings of a bound send "
+                f"all of them: name {PRESET} or an exact preset"
             )
         for key in dict.fromkeys(key for change in changes.values() for key in change):
             if values.get(key) is not None:
