@@ -13,7 +13,7 @@ import yaml
 
 from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
-from cocodiff.registry import CODECS, CODINGS, EXCHANGES, ORDERS
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXCHANGES, ORDERS
 from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
@@ -22,6 +22,7 @@ A_WEEK_S = 7 * 24 * 3600
 # What several settings have in common.
 V_MAJOR: dict[str, Any] = {"only_with": ("selection", "v_major")}
 FRACTION: dict[str, Any] = {"least": 0, "most": 1, "wanted": "a fraction from 0 to 1"}
+POSITIVE: dict[str, Any] = {"least": math.nextafter(0, 1), "wanted": "a number above 0"}
 TIMEOUT: dict[str, Any] = {
     "given": "machine",
     "least": math.nextafter(0, 1),
@@ -87,8 +88,8 @@ class Config:
     )
     codec: str = setting(
         "none",
-        "what q, k, v and the output travel as: none (as they are) or int8, int4, int2 (what they differ by from their "
-        "prediction, in so many bits a channel; lossy)",
+        "what q, k, v and the output travel as: none (as they are), int8, int4, int2 (what they differ by from their "
+        "prediction, in so many bits a channel; lossy) or auto (whichever the machine's links call for)",
         choices=lambda: ("none", *CODECS),
     )
     predictor: str = setting(
@@ -100,9 +101,22 @@ class Config:
     )
     fine_steps: int = setting(
         2,
-        "steps at the end of a run that take twice the bits, at most 8: no later step corrects their errors",
+        "steps at the end of a run that take twice the bits, at most 8, and wait for all that is sent: no later step "
+        "corrects their errors",
         least=0,
-        only_with=("codec", *CODECS),
+    )
+    arrival: str = setting(
+        "now",
+        "when what is sent is needed: now (attention waits for it), displaced (attention takes q, k, v and the output "
+        "as they are predicted, and the next call what is sent now) or adaptive (each layer's tensors displaced "
+        "where their prediction errs by less than tau); lossy but for now",
+        choices=lambda: ("now", *ARRIVALS),
+    )
+    tau: float = setting(
+        0.04,
+        "mean relative error of its prediction at the call before, below which a tensor is displaced",
+        only_with=("arrival", "adaptive"),
+        **POSITIVE,
     )
     scoring: str = setting(
         "source",
@@ -184,11 +198,16 @@ class Config:
                 f"codec {self.codec} sends what every token changed by, selection {self.selection} some tokens whole: "
                 f"choose codec none or selection full"
             )
+        if self.arrival != "now" and self.selection != "full":
+            raise UserError(
+                f"arrival {self.arrival} takes tensors as the call before left them, selection {self.selection} only "
+                f"some of their tokens: choose arrival now or selection full"
+            )
 
     @property
     def exact(self) -> bool:
-        """Whether q, k, v and the output travel as they are, all of them."""
-        return self.selection == "full" and self.codec == "none"
+        """Whether attention has q, k and v of the same call, and the model its output, all of them as they are."""
+        return self.selection == "full" and self.codec == "none" and self.arrival == "now"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:

@@ -21,19 +21,21 @@ from cocodiff.files import irregular
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 # What is sent: q, k, v and o, of which calls of guidance that all ranks share are counted apart where it is parallel;
 # the model's output within a part; between guidance's parts; what the residual codec decides by. "whole":
-# what q, k, v and o would have been without a coding.
-PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes", "whole")
+# what q, k, v and o would have been without a coding. "late": the part of q, k, v and o that no call waited for.
+PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes", "whole", "late")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 
 class Span(NamedTuple):
-    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock, kind of layer."""
+    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock, kind of layer.
+    late_bytes: that this rank sent in it and no call of attention waited for."""
 
     name: str
     lane: str
     start_ns: int
     end_ns: int
     layer: str = ""
+    late_bytes: int = 0
 
 
 class Trace:
@@ -47,8 +49,8 @@ class Trace:
         self._kernels: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
-    def span(self, name: str, lane: str = "main", layer: str = "") -> AbstractContextManager[None]:
-        return _Running(self, name, lane, layer)
+    def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> AbstractContextManager[None]:
+        return _Running(self, name, lane, layer, late_bytes)
 
     def keep(self, span: Span) -> None:
         with self._lock:
@@ -124,16 +126,17 @@ class CountedAs(Trace):
 class _Running:
     """A span under way. Not a generator: a layer has a dozen spans, and these cost half as much."""
 
-    __slots__ = ("_lane", "_layer", "_name", "_start_ns", "_trace")
+    __slots__ = ("_lane", "_late_bytes", "_layer", "_name", "_start_ns", "_trace")
 
-    def __init__(self, trace: Trace, name: str, lane: str, layer: str) -> None:
-        self._trace, self._name, self._lane, self._layer = trace, name, lane, layer
+    def __init__(self, trace: Trace, name: str, lane: str, layer: str, late_bytes: int) -> None:
+        self._trace, self._name, self._lane, self._layer, self._late_bytes = trace, name, lane, layer, late_bytes
 
     def __enter__(self) -> None:
         self._start_ns = time.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._trace.keep(Span(self._name, self._lane, self._start_ns, time.perf_counter_ns(), self._layer))
+        end_ns = time.perf_counter_ns()
+        self._trace.keep(Span(self._name, self._lane, self._start_ns, end_ns, self._layer, self._late_bytes))
 
 
 def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
@@ -149,9 +152,10 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
     ]
     sent: Counter[str] = Counter()
     for mode, record in every:
-        for name, lane, begin, end, layer in record["spans"]:
+        for name, lane, begin, end, layer, late_bytes in record["spans"]:
             times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
-            about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer}}
+            late = {"late_bytes": late_bytes} if late_bytes else {}
+            about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer, **late}}
             events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", **about, **times})
         sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
     ran: Counter[str] = Counter()
@@ -185,7 +189,8 @@ def load_traces(path: str | Path) -> SavedTraces:
         for event in written["traceEvents"]:
             if event["ph"] == "X":
                 about, start = event["args"], round(event["ts"] * 1e3)
-                span = Span(event["name"], about["lane"], start, start + round(event["dur"] * 1e3), about["layer"])
+                end, late = start + round(event["dur"] * 1e3), int(about.get("late_bytes", 0))
+                span = Span(event["name"], about["lane"], start, end, about["layer"], late)
                 spans.setdefault(about["mode"], {}).setdefault(event["pid"], []).append(span)
         sent: dict[str, dict[str, dict[str, int]]] = {}
         for name, count in written["otherData"].get("bytes", {}).items():

@@ -3,6 +3,9 @@
 Communication is what a rank's lanes are busy with, packing and waiting for late peers included. It is exposed while
 the rank's main thread waits, and hidden while that thread does something else. T(V), T(Q,K) and T(Vp1) are the terms
 of V-First (CoCoDiff section III-C): V-First can hide all of T(Vp1) where T(Q,K) is longer.
+
+Late messages bring displaced tensors, which no call waits for before the next call of the same site. Theirs is an
+account of its own, in time and in bytes: whatever the main thread waits for meanwhile exposes them.
 """
 
 from __future__ import annotations
@@ -40,6 +43,44 @@ class AttentionTimes(NamedTuple):
     hidden_s: float
 
 
+class LateMessages(NamedTuple):
+    """Of one kind of layer in one mode, all ranks together: what displaced calls sent.
+
+    seconds: that late messages were on their way, waiting for late peers included; sent: their bytes. hidden_s,
+    hidden_bytes: the part in which the rank's main thread waited for nothing. Of a message that is hidden in part, the
+    bytes are by its time.
+    """
+
+    mode: str
+    layer: str
+    seconds: float
+    hidden_s: float
+    sent: int
+    hidden_bytes: float
+
+
+def summarise_late(spans: Spans) -> list[LateMessages]:
+    """One entry for each mode and kind of layer that had late messages, in the order in which they come."""
+    found = []
+    for mode, of_ranks in spans.items():
+        layers = dict.fromkeys(s.layer for of_rank in of_ranks.values() for s in by_time(of_rank) if s.late_bytes)
+        found += [_late_of_layer(mode, layer, of_ranks.values()) for layer in layers]
+    return found
+
+
+def _late_of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> LateMessages:
+    seconds = hidden = hidden_bytes = 0.0
+    sent = 0
+    for of_rank in of_ranks:
+        waits = _waits(of_rank)
+        for late in (s for s in of_rank if s.layer == layer and s.late_bytes):
+            duration = late.end_ns - late.start_ns
+            unseen = duration - overlap(_times([late]), waits)
+            seconds, hidden, sent = seconds + duration / 1e9, hidden + unseen / 1e9, sent + late.late_bytes
+            hidden_bytes += late.late_bytes * (unseen / duration if duration else 1)
+    return LateMessages(mode, layer, seconds, hidden, sent, hidden_bytes)
+
+
 def summarise(spans: Spans) -> list[AttentionTimes]:
     """One entry for each mode and kind of layer, in the modes' order. Layers without an attention span are left out,
     as are spans that belong to no layer."""
@@ -61,7 +102,7 @@ def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> At
     phase1 = first_phase(s for of_rank in of_ranks for s in of_rank if s.layer == layer)
     for of_rank in of_ranks:
         own = [s for s in of_rank if s.layer == layer]
-        waits = union(_times(s for s in of_rank if s.lane == MAIN and s.name.startswith("wait")))
+        waits = _waits(of_rank)
         travels = union(_times(s for s in own if s.lane != MAIN))
         v_travels = union(_times(s for s in own if s.name == phase1))
         calls += sum(s.name == ATTENTION for s in own)
@@ -87,6 +128,11 @@ def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> At
         mean_s(exposed),
         mean_s(communication - exposed),
     )
+
+
+def _waits(of_rank: Iterable[Span]) -> list[Interval]:
+    """When the rank's main thread waited, for whatever."""
+    return union(_times(s for s in of_rank if s.lane == MAIN and s.name.startswith("wait")))
 
 
 def by_time(spans: Iterable[Span]) -> list[Span]:

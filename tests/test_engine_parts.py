@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from exactness import Case, Expected, check_ranks, parallel_outputs
+from test_engine_v_major import denoise
 from worlds import topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Transport
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.topology.axes import Axes
@@ -52,6 +56,29 @@ def test_one_replica_may_make_more_images_than_the_other():
         return {}
 
     run_ranks(4, work, 120.0)
+
+
+def test_replicas_with_a_codec_have_the_bits_of_one_replica():
+    """Each predicts by its own ranks' notes and keeps states of its own, over images of its own."""
+    axes = Axes.build(topology_of("local", 4), replica=2)
+    models = [case.model() for case in CASES]
+
+    def images(transport: Transport, number: int) -> list[torch.Tensor]:
+        """The first replica makes one image while the second makes two, of other tokens, batch and family."""
+        model = copy.deepcopy(models[number])
+        with torch.no_grad(), parallelize(model, "coded-", transport=transport, predictor="auto") as engine:
+            outputs = [denoise(model, CASES[number].inputs()) for _ in range(1 + number)]
+            assert engine.drift_profile()[1]["coded_fraction"] == 1
+        return outputs
+
+    def work(transport: LoopbackTransport) -> list[torch.Tensor]:
+        number = axes.coordinates(transport.rank).replica
+        return images(Part(transport, axes.replica(transport.rank)), number)
+
+    of_ranks = run_ranks(4, work, 120.0)
+    for number, (ranks,) in enumerate(axes.branches):
+        for rank, alone in zip(ranks, run_ranks(2, lambda whole, number=number: images(whole, number)), strict=True):
+            assert all(torch.equal(one, two) for one, two in zip(of_ranks[rank], alone, strict=True))
 
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_coded(family):
+def test_every_family_is_coded_and_displaced(family):
     """Alike on all ranks and close to exact; the first step is exact, and all steps on one rank."""
     make, inputs_of = FAMILIES[family]
     model, inputs = make(6), inputs_of(1, 6, 7, 5)
@@ -25,22 +25,28 @@ def test_every_family_is_coded(family):
     def work(transport: Any) -> list[torch.Tensor]:
         own, outputs = copy.deepcopy(model), []
         with torch.no_grad():
-            for codec in ("none", "int8", "int2"):
-                with parallelize(own, "split", transport=transport, codec=codec, predictor="auto") as engine:
+            for codec, arrival in (("none", "now"), ("int8", "now"), ("int2", "now"), ("none", "displaced")):
+                settings = {"codec": codec, "predictor": "auto", "arrival": arrival}
+                with parallelize(own, "split", transport=transport, **settings) as engine:
                     outputs.append(denoise(own, inputs))
-                    coded = codec != "none" and transport.size > 1
-                    assert (engine.strategy.coding.bytes_held() > 0) == coded
-                shares = [(row["coded_fraction"], row["linear_fraction"]) for row in engine.drift_profile()]
-                assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if coded else [])
+                    lossy = (codec, arrival) != ("none", "now") and transport.size > 1
+                    assert (engine.strategy.coding.bytes_held() > 0) == lossy
+                profile = engine.drift_profile()
+                shares = [(row["coded_fraction"], row["linear_fraction"]) for row in profile]
+                if codec != "none":
+                    assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if lossy else [])
+                displaced = [row["displaced_fraction"] for row in profile]
+                assert displaced == ([0, *[float(arrival == "displaced")] * 3] if lossy else [])
         return outputs
 
     (alone,) = run_ranks(1, work)
     assert all(torch.equal(outputs, alone[0]) for outputs in alone)
     of_ranks = run_ranks(2, work)
-    exact, fine, coarse = of_ranks[0]
+    exact, fine, coarse, displaced = of_ranks[0]
     for other in of_ranks[1:]:
         assert all(torch.equal(one, two) for one, two in zip(of_ranks[0], other, strict=True))
     assert torch.equal(exact[0], fine[0]) and torch.equal(exact[0], coarse[0])
+    assert torch.equal(exact[0], displaced[0]) and not torch.equal(exact[1], displaced[1])
     far = [float((x[1:] - exact[1:]).norm() / exact[1:].norm()) for x in (fine, coarse)]
     assert 0 < far[0] < far[1] < 0.1 and far[0] < 0.005
 
@@ -49,6 +55,8 @@ def test_every_family_is_coded(family):
     ("settings", "message"),
     [
         ({"selection": "v_major"}, "codec int4 .* selection v_major .*: choose codec none or selection full"),
+        ({"codec": "none", "arrival": "adaptive", "selection": "v_major"}, "arrival adaptive .* choose arrival now"),
+        ({"tau": 0}, "tau is 0: give a number above 0"),
         ({"codec": "int3"}, "unknown codec 'int3'.*none, int8, int4, int2"),
         ({"predictor": "tailor"}, "did you mean taylor"),
     ],

@@ -52,6 +52,10 @@ KEPT = {  # settings that keep something between calls
     "card": {"selection": "v_major", "scoring": "card"},
     "last": {"codec": "int4", "predictor": "last"},
     "auto": {"codec": "int2", "predictor": "auto"},
+    "late": {"arrival": "displaced"},
+    "late int2": {"arrival": "displaced", "codec": "int2"},
+    "adaptive": {"arrival": "adaptive", "tau": 1e9},  # any error is below
+    "adaptive int4": {"arrival": "adaptive", "tau": 1e9, "codec": "int4", "predictor": "last"},
 }
 
 
@@ -76,12 +80,16 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
-    """What Coding.bytes_held() says on every rank after a whole and two selective or coded steps of every site."""
+    """What Coding.bytes_held() says on every rank after a whole and two selective, coded or displaced steps of every
+    site."""
     sites = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
     sites += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
-        trace, chosen = Trace(transport.rank), {"schedule": "fixed", "sync_interval": 0, "order": "v_first"}
+        trace, chosen = (
+            Trace(transport.rank),
+            {"schedule": "fixed", "sync_interval": 0, "order": "v_first", "fine_steps": 0},
+        )
         config = load.state.settings.with_(**chosen)
         strategy = build_strategy(config, Mesh.build(topology), transport, trace, Kernels("torch"))
         coding = strategy.coding
@@ -97,7 +105,9 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
                         return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)
 
                     strategy.attend(LazyQKV(project, project, project, *counts), Site(layer, branch))
-        return coding.bytes_held()
+        found = coding.bytes_held()
+        coding.end()
+        return found
 
     return run_ranks(topology.size, work)
 
@@ -301,6 +311,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
         run_on(monkeypatch, activations_of_the_run())
     with pytest.raises(UserError, match=r"what the residual codec keeps is too much: use predictor last"):
         run_on(monkeypatch, activations_of_the_run(), selection="full", codec="int4")
+    with pytest.raises(UserError, match=r"have in flight is too much: use arrival now"):
+        run_on(monkeypatch, activations_of_the_run(), selection="full", arrival="displaced")
 
 
 def activations_of_the_run() -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy, state_sizes
+from cocodiff.assemble import build_strategy, settled, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
@@ -15,6 +15,7 @@ from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.roofline import seconds, started
@@ -23,7 +24,7 @@ from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
-from cocodiff.topology.machine import Device
+from cocodiff.topology.machine import Device, Topology
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
@@ -156,18 +157,46 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
 @pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
 def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
     """The first step whole, of the others a scale byte for 32 channels and the codes, twice as long in the last two, in
-    every link class; one launch a tensor and end, and the notes' own."""
-    of = case(preset)
-    coded, whole = planned(of), planned(case("split"))
+    every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
+    recorded, exact = (Recording(case(name)) for name in (preset, "split"))
+    network = Network(recorded.case.topology)
+    coded, whole = (one.plan(network, Latencies()) for one in (recorded, exact))
     part = (1 + (17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16) / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    first, settled, _ = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
+    first, settled, _ = (segment.programs for segment in recorded.kinds[0][1])
     launches = [
         sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
-        for programs in (record_layer(case("split"), kinds_of(of.shape, of.load)[0])[0].programs, settled)
+        for programs in (exact.kinds[0][1][0].programs, settled)
     ]
+    assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
     assert launches[1] - launches[0] == 2 * 4 + 1
     assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
+
+
+@pytest.mark.parametrize(
+    ("nodes", "efficiency", "arrival", "codec"),
+    [
+        (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
+        (1, 1.0, "now", "none"),  # and coding would take as long as it saves
+        (1, 0.109, "adaptive", "int2"),
+        (2, 0.109, "displaced", "int2"),
+        (2, 1.0, "adaptive", "none"),
+    ],
+)
+def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
+    links = AURORA.machine.links
+    rates = {name: efficiency * getattr(links, name) for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s")}
+    machine = replace(AURORA.machine, links=replace(links, **rates))
+    topology = Topology.build(machine, 12 * nodes)
+    found, told = settled(Config.preset("ahead", arrival=arrival), topology, Work(24, 128))
+    assert found == Config.preset("ahead", arrival=arrival, codec=codec)
+    assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
+
+
+def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
+    unknown = topology_of("local", 4)
+    assert settled(Config(codec="auto"), unknown, Work(24, 128))[0].codec == "none"
+    assert settled(Config(codec="int4"), AURORA, Work(24, 128)) == (Config(codec="int4"), None)
 
 
 def charged(program, launch_s):
@@ -275,7 +304,7 @@ def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
 def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
-    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), x.nbytes
+    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
 
     def encoded(known, how):
@@ -287,6 +316,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
     assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
     assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
+    assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():

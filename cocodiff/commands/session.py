@@ -44,7 +44,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
-CODING = ("selection", "codec")
+CODING = ("selection", "codec", "arrival")
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -218,6 +218,8 @@ def open_session(job: Job, transport: Any) -> Session:
     if folder is not None:
         in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
         say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - job.started:.1f} s")
+        for line in engines.chosen():
+            say(line)
     return Session(job, transport, replica, model, engines, exact, folder)
 
 
@@ -243,7 +245,8 @@ def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
         return dict(job.quality.rungs), job.quality.exact
     if not job.values["exact"]:
         return dict(job.presets), None
-    settings = engine_settings(job.values) | {"exchange": "flat", "selection": "full", "codec": "none", "chunks": 1}
+    whole = {"selection": "full", "codec": "none", "arrival": "now"}
+    settings = engine_settings(job.values) | {"exchange": "flat", "chunks": 1, **whole}
     settings["guidance_parallel"] = job.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in job.presets.items():
@@ -385,7 +388,7 @@ def _write_results(
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
-    write_settings(folder, values if bounds is None else {**values, FOUND: bounds})
+    write_settings(folder, values if bounds is None else {**values, FOUND: bounds}, session.engines.chosen())
     session.job.output.publish()
     say()
     say(terminal_table(document))

@@ -10,7 +10,7 @@ from cocodiff.config import check_choice
 from cocodiff.errors import UserError
 from cocodiff.text_table import aligned
 from cocodiff.trace import LINK_CLASSES, MAX_SPANS, load_traces
-from cocodiff.trace_summary import AttentionTimes, summarise
+from cocodiff.trace_summary import AttentionTimes, LateMessages, summarise, summarise_late
 
 KINDS = ("summary",)
 USAGE = "usage: cocodiff trace summary TRACE.json"
@@ -19,6 +19,10 @@ LEGEND = """\
 Milliseconds of a mean attention call on a mean rank; calls are those of all ranks. T(V), T(Q,K): projecting.
 T(Vp1): V's first phase (flat has one); none where Q, K and V travel together. comm.: all communication of the call.
 Exposed is its part in which the rank waits, hidden the rest."""
+LATE_HEADINGS = ("mode", "layer", "late MB", "hidden MB", "%", "late ms", "hidden ms", "%")
+LATE_LEGEND = """\
+Late: what displaced calls sent, of all calls and ranks: nothing waits for it before the next call of the same layer.
+Hidden is the part that travelled while the rank waited for nothing at all."""
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
@@ -34,14 +38,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if not times:
         raise UserError(f"{path} has no attention layers to sum up: they are traced in runs on 2 or more ranks")
     if launch.speaks:
-        say_summary(times, traces.not_kept)
+        say_summary(times, traces.not_kept, summarise_late(traces.spans))
         say("\n".join(sent_lines(traces.sent)))
     return 0
 
 
-def say_summary(times: Sequence[AttentionTimes], not_kept: int) -> None:
-    """Prints the table. not_kept: spans that the traces have lost."""
+def say_summary(times: Sequence[AttentionTimes], not_kept: int, late: Sequence[LateMessages] = ()) -> None:
+    """Prints the table, and that of late messages where there were any. not_kept: spans that the traces have lost."""
     say(summary_table(times))
+    if late:
+        say("\n" + late_table(late))
     if not_kept:
         say(
             f"This is the beginning of the run: {not_kept} later spans were not kept "
@@ -53,13 +59,34 @@ def sent_lines(sent: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]
     """What every mode sent of q, k, v and the output, by link class, and which part that is of the whole tensors."""
     lines = []
     for mode, by_purpose in sent.items():
-        attention, unsplit, whole = (by_purpose.get(name, {}) for name in ("attention", "unsplit", "whole"))
+        purposes = ("attention", "unsplit", "whole", "late")
+        attention, unsplit, whole, late = (by_purpose.get(name, {}) for name in purposes)
         counts = {link: attention.get(link, 0) + unsplit.get(link, 0) for link in LINK_CLASSES}
         told = ", ".join(f"{link} {count / 1e6:.2f}" for link, count in counts.items())
         total = sum(whole.values())
         part = f"; {sum(counts.values()) / total:.3f} of what whole tensors take" if total else ""
-        lines.append(f"{mode}, MB sent: {told}{part}")
+        waited = sum(counts.values()) - sum(late.values())
+        exposed = f", {waited / total:.3f} that attention waited for" if total and any(late.values()) else ""
+        lines.append(f"{mode}, MB sent: {told}{part}{exposed}")
     return lines
+
+
+def late_table(late: Sequence[LateMessages]) -> str:
+    """The account of late messages as aligned plain text, with what the columns mean below."""
+    rows = [
+        (
+            one.mode,
+            one.layer,
+            f"{one.sent / 1e6:.2f}",
+            f"{one.hidden_bytes / 1e6:.2f}",
+            _percent(one.hidden_bytes, one.sent),
+            _ms(one.seconds),
+            _ms(one.hidden_s),
+            _percent(one.hidden_s, one.seconds),
+        )
+        for one in late
+    ]
+    return "\n".join([*aligned([LATE_HEADINGS, *rows], "<<" + ">" * 6), "", LATE_LEGEND])
 
 
 def summary_table(times: Sequence[AttentionTimes]) -> str:

@@ -72,12 +72,14 @@ class Kind(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One layer of one kind at a stable fraction (None: all tokens travel, whatever scores say), on all ranks."""
+    """One layer of one kind at a stable fraction (None: all tokens travel, whatever scores say), on all ranks.
+    agreement: what the ranks agree on once for all layers of a call of the model."""
 
     fraction: float | None
     programs: list[Program]
     messages: list[Message]
     bytes: dict[str, int]
+    agreement: list[Program]
 
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
@@ -110,7 +112,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
     layouts = case.mesh.layouts(kind.segments, case.shape.heads)
     fractions = recorded_fractions(case)
 
-    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int]]]:
+    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int], Program]]:
         rank = transport.rank
         group, slot = case.mesh.seat(rank)
         layout = layouts[group]
@@ -132,12 +134,13 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
                 strategy.coding.hold_at(fraction)
                 for _ in range(1 if fraction is None else 1 + strategy.coding.steps_to_settle):
                     step += 1
+                    transport.recorder.cut()  # steps before, to get to one that is like those which follow
                     strategy.coding.begin_step(Moment(0, step, case.steps))
                     strategy.coding.agree()
                     trace.clear()
-                    transport.recorder.cut()  # what is settled once for all layers of a call is not a layer's
+                    agreement = transport.recorder.cut()
                     layer.run(strategy)
-                found.append((transport.recorder.cut(), trace.bytes()))
+                found.append((transport.recorder.cut(), trace.bytes(), agreement))
         return found
 
     of_ranks, _, messages = record(case.topology.size, work, receives_ahead=False)  # as on the device that is priced
@@ -147,6 +150,7 @@ def record_layer(case: Case, kind: Kind) -> list[Segment]:
             [of_rank[index][0] for of_rank in of_ranks],
             messages,
             {link: sum(of_rank[index][1][link] for of_rank in of_ranks) for link in LINK_CLASSES},
+            [of_rank[index][2] for of_rank in of_ranks],
         )
         for index, fraction in enumerate(fractions)
     ]

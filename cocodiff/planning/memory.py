@@ -4,9 +4,11 @@ Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img 
 P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
 scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
 are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
-`branches x layers x 8 x B x S x H x D x itemsize / P` once. Activations are an estimate (`activations`). Text encoders
-and the VAE, which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU
-a rank also has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
+`branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
+or tensors are in flight for every site, once at either end; without a codec only the receiver keeps something, and with
+`arrival: adaptive` the sender every 16th row. Activations are an estimate (`activations`). Text encoders and the VAE,
+which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU a rank also
+has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import StateSizes
+from cocodiff.wire.coding import Cell, StateSizes
 
 T = TypeVar("T")
 MIB = 2**20
@@ -137,10 +139,14 @@ class Load:
         return sum(segment.tokens for segment in self.segments if segment.name == name)
 
 
+KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight")  # between calls
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
-    tokens. reconstructions: of the residual codec, what both ends hold of q, k, v and the output."""
+    tokens. reconstructions: of the residual codec or of calls that do not wait, what the ends hold of q, k, v and the
+    output. in_flight: of one call of every site, what was sent or came and the next call takes."""
 
     weights: int = 0
     activations: int = 0
@@ -149,11 +155,12 @@ class RankMemory:
     text_cache: int = 0
     libraries: int = 0
     reconstructions: int = 0
+    in_flight: int = 0
 
     @property
     def cache(self) -> int:
         """All that is kept between calls."""
-        return self.image_cache + self.reference_cache + self.text_cache + self.reconstructions
+        return sum(getattr(self, name) for name in KEPT)
 
     @property
     def total(self) -> int:
@@ -164,8 +171,8 @@ def add(parts: list[RankMemory]) -> RankMemory:
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
-def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: int) -> list[RankMemory]:
-    """What every rank keeps of one site. cell: bytes of one token and one head, B x D x itemsize."""
+def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: Cell) -> list[RankMemory]:
+    """What every rank keeps of one site. cell: of one tensor."""
     return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
 
 
@@ -176,7 +183,7 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
     state = load.state
     if state is None:
         return [RankMemory()] * topology.size
-    cell = load.batch * shape.head_dim * load.itemsize
+    cell = Cell(load.batch, shape.head_dim, load.itemsize)
     total = [RankMemory()] * topology.size
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
     for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
@@ -266,6 +273,11 @@ def misfit(need: RankMemory, memory: int) -> str | None:
         blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
     elif need.weights + need.activations > memory:
         blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+    elif need.in_flight:
+        blame = (
+            "what calls keep for the next ones and have in flight is too much: use arrival now, which has nothing in "
+            "flight (and with codec none keeps nothing), predictor last with a codec, a smaller batch or more ranks"
+        )
     elif need.reconstructions:
         blame = (
             "what the residual codec keeps is too much: use predictor last, which keeps half of what the others do, a "

@@ -116,13 +116,15 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
     """Bytes that an operation of `kernels` reads and writes, and instructions that it starts. moved, arguments: as
     `Kernels` has them."""
     if op == "encode_residual":
-        x_BLHD, known, how, _, code_BLHW, notes_2 = arguments
-        traffic = bytes_of((x_BLHD, code_BLHW, notes_2)) + bytes_of_state(known, how.linear or how.compare)
+        x_BLHD, known, how, _, code_BLHW, notes_N = arguments
+        traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, how.linear or how.compare)
     elif op == "decode_residual":
         code_BLHW, known, factor, _ = arguments
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
     else:
         traffic = bytes_of(arguments)
+        if op == "note_change":
+            traffic += moved[0].nbytes  # what was read of the last values is written as well
     itemsize = moved[0].element_size() if moved else 1
     return traffic, started(op, traffic / (2 * itemsize) if op in COPIES else moved[0].numel())
 
@@ -132,11 +134,11 @@ def bytes_of_state(known: Reconstructions, both: bool) -> int:
     return (3 if both and known.before is not None else 2) * known.last.nbytes
 
 
-def prefer_linear(how: Prediction, notes_2: Tensor) -> None:
+def prefer_linear(how: Prediction, notes_N: Tensor) -> None:
     """The notes of an encoding that looked at no numbers: where it compares predictions, the linear one, which costs
     more, is said to be the better."""
     if how.compare:
-        notes_2[1] -= 1
+        notes_N[1] -= 1
 
 
 def bytes_of(value: Any) -> int:

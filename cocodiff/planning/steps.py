@@ -41,13 +41,19 @@ class Recording:
     def kinds(self) -> list[tuple[Kind, list[Segment]]]:
         return [(kind, record_layer(self.case, kind)) for kind in kinds_of(self.case.shape, self.case.load)]
 
+    def agreement_s(self, network: Network, latencies: Latencies) -> float:
+        """Seconds of what ranks agree on in a mean call of the model, as if nothing were computed meanwhile."""
+        _, segments = self.kinds[0]
+        times = [(s.fraction, simulate(s.agreement, s.messages, network, latencies).seconds) for s in segments]
+        return statistics.mean(at_fraction(times, part) for part in fractions_of(self.case))
+
     def outcome(self, segment: Segment, network: Network, latencies: Latencies) -> Outcome:
         return simulate(segment.programs, segment.messages, network, latencies)
 
     def plan(self, network: Network, latencies: Latencies) -> StepPlan:
         """Layers follow one another with all ranks together at the start of each."""
         case, every = self.case, fractions_of(self.case)
-        step_s = compute_s = 0.0
+        step_s, compute_s = case.load.branches * self.agreement_s(network, latencies), 0.0
         sent = dict.fromkeys(LINK_CLASSES, 0.0)
         for kind, segments in self.kinds:
             times = [(s.fraction, self.outcome(s, network, latencies).seconds) for s in segments]

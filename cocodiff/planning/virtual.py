@@ -247,7 +247,7 @@ class VirtualTrace(Trace):
         self._recorder = recorder
 
     @contextmanager
-    def span(self, name: str, lane: str = "main", layer: str = "") -> Iterator[None]:
+    def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:
         with self._recorder.span(Label(name, lane, layer)):
             yield
 

@@ -65,8 +65,23 @@ class Encoded(NamedTuple):
     layout: Layout
 
 
+class Cell(NamedTuple):
+    """One token of one head of a tensor, over the batch: what sizes are counted in."""
+
+    batch: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """As the tensor itself has it."""
+        return self.batch * self.head_dim * self.itemsize
+
+
 class CodedCall:
     """One attention call's tensors on the wire. Subclasses change what they need."""
+
+    awaited = True  # whether attention waits for all that this call sends; else nothing of it comes chunk by chunk
 
     def __init__(self, layout: Layout) -> None:
         """layout: of the tensors themselves."""
@@ -99,6 +114,11 @@ class CodedCall:
         """All heads of this rank's rows of the output, [B, L, H, D]."""
         return received_BLHW
 
+    def back(self, transfer: Transfer, out_BSGD: Tensor) -> Tensor:
+        """Sends the output, all rows of this rank's heads, back; returns what the model goes on with in the place
+        of all heads of its own rows, [B, L, H, D]. Called on the thread that attends, not where it goes in chunks."""
+        return transfer.post_back(out_BSGD).wait()
+
 
 class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
@@ -128,9 +148,9 @@ class Coding:
         return [None] * steps
 
     @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
-        """What one site keeps on every rank of a group, in bytes by what it is (fields of `RankMemory`). cell: bytes of
-        a token and head of one tensor."""
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """What one site keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
+        it is (fields of `RankMemory`). cell: of one tensor."""
         return [{} for _ in range(topology.size)]
 
     def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
@@ -146,11 +166,12 @@ class Coding:
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""
 
-    def end(self) -> None:
-        """The engine is left: memory is given back."""
+    def end(self, drain: bool = True) -> None:
+        """The engine is left: memory is given back. drain: once nothing is under way any more; not where ranks may have
+        stopped at different places."""
 
     def bytes_held(self) -> int:
-        """Bytes that are held between calls now."""
+        """Bytes that are held between calls now, at most: also where messages are in flight between calls."""
         return 0
 
     def report(self) -> dict[int, StepNotes]:
@@ -174,6 +195,6 @@ class StateSizes:
     coding: type[Coding]
     settings: Any
 
-    def of_site(self, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+    def of_site(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """As `Coding.state_bytes`."""
         return self.coding.state_bytes(self.settings, topology, layout, cell)

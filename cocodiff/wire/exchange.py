@@ -14,6 +14,7 @@ whatever the route.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -120,7 +121,7 @@ class Exchange:
             for phase in plan:
                 self._run_phase(phase, cargo, held)
             return _placed(cargo, held)
-        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer):
+        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer, self._late_bytes(cargo, plan, held)):
             target = cargo.target(held)
             run_pipelined(self.port, plan, held, self.groups, target)
             return target
@@ -142,8 +143,25 @@ class Exchange:
 
     def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
         if phase.sends or phase.receives:
-            with self.trace.span(f"{cargo.label} {phase.lane}", phase.lane, cargo.layer):
+            late, lane = self._late_bytes(cargo, [phase], held), phase.lane
+            with self.trace.span(f"{cargo.label} {lane}", lane, cargo.layer, late):
                 run_phase(self.port, phase, held, self.groups[phase.lane])
+
+    def _late_bytes(self, cargo: Cargo, phases: Sequence[Phase], held: BlockSet) -> int:
+        """What this rank sends in some phases, where no call waits for the cargo: counted in the trace as late."""
+        if not cargo.late:
+            return 0
+        sent = [(peer, held.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
+        for peer, count in sent:
+            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose="late")
+        return sum(count for _, count in sent)
+
+    def arrived(self, cargo: Cargo, pending: LanePending[Target]) -> Sequence[Tensor]:
+        """The tensors of a cargo, when they are here. The wait for a late one has a span of its own."""
+        if not cargo.late:
+            return pending.wait().tensors
+        with self.trace.span(f"wait for {cargo.label}", layer=cargo.layer):
+            return pending.wait().tensors
 
 
 def _both_ways(plan: Plan) -> dict[str, Plan]:
@@ -173,8 +191,14 @@ class Transfer:
         """
         return self.coded.send(self, tensors_BLHD, wait_next)
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False) -> Arriving:
-        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size."""
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False, late: bool = False) -> Arriving:
+        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size.
+
+        late: this call does not wait for them. They are encoded here and now, so that what their encoding notes is
+        known to the next call of the model however long the lane is behind, and only the code waits for its turn."""
+        if late:
+            cargo = Forward(self, tensors_BLHD, late)
+            return WholeArriving(cargo, self.exchange.submit(cargo))
         staged = self.exchange.staged
         self.in_stages = self.travels_in_stages(next(iter(tensors_BLHD.values())))
         if staged is not None and self.in_stages:
@@ -184,8 +208,8 @@ class Transfer:
 
     def travels_in_stages(self, like_BLHD: Tensor) -> bool:
         """The same on all ranks."""
-        staged = self.exchange.staged
-        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        staged, coded = self.exchange.staged, self.coded
+        return staged is not None and coded.awaited and staged.pays(self.layout, coded.cell_bytes(like_BLHD))
 
     def wait(self, sent: Sequence[Arriving]) -> dict[str, Tensor]:
         """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
@@ -198,9 +222,12 @@ class Transfer:
     def back(self, out_BSGD: Tensor) -> Tensor:
         """Sends all rows of this rank's heads of attention's output and returns all heads of its own rows,
         [B, L, H, D]."""
-        with self.exchange.trace.span("wait for o", layer=self.layer):
-            pending = self.exchange.submit(Back(self, out_BSGD), wait_next=True)
-            return used_on_current_stream(self.coded.decode_output(pending.wait().tensors[0]))
+        return self.coded.back(self, out_BSGD)
+
+    def post_back(self, out_BSGD: Tensor, late: bool = False) -> OutputArriving:
+        """Sends all rows of this rank's heads of the output. late: as in `post`."""
+        cargo = Back(self, out_BSGD, late=late)
+        return OutputArriving(self, cargo, self.exchange.submit(cargo, wait_next=not late))
 
     def back_in_stages(self) -> OutputInStages:
         """The way back, chunk by chunk."""
@@ -240,7 +267,7 @@ class WholeArriving:
 
     def wait(self) -> list[Tensor]:
         if not self._decoded:
-            self._decoded = self._cargo.decode(self._pending.wait().tensors)
+            self._decoded = self._cargo.decode(self._cargo.exchange.arrived(self._cargo, self._pending))
         return self._decoded
 
     def chunk(self, name: str, number: int) -> Tensor:
@@ -250,12 +277,46 @@ class WholeArriving:
         return
 
 
+class Together:
+    """Tensors of several sendings as one; see `Arriving`."""
+
+    def __init__(self, names: tuple[str, ...], parts: Sequence[Arriving]) -> None:
+        self.names, self._of = names, {name: part for part in parts for name in part.names}
+
+    def wait(self) -> list[Tensor]:
+        here: dict[str, Tensor] = {}
+        for part in dict.fromkeys(self._of.values()):
+            here |= zip(part.names, part.wait(), strict=True)
+        return [here[name] for name in self.names]
+
+    def chunk(self, name: str, number: int) -> Tensor:
+        return self._of[name].chunk(name, number)
+
+    def expect(self, name: str, number: int) -> None:
+        self._of[name].expect(name, number)
+
+
+class OutputArriving:
+    """Attention's output on its way to the ranks of its rows, whole."""
+
+    def __init__(self, transfer: Transfer, cargo: Back, pending: LanePending[Target]) -> None:
+        self._transfer, self._cargo, self._pending = transfer, cargo, pending
+
+    def wait(self) -> Tensor:
+        """All heads of this rank's rows, [B, L, H, D]."""
+        exchange, layer = self._transfer.exchange, self._transfer.layer
+        with nullcontext() if self._cargo.late else exchange.trace.span("wait for o", layer=layer):
+            (received,) = exchange.arrived(self._cargo, self._pending)
+            return used_on_current_stream(self._transfer.coded.decode_output(received))
+
+
 class Cargo(Protocol):
     """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place."""
 
     way: str  # "forward" or "back"
     label: str  # of its spans in the trace
     layer: str
+    late: bool  # see `Transfer.post`
 
     def blocks(self) -> BlockSet: ...
 
@@ -269,16 +330,20 @@ class Forward:
 
     way = "forward"
 
-    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        self.names, self._tensors = tuple(tensors_BLHD), tensors_BLHD
-        self.label, self.layer = "".join(self.names), transfer.layer
-        self.coded, self._exchange = transfer.coded, transfer.exchange
+    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], late: bool = False) -> None:
+        """late: see `Transfer.post`."""
+        self.names, self._tensors, self.late = tuple(tensors_BLHD), tensors_BLHD, late
+        self.label, self.layer = ("late " if late else "") + "".join(self.names), transfer.layer
+        self.coded, self.exchange = transfer.coded, transfer.exchange
         self.layout = transfer.layout  # of what travels, once it was encoded
         self._whole = self.layout, whole_cell(tensors_BLHD.values())
+        self._code: Encoded | None = None
+        if late:
+            self._code, self._tensors = self.encoded(), {}
 
     def blocks(self) -> BlockSet:
-        payloads, self.layout = self.encoded()
-        own, parts = self._exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        (payloads, self.layout), self._code = self._code or self.encoded(), None
+        own, parts = self.exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
         return BlockSet(blocks, self.layout, self._whole)
 
@@ -286,12 +351,12 @@ class Forward:
         return self.coded.encode(self._tensors)
 
     def target(self, held: BlockSet) -> Target:
-        own, layout = self._exchange.rank, held.layout
+        own, layout = self.exchange.rank, held.layout
         shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
         received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
         of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
         places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
-        return Target(received_BSGW, places, self._exchange.kernels)
+        return Target(received_BSGW, places, self.exchange.kernels)
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """rows: those that have just arrived, None for all."""
@@ -302,21 +367,27 @@ class Forward:
 class Back:
     """Attention's output on its way from the ranks of its heads to the ranks of its rows."""
 
-    way, label = "back", "o"
+    way = "back"
 
-    def __init__(self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all."""
-        self.layer, self._exchange, self._coded = transfer.layer, transfer.exchange, transfer.coded
-        self._out_BTGD, self._layout = out_BTGD, transfer.layout
+    def __init__(
+        self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None, late: bool = False
+    ) -> None:
+        """ranks: whose rows these are, consecutive in the sequence; None for all. late: see `Transfer.post`."""
+        self.label, self.layer, self._exchange = "late o" if late else "o", transfer.layer, transfer.exchange
+        self._layout = transfer.layout
         self._ranks = transfer.layout.in_sequence if ranks is None else ranks
+        where = self._layout.row_slices
+        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        self._whole = self._layout, whole_cell([out_BTGD])
+        self._coded, self._rows, self.late = transfer.coded, rows, late
+        self._out = self._coded.encode_output(out_BTGD, rows) if late else out_BTGD
 
     def blocks(self) -> BlockSet:
-        where, own = self._layout.row_slices, self._exchange.rank
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
-        out_BTGW = self._coded.encode_output(self._out_BTGD, rows)
+        own = self._exchange.rank
+        out_BTGW = self._out if self.late else self._coded.encode_output(self._out, self._rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
-        return BlockSet(blocks, self._layout, (self._layout, whole_cell([self._out_BTGD])))
+        return BlockSet(blocks, self._layout, self._whole)
 
     def target(self, held: BlockSet) -> Target:
         own, layout = self._exchange.rank, held.layout

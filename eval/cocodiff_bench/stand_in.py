@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 class WaitingKernels(Kernels):
     """What computes on a device is a wait: scoring, where all scores are zero, for which tokens stay plays no part; and
-    the residual codec's two ends, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
+    the residual codec's operations, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
     of predictions ends in favour of the dearer one."""
 
     score_s = 0.0
@@ -38,10 +38,13 @@ class WaitingKernels(Kernels):
         self._device = device
 
     def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
     ) -> None:
-        self._wait("encode_residual", x_BLHD, (x_BLHD, known, how, bits, code_BLHW, notes_2))
-        prefer_linear(how, notes_2)
+        self._wait("encode_residual", x_BLHD, (x_BLHD, known, how, bits, code_BLHW, notes_N))
+        prefer_linear(how, notes_N)
+
+    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+        self._wait("note_change", x_BLHD, (x_BLHD, last_BLHD, notes_N))
 
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._wait("decode_residual", known.last, (code_BLHW, known, factor, bits))

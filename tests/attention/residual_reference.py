@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Sampled = Callable[[str], list[int]]
 
 
 def predicted(x: Tensor, known: list[Tensor], factor: float) -> Tensor:
@@ -72,49 +73,97 @@ def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int, int]
     return (prediction + torch.cat(parts, -1)).to(x.dtype), unfit, total
 
 
+def mean_error(x: Tensor, prediction: Tensor) -> float:
+    """The geometric mean over groups of how large the largest error of a group is beside its largest value."""
+    eighths = [
+        byte_of(one, True).clamp(0, 254) - byte_of(other, True).clamp(0, 254)
+        for one, other in zip(sizes(x - prediction), sizes(x), strict=True)
+    ]
+    return 2.0 ** (sum(int(one.sum()) for one in eighths) / (8 * sum(one.numel() for one in eighths)))
+
+
 @dataclass
 class Reference:
-    """One site. attend: attention of whole tensors [B, S, H, D]."""
+    """One site. bits: None for tensors that travel as they are. arrival, tau: as the settings."""
 
-    bits: int
-    predictor: str
+    bits: int | None
+    predictor: str = "last"
+    arrival: str = "now"
+    tau: float = 1.0
+    fine: bool = False
     known: dict[str, list[Tensor]] = field(default_factory=dict)
     sigmas: list[float] = field(default_factory=list)
     last: Any = None
     unfit: bool = False
     better: set[str] = field(default_factory=set)
-    coded: bool = False
+    follows: bool = False
+    errors: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     whole_calls: list[int] = field(default_factory=list)
+    displaced: list[str] = field(default_factory=list)
 
-    def call(self, tensors: list[Tensor], run: int, step: int, sigma: float, attend: Attention) -> Tensor:
-        """q, k and v of one call, of all tokens; returns the output as all ranks' rows have it."""
+    def call(
+        self, tensors: list[Tensor], run: int, step: int, sigma: float, attend: Attention, sampled: Sampled = None
+    ) -> Tensor:
+        """q, k and v of one call, of all tokens; returns the output as all ranks' rows have it.
+
+        attend: attention of whole tensors [B, S, H, D]. sampled: by a tensor's name, which of its rows are looked at
+        where tensors travel as they are."""
         form = (run, [tuple(x.shape) for x in tensors])
-        self.coded = self.last == (form, step - 1) and not self.unfit
+        self.follows = self.last == (form, step - 1) and not self.unfit
         self.last, self.unfit = (form, step), False
-        if not self.coded:
-            self.known, self.sigmas, self.better = {}, [], set()
+        if not self.follows:
+            self.known, self.sigmas, self.better, self.errors = {}, [], set(), {}
             self.whole_calls.append(self.calls)
         self.calls += 1
         self.sigmas.append(sigma)
         before, self.better = self.better, set()
-        q, k, v = (self.through(name, x, before) for name, x in zip("qkv", tensors, strict=True))
-        return self.through("o", attend(q, k, v), before)
+        late = self.not_awaited(before)
+        self.displaced.append("".join(late))
+        self.errors = {}
+        q, k, v = (self.through(name, x, before, late, sampled) for name, x in zip("qkv", tensors, strict=True))
+        return self.through("o", attend(q, k, v), before, late, sampled)
 
-    def through(self, name: str, x: Tensor, before: set[str]) -> Tensor:
+    def not_awaited(self, before: set[str]) -> list[str]:
+        if self.arrival == "now" or not self.follows or self.fine:
+            return []
+        pace = 1.0
+        if len(self.sigmas) > 2:
+            now, last = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
+            pace = min(max(now / last, 0.25), 4.0) if now and last else 1.0
+        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 2) for name in "qkvo"}
+        return [name for name in "qkvo" if self.arrival == "displaced" or self.errors.get(name, math.inf) < tau[name]]
+
+    def through(self, name: str, x: Tensor, before: set[str], late: list[str], sampled: Sampled) -> Tensor:
+        """What the tensor's receiver has of it in this call."""
         known = self.known.setdefault(name, [])
-        if not self.coded:
-            known.append(x)
+        known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else x)
+        if name not in late:
+            return known[-1]
+        linear = self.linear(name, before)
+        return torch.lerp(known[-3], known[-2], 1 + linear) if linear else known[-2]
+
+    def linear(self, name: str, before: set[str]) -> float:
+        """The factor by which a tensor is continued, 0 where it is not."""
+        return self.factor() if self.bits and (self.predictor == "taylor" or name in before) else 0.0
+
+    def reconstructed(self, name: str, x: Tensor, known: list[Tensor], before: set[str], sampled: Sampled) -> Tensor:
+        if self.bits is None:
+            if self.arrival == "adaptive":
+                rows = sampled(name)
+                self.errors[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
             return x
         factor = self.factor()
-        linear = factor if self.predictor == "taylor" or name in before else 0.0
-        new, unfit, size = recoded(x, predicted(x, known, linear), self.bits)
+        linear = self.linear(name, before)
+        prediction = predicted(x, known, linear)
+        new, unfit, size = recoded(x, prediction, self.bits)
         if self.predictor == "auto" and factor:
             other = recoded(x, predicted(x, known, 0.0 if linear else factor), self.bits)[2]
             if (size < other) if linear else (other < size):
                 self.better.add(name)
         self.unfit = self.unfit or unfit > 0
-        known.append(new)
+        if self.arrival == "adaptive":
+            self.errors[name] = mean_error(x.float(), prediction)
         return new
 
     def factor(self) -> float:

@@ -4,139 +4,27 @@ its codes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from byte_formulas import Formulas
 from covering import covering
-from residual_reference import Reference
-from torch import Tensor
+from residual_worlds import RUN, TROUBLED, Call, Ranks, World, check
 from worlds import topology_of
 
 from cocodiff.assemble import build_strategy
-from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.residual.state import continuation
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
-from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-SIGMAS = [1.0, 0.97, 0.93, 0.87, 0.87, 0.86, 0.7, 0.6, 0.5, 0.45, 0.4, 0.3, 0.2, 0.1]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the site. spoilt: one number of q that no scale fits. steps: of the run, where they are known."""
-
-    step: int
-    run: int = 0
-    text: int = 7
-    spoilt: float = 0.0
-    steps: int | None = None
-
-    @property
-    def moment(self) -> Moment:
-        return Moment(self.run, self.step, self.steps, SIGMAS[self.step])
-
-
-RUN = [*map(Call, range(7))]
-# Residuals without a scale, of which the next call is whole; a step that skips the site; another image, whose text then
-# has another length.
-TROUBLED = [
-    *(*map(Call, range(4)), Call(4, spoilt=math.nan), Call(5), Call(6), Call(8), Call(9)),
-    *(Call(0, 1), Call(1, 1), Call(2, 1, text=9), Call(3, 1, 9, -math.inf), Call(4, 1, 9)),
-    *(Call(5, 1, 9, 1e7), Call(6, 1, 9), Call(7, 1, 9)),
-]
-
-
-@dataclass(frozen=True)
-class World:
-    size: int
-    heads: int = 5
-    image: int = 23
-    channels: int = 40
-    batch: int = 2
-    machine: str = "local"
-    dtype: torch.dtype = torch.float32
-
-    def segments(self, call: Call) -> Any:
-        return image_and_text(self.image, call.text)
-
-    def layout(self, call: Call) -> Layout:
-        return Layout.build(topology_of(self.machine, self.size), self.segments(call), max(self.heads, self.size))
-
-    def tensors(self, call: Call) -> list[Tensor]:
-        """q, k and v [B, S, H, D], rank by rank, on curves over the noise level."""
-        generator = torch.Generator().manual_seed(7)
-        shape = (3, self.batch, self.image + call.text, self.heads, self.channels)
-        start, drift, pace = (torch.randn(shape, generator=generator) for _ in range(3))
-        x = start + 0.3 * drift * torch.sin(3 * SIGMAS[call.step] + pace)
-        if call.spoilt:
-            x[0, -1, 3, -1, -1] = call.spoilt
-        return list(x.to(self.dtype))
-
-
-Sent = dict[str, dict[str, int]]  # bytes by purpose and link class
-
-
-class Ranks:
-    """Attention of all ranks of a world, call after call."""
-
-    def __init__(self, world: World, **settings: Any) -> None:
-        self.world, self.config = world, Config(machine=world.machine, **settings)
-        self.topology = topology_of(world.machine, world.size)
-        self.mesh = Mesh.build(self.topology, settings.get("ring", 1))
-
-    def attend(self, calls: Sequence[tuple[Call, list[Tensor]]]) -> list[tuple[list[Tensor], list[Sent], Any]]:
-        """Every rank's rows of the outputs of all calls, what it had sent after each of them, and its coding."""
-
-        def work(transport: Any) -> Any:
-            trace, outputs, sent = Trace(transport.rank), [], []
-            strategy = build_strategy(self.config, self.mesh, transport, trace, Kernels("torch"))
-            for call, tensors in calls:
-                rows = self.world.layout(call).row_slices[transport.rank]
-                strategy.coding.begin_step(call.moment)
-                q, k, v = (lambda x=x[:, rows]: x for x in tensors)
-                qkv = LazyQKV(q, k, v, self.world.segments(call), self.world.heads)
-                outputs.append(strategy.attend(qkv, Site("layer")).clone())
-                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes")})
-            return outputs, sent, strategy.coding
-
-        return run_ranks(self.world.size, work)
-
-
-def check(world: World, calls: list[Call], uncoded: Ranks | None = None, **settings: Any) -> Reference:
-    """uncoded: ranks whose attention to the reconstructions is the reference's, where summing has an order of its
-    own."""
-    bits = int(settings["codec"][3:])
-    expected = Reference(bits, settings["predictor"])
-    of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in calls])
-    for number, call in enumerate(calls):
-        layout = world.layout(call)
-        fine = call.steps is not None and call.step >= call.steps - settings.get("fine_steps", 2)
-        expected.bits = min(2 * bits, 8) if fine else bits
-
-        def attend(*whole: Tensor, call: Call = call, layout: Layout = layout) -> Tensor:
-            if uncoded is not None:
-                return torch.cat([outputs[0] for outputs, *_ in uncoded.attend([(call, list(whole))])], 1)
-            heads = layout.head_slices
-            return torch.cat([LocalAttention().whole(*(x[:, :, of].contiguous() for x in whole)) for of in heads], 2)
-
-        o_BSHD = expected.call(world.tensors(call), call.run, call.step, SIGMAS[call.step], attend)
-        for rank, (outputs, *_) in enumerate(of_ranks):
-            own = o_BSHD[:, layout.row_slices[rank]]
-            assert torch.equal(outputs[number].nan_to_num(1e30), own.nan_to_num(1e30)), f"call {number}, rank {rank}"
-    return expected
 
 
 @pytest.fixture
@@ -232,7 +120,7 @@ def test_bytes_are_those_of_the_codes(world, exchange):
         for link, count in one["attention"].items():
             assert two["attention"][link] - count == sum(way[link] for way in ways)
             assert three["attention"][link] - count == 2 * sum(way[link] for way in ways)
-        assert sum(two["notes"].values()) == 0 and sum(three["notes"].values()) == 64 * (world.size - 1)
+        assert sum(two["notes"].values()) == 0 and sum(three["notes"].values()) == 128 * (world.size - 1)
 
 
 @pytest.mark.parametrize(("bits", "coded", "run"), [(2, 0.15, 0.17), (4, 0.28, 0.30)])

@@ -1,13 +1,20 @@
-"""The residual codec: what travels is what a tensor differs by from its prediction, in 2, 4 or 8 bits a channel.
+"""What travels is what a tensor differs by from its prediction (the residual codec, in 2, 4 or 8 bits a channel), and
+attention need not wait for it (displacement).
 
 Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
 sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
+
+A displaced tensor is taken as both ends predict it, and what is sent of it is received before the site's next call:
+always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
+is displaced at a call if its prediction is expected to err by less than tau: as at the call before, which all its
+senders saw, times how much farther the noise level moves now, and twice that where it is taken as it was (LAG).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -16,18 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState, kept
+from cocodiff.attention.residual.call import SAMPLING, ResidualCall, width_of
+from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import Prediction, coded_width
+from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
-from cocodiff.wire.exchange import Arriving, Exchange, Transfer
+from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Moment, StepNotes
+from cocodiff.wire.exchange import Exchange
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
+LAG = (
+    2.0  # the errors of what is taken as it was all lag behind: they cost as much as twice the error of a continuation
+)
 
 
 class Residual(Coding):
@@ -36,19 +47,17 @@ class Residual(Coding):
     keeps_state = prefers_ulysses = True
     steps_to_settle = 2  # in which there is no continuation, and no comparison with it
 
-    def __init__(
-        self, exchange: Exchange | None, everyone: AllRanks, bits: int, predictor: str, fine_steps: int
-    ) -> None:
-        """everyone: the ranks that share the sequence, who decide together. predictor: "last", "taylor" or "auto".
-        fine_steps: at the end of a run, with twice the bits."""
-        self.predictor, self.moment = predictor, Moment(-1, 0, None)
-        self._bits, self._fine_steps = bits, fine_steps
-        self.kept = 1 if predictor == "last" else 2  # reconstructions
+    def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
+        """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps,
+        arrival and tau, see `Config`."""
+        self._settings, self.moment = settings, Moment(-1, 0, None)
+        self.kept = reconstructions(settings)
+        self.measures = settings.arrival == "adaptive"
         self._exchange, self._everyone = exchange, everyone
         self._held: tuple[float | None] | None = None  # the one kind of step that is predicted
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
-        self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, 2]
+        self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, NOTES]
         self._report: defaultdict[int, CodedStep] = defaultdict(CodedStep)
         self._deciding: tuple[list[SiteState], LanePending[list[Any] | None]] | None = None
 
@@ -56,27 +65,31 @@ class Residual(Coding):
     def of(
         cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
     ) -> Residual:
-        return cls(exchange, everyone, BITS[settings.codec], settings.predictor, settings.fine_steps)
+        return cls(exchange, everyone, settings)
 
     @classmethod
     def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        return coded_width(head_dim, BITS[settings.codec])
+        return width_of(head_dim, itemsize, BITS[settings.codec])
 
     @classmethod
     def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
         """None for the first step, which is whole; 1 for those with twice the bits, 0 for the others."""
-        fine = settings.fine_steps if BITS[settings.codec] < FINEST else 0
+        bits = BITS[settings.codec]
+        fine = settings.fine_steps if bits is not None and bits < FINEST else 0
         return [None, *(float(step >= steps - fine) for step in range(1, steps))][:steps]
 
     @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
-        """Exact: of q, k, v and the output the own rows with all heads, and all rows with the own heads. One rank alone
-        keeps nothing."""
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
+        tensor until it has left, and what came until the next call takes it, as wide as it travels."""
         if topology.size == 1:
             return [{}]
-        kept, rows, heads = (1 if settings.predictor == "last" else 2), sum(layout.rows), sum(layout.heads)
-        ends = (L * heads + rows * G for L, G in zip(layout.rows, layout.heads, strict=True))
-        return [{"reconstructions": len(TENSORS) * kept * end * cell} for end in ends]
+        S, H, width = sum(layout.rows), sum(layout.heads), cls.head_bytes(settings, cell.head_dim, cell.itemsize)
+        late = len(TENSORS) * cell.batch * width if settings.arrival != "now" else 0
+        return [
+            {"reconstructions": kept_cells(settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
+            for L, G in zip(layout.rows, layout.heads, strict=True)
+        ]
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         return ResidualCall(self, exchange, layout, site)
@@ -101,9 +114,14 @@ class Residual(Coding):
         self._settle()
 
     def forget(self, site: Site) -> None:
-        self._sites.pop(site, None)
+        if site in self._sites:
+            self._sites.pop(site).catch_up()
 
-    def end(self) -> None:
+    def end(self, drain: bool = True) -> None:
+        if drain:
+            self._settle()
+            for site in self._sites.values():
+                site.catch_up()
         self._sites.clear()
         self._coded, self._notes, self._deciding = [], None, None
 
@@ -120,37 +138,59 @@ class Residual(Coding):
         self._held = (fraction,)
 
     @property
-    def bits(self) -> int:
-        """Of a channel at this step."""
+    def fine(self) -> bool:
+        """Whether this is one of the last steps, whose errors no later step corrects."""
         if self._held is not None:
-            fine = self._held == (1.0,)
-        else:
-            steps = self.moment.steps
-            fine = steps is not None and self.moment.step >= steps - self._fine_steps
-        return min(2 * self._bits, FINEST) if fine else self._bits
+            return self._held == (1.0,)
+        steps = self.moment.steps
+        return steps is not None and self.moment.step >= steps - self._settings.fine_steps
+
+    @property
+    def bits(self) -> int | None:
+        """Of a channel at this step; None where tensors travel as they are."""
+        bits = BITS[self._settings.codec]
+        return bits if bits is None or not self.fine else min(2 * bits, FINEST)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> tuple[SiteState, dict[str, Prediction]]:
-        """The state of a site whose call begins, and how its tensors are predicted: by name, none in a whole call."""
+    def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> SiteState:
+        """The state of a site whose call begins."""
         self._settle()
         state, moment = self._sites.setdefault(site, SiteState()), self.moment
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
         state.begin(form, moment.step, level, self._held == (None,))
-        predictions = {name: self._prediction(state, name) for name in TENSORS} if state.coded else {}
-        self._report[moment.step].add(predictions.values())
-        return state, predictions
+        return state
+
+    def predictions(self, state: SiteState) -> dict[str, Prediction]:
+        """How the call's tensors are predicted: by name, none where they travel as they are."""
+        if not state.follows or self.bits is None:
+            return {}
+        return {name: self._prediction(state, name) for name in TENSORS}
 
     def _prediction(self, state: SiteState, name: str) -> Prediction:
-        factor = state.factor
-        linear = factor > 0 and (self.predictor == "taylor" or name in state.linear)
-        return Prediction(factor, linear, compare=factor > 0 and self.predictor == "auto")
+        factor, predictor = state.factor, self._settings.predictor
+        linear = factor > 0 and (predictor == "taylor" or name in state.linear)
+        return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures)
+
+    def displaced(self, state: SiteState) -> frozenset[str]:
+        """The tensors that this call does not wait for, alike on all ranks: attention takes what the last call left."""
+        if self._settings.arrival == "now" or not state.follows or self.fine:
+            return frozenset()
+        if self._settings.arrival == "displaced":
+            return frozenset(TENSORS)
+        limit, how = self._settings.tau / state.pace, self.predictions(state)
+        limits = {name: limit if name in how and how[name].linear else limit / LAG for name in TENSORS}
+        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limits[name])
+
+    def note_step(self, call: ResidualCall) -> None:
+        share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
+        self._report[self.moment.step].add(call.predictions.values(), len(call.displaced), share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
-        """Where encoding notes how it went, [tensors, 2], for a call that is coded."""
-        if self._notes is None:  # a site is coded at most once in a call of the model, and was called before that
-            self._notes = torch.zeros(len(self._sites) * len(TENSORS), 2, dtype=torch.int64, device=device)
+        """Where is noted how encoding went and how tensors change, [tensors, NOTES], for a call that follows others."""
+        if self._notes is None:  # a site is called at most once in a call of the model, and was called before that
+            self._notes = torch.zeros(len(self._sites) * len(TENSORS), NOTES, dtype=torch.int64, device=device)
         first = len(self._coded) * len(TENSORS)
         self._coded.append(state)
         return self._notes[first : first + len(TENSORS)]
@@ -173,84 +213,24 @@ class Residual(Coding):
         if self._deciding is None:
             return
         (states, pending), self._deciding = self._deciding, None
-        notes = pending.wait() or []
+        assert self._exchange is not None, "one rank alone has no notes"
+        with self._exchange.trace.span("wait for notes"):
+            notes = pending.wait() or []
         of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
         for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
             state.settle(of_site)
 
 
-class ResidualCall(CodedCall):
-    """One attention call of the codec, coded or whole. state, predictions: see `Residual.begin_call`; known once q, k
-    or v was sent, as the bits of a channel are."""
+def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
+    """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
+    the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
+    the sender measures how they change."""
+    if settings.codec != "none":
+        return len(TENSORS) * reconstructions(settings) * (L * H + S * G)
+    received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G
+    return received + (sampled if settings.arrival == "adaptive" else 0)
 
-    begun = False
-    state: SiteState
-    predictions: dict[str, Prediction]
-    bits: int
-    notes: Tensor
 
-    def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
-        super().__init__(layout)
-        self.coding, self.kernels, self.trace, self.site = coding, exchange.kernels, exchange.trace, site
-
-    @property
-    def coded(self) -> int:
-        """The number of this call among those since the last whole one, which itself is 0."""
-        return self.state.coded
-
-    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
-        if not self.begun:
-            self.begun, like_BLHD = True, next(iter(tensors_BLHD.values()))
-            self.state, self.predictions = self.coding.begin_call(self.site, like_BLHD, self.layout)
-            self.bits = self.coding.bits
-            if self.coded:
-                self.notes = self.coding.notes_of(self.state, like_BLHD.device)
-        return transfer.post(tensors_BLHD, wait_next)
-
-    def cell_bytes(self, x_BLHD: Tensor) -> int:
-        return len(x_BLHD) * self._width(x_BLHD) if self.coded else super().cell_bytes(x_BLHD)
-
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
-        return Encoded(payloads, self.layout)
-
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
-        return [self._received(name, x, rows) for name, x in received_BSGW.items()]
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
-        return self._sent("o", out_BTGD, rows, sum(self.layout.rows))
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
-
-    def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
-        """What travels in the place of `rows` of a tensor's `length` rows."""
-        used_on_current_stream(x_BTHD)
-        ends, coded = self.state.sent, self.coded
-        if not coded:
-            if name not in ends:
-                B, _, H, D = x_BTHD.shape
-                ends[name] = kept(x_BTHD.new_empty(B, length, H, D), self.coding.kept)
-            ends[name].written(coded)[:, rows] = x_BTHD
-            return x_BTHD
-        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self._width(x_BTHD), dtype=torch.uint8)
-        known, notes_2 = ends[name].known(coded, rows), used_on_current_stream(self.notes)[TENSORS.index(name)]
-        with self.trace.span(f"encode {name}", "codec", self.site.kind):
-            self.kernels.encode_residual(x_BTHD, known, self.predictions[name], self.bits, code_BTHW, notes_2)
-        return code_BTHW
-
-    def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
-        """All rows of a tensor, of which `rows` have just come."""
-        ends, coded = self.state.received, self.coded
-        if not coded:
-            if name not in ends:  # else these are more rows of the same memory
-                ends[name] = kept(x_BSGW, self.coding.kept)
-            return x_BSGW
-        how, known = self.predictions[name], ends[name].known(coded, rows)
-        code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
-        with self.trace.span(f"decode {name}", "codec", self.site.kind):
-            self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.bits)
-        return ends[name].written(coded)
-
-    def _width(self, x_BLHD: Tensor) -> int:
-        return coded_width(x_BLHD.shape[-1], self.bits)
+def reconstructions(settings: Any) -> int:
+    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
+    return 1 if settings.codec == "none" or settings.predictor == "last" else 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,84 +22,139 @@ class End:
 
     buffers: list[Tensor]
 
-    def known(self, coded: int, rows: slice) -> Reconstructions:
-        """Some rows for the coded call of this number, from 1: the newest, and what is written over."""
-        last, written = self.buffers[(coded - 1) % len(self.buffers)], self.written(coded)
+    def newest(self, call: int) -> Tensor:
+        """What the call of this number, from 1, finds as the newest."""
+        return self.buffers[(call - 1) % len(self.buffers)]
+
+    def known(self, call: int, rows: slice) -> Reconstructions:
+        """Some rows for that call: the newest, and what is written over."""
+        last, written = self.newest(call), self.written(call)
         used_on_current_stream(last)
         used_on_current_stream(written)
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
-    def written(self, coded: int) -> Tensor:
+    def written(self, call: int) -> Tensor:
         """What that call's reconstruction is written to."""
-        return self.buffers[coded % len(self.buffers)]
+        return self.buffers[call % len(self.buffers)]
 
 
 @dataclass
 class SiteState:
     """form: shape, dtype, layout and inference mode of the last call, which was at `last_step`.
-    coded: the calls since the last whole one. levels: the noise levels of the newest calls since then, that one too.
-    fits: whether at the last coded call every group of every rank had a scale.
+    follows: the calls since the last one that began anew, whose tensors travelled whole. levels: the noise levels of
+    the newest of these, that one too.
+    fits: whether at the last call every group that was coded had a scale, on every rank.
     linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
+    errors: of the tensors whose prediction was measured at the last call, its mean relative error.
+    late: what receives the last call's tensors that this call did not wait for; in_flight: their bytes until then, at
+    most, sent and received ones.
     sent, received: both ends' reconstructions by the tensors' names: of q, k and v the sender has its own rows and all
-    heads, the receiver all rows and its own heads; of the output it is the other way round."""
+    heads, the receiver all rows and its own heads; of the output it is the other way round.
+    sampled: of tensors that travel as they are, the rows of the last call by which the change is measured."""
 
     form: tuple[Any, ...] = ()
     last_step: int = -2
-    coded: int = 0
+    follows: int = 0
     levels: list[float] = field(default_factory=list)
     fits: bool = True
     linear: frozenset[str] = frozenset()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    late: list[Callable[[], object]] = field(default_factory=list)
+    in_flight: int = 0
     sent: dict[str, End] = field(default_factory=dict)
     received: dict[str, End] = field(default_factory=dict)
+    sampled: dict[str, Tensor] = field(default_factory=dict)
 
-    def begin(self, form: tuple[Any, ...], step: int, level: float, whole: bool) -> None:
-        """A call begins. It is coded if it follows the last one, of the same form, in which all groups had a scale.
-        whole: it is not in any case."""
-        whole = whole or self.form != form or self.last_step != step - 1 or not self.fits
+    def begin(self, form: tuple[Any, ...], step: int, level: float, anew: bool) -> None:
+        """A call begins. It follows the last one if that was at the step before, of the same form, and all groups had a
+        scale. anew: it does not in any case."""
+        self.catch_up()
+        anew = anew or self.form != form or self.last_step != step - 1 or not self.fits
         self.form, self.last_step = form, step
-        if whole:
-            self.coded, self.fits, self.linear, self.levels = 0, True, frozenset(), [level]
-            self.sent, self.received = {}, {}
+        if anew:
+            self.follows, self.fits, self.linear, self.levels, self.errors = 0, True, frozenset(), [level], {}
+            self.sent, self.received, self.sampled = {}, {}, {}
         else:
-            self.coded, self.levels = self.coded + 1, [*self.levels[1 - NEWEST :], level]
+            self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
+
+    def owe(self, receive: Callable[[], object], in_flight: int) -> None:
+        """Something of this call is received before the next one."""
+        self.late.append(receive)
+        self.in_flight += in_flight
+
+    def catch_up(self) -> None:
+        """Receives what the last call did not wait for."""
+        late, self.late, self.in_flight = self.late, [], 0
+        for receive in late:
+            receive()
 
     @property
     def factor(self) -> float:
         """Of the linear continuation, 0 where there is none."""
-        return continuation(self.levels) if self.coded > 1 else 0.0
+        return continuation(self.levels) if self.follows > 1 else 0.0
 
-    def settle(self, notes: Sequence[tuple[int, int]]) -> None:
-        """Takes what encoding noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale, and how the two predictions compared."""
-        self.fits = not any(unfit for unfit, _ in notes)
-        self.linear = frozenset(name for name, (_, compared) in zip(TENSORS, notes, strict=True) if compared < 0)
+    @property
+    def pace(self) -> float:
+        """How far the noise level moves to this call, in distances of its last move: what a tensor changes by goes with
+        it. At least 1/4 and at most 4; 1 where the level did not move."""
+        if len(self.levels) < NEWEST:
+            return 1.0
+        now, last = abs(self.levels[-1] - self.levels[-2]), abs(self.levels[-2] - self.levels[-3])
+        return min(max(now / last, 0.25), 4.0) if now > 0 and last > 0 else 1.0
+
+    def settle(self, notes: Sequence[Sequence[int]]) -> None:
+        """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
+        scale; how the two predictions compared; and, in eighths of an octave, the sizes of the residuals less those of
+        the values, and over how many groups."""
+        of_tensors = dict(zip(TENSORS, notes, strict=True))
+        self.fits = not any(unfit for unfit, *_ in of_tensors.values())
+        self.linear = frozenset(name for name, (_, compared, *_) in of_tensors.items() if compared < 0)
+        measured = {name: (size, groups) for name, (_, _, size, groups) in of_tensors.items() if groups}
+        self.errors = {name: 2 ** (size / (8 * groups)) for name, (size, groups) in measured.items()}
 
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
+        buffers = [buffer for end in ends for buffer in end.buffers]
+        return sum(buffer.nbytes for buffer in (*buffers, *self.sampled.values())) + self.in_flight
 
 
 @dataclass
 class CodedStep:
     """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
-    predicted linearly."""
+    predicted linearly and those that no call waited for. sent, awaited: their sizes on the wire, a whole tensor being
+    1, and the part of it that attention waited for."""
 
     calls: int = 0
     coded: int = 0
     linear: int = 0
+    late: int = 0
+    sent: float = 0.0
+    awaited: float = 0.0
 
-    def add(self, predictions: Collection[Prediction]) -> None:
-        """A call, whose tensors are predicted so; none where they travel whole."""
+    def add(self, predictions: Collection[Prediction], late: int, share: float) -> None:
+        """A call, whose tensors are predicted so; none where they travel whole. late: of them, those not waited for.
+        share: of a whole tensor's bytes that each takes, of 16-bit numbers in heads of whole groups."""
         self.calls += 1
         self.coded += bool(predictions)
         self.linear += sum(how.linear for how in predictions)
+        self.late += late
+        self.sent += len(TENSORS) * share
+        self.awaited += (len(TENSORS) - late) * share
 
     @classmethod
     def merged(cls, parts: Sequence[CodedStep]) -> dict[str, float | None]:
-        """Over ranks: "coded_fraction" of the calls, and "linear_fraction" of the tensors that were coded, None where
-        none was."""
-        calls, coded, linear = (sum(getattr(part, name) for part in parts) for name in ("calls", "coded", "linear"))
-        return {"coded_fraction": coded / calls, "linear_fraction": linear / (len(TENSORS) * coded) if coded else None}
+        """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
+        was; "displaced_fraction" of all tensors; and of the bytes that whole tensors take, "sent_fraction" and
+        "exposed_fraction", which attention waited for."""
+        names = ("calls", "coded", "linear", "late", "sent", "awaited")
+        calls, coded, linear, late, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
+        return {
+            "coded_fraction": coded / calls,
+            "linear_fraction": linear / (len(TENSORS) * coded) if coded else None,
+            "displaced_fraction": late / (len(TENSORS) * calls),
+            "sent_fraction": sent / (len(TENSORS) * calls),
+            "exposed_fraction": awaited / (len(TENSORS) * calls),
+        }
 
 
 def continuation(levels: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.wire.blocks import BlockSet, Payload, Target
 from cocodiff.wire.coding import CodedCall, Encoded
-from cocodiff.wire.exchange import Arriving, Forward, Transfer, WholeArriving
+from cocodiff.wire.exchange import Arriving, Forward, Together, Transfer, WholeArriving
 
 
 class CardCall(SelectiveCall):
@@ -31,7 +31,7 @@ class CardCall(SelectiveCall):
             self.check_begun()
             return transfer.post(others, wait_next and self.full)
         v = self._send_v(transfer, tensors_BLHD["v"])
-        return v if not others else Both(tuple(tensors_BLHD), v, transfer.post(others))
+        return v if not others else Together(tuple(tensors_BLHD), (v, transfer.post(others)))
 
     def _send_v(self, transfer: Transfer, v_BLHD: Tensor) -> Arriving:
         """v's two phases, with the choice between them."""
@@ -120,23 +120,6 @@ class WholeFirst(Forward):
 
     def encoded(self) -> Encoded:
         return CodedCall.encode(self.coded, self._tensors)
-
-
-class Both:
-    """v and the others as one; see `Arriving`."""
-
-    def __init__(self, names: tuple[str, ...], v: Arriving, others: Arriving) -> None:
-        self.names, self._v, self._others = names, v, others
-
-    def wait(self) -> list[Tensor]:
-        here = dict(zip((*self._v.names, *self._others.names), self._v.wait() + self._others.wait(), strict=True))
-        return [here[name] for name in self.names]
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        return (self._v if name == "v" else self._others).chunk(name, number)
-
-    def expect(self, name: str, number: int) -> None:
-        (self._v if name == "v" else self._others).expect(name, number)
 
 
 def dense(x_BLHD: Payload) -> Tensor:

@@ -24,7 +24,7 @@ from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
+from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Encoded, Moment, StepNotes
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
@@ -74,7 +74,7 @@ class VMajor(Coding):
         return found
 
     @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: int) -> list[Mapping[str, int]]:
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
         own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
         tile's plane's heads (card). One rank alone keeps nothing."""
@@ -89,9 +89,9 @@ class VMajor(Coding):
                 scored_heads = sum(layout.heads[other] for other in of_plane)
             found.append(
                 {
-                    "image_cache": 3 * sum(layout.may_stay) * heads * cell,
-                    "reference_cache": rows * scored_heads * cell,
-                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell,
+                    "image_cache": 3 * sum(layout.may_stay) * heads * cell.bytes,
+                    "reference_cache": rows * scored_heads * cell.bytes,
+                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell.bytes,
                 }
             )
         return found
@@ -115,7 +115,7 @@ class VMajor(Coding):
     def forget(self, site: Site) -> None:
         self._caches.pop(site, None)
 
-    def end(self) -> None:
+    def end(self, drain: bool = True) -> None:
         self._caches.clear()
 
     def bytes_held(self) -> int:

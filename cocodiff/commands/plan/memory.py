@@ -9,7 +9,7 @@ from typing import Any
 from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.planning.deal_prices import Workload, parts_of
 from cocodiff.planning.deals import Deal
-from cocodiff.planning.memory import MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.planning.memory import KEPT, MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.planning.peaks import Peaks, size_peaks
 from cocodiff.topology.machine import Topology
 
@@ -62,6 +62,7 @@ def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: L
         "scoring reference": "reference_cache",
         "q, k, v of the text": "text_cache",
         "reconstructions": "reconstructions",
+        "messages in flight": "in_flight",
     }
     for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
         lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))
@@ -132,7 +133,7 @@ def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load:
     def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
         return {name: getattr(of, name) / MIB for name in names}
 
-    cache = ("image_cache", "reference_cache", "text_cache", "reconstructions", "cache")
+    cache = (*KEPT, "cache")
     return {
         "schema": 1,
         "case": {
