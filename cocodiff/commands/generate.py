@@ -199,6 +199,7 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
                 exact_compared=session.exact is not None,
                 drift=image.cost.drift,
                 whole_bytes=image.cost.whole,
+                late_bytes=image.cost.late,
                 exact_bytes=images[session.exact].cost.sent if session.exact is not None else None,
             )
         )

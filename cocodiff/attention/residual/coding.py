@@ -180,7 +180,7 @@ class Residual(Coding):
 
     def note_step(self, call: ResidualCall, like_BLHD: Tensor) -> None:
         share = call.width(like_BLHD) / (like_BLHD.shape[-1] * like_BLHD.element_size())
-        self._report[self.moment.step].add(call.predictions.values(), len(call.displaced), share)
+        self._report[self.moment.step].add(call.predictions.values(), call.displaced, share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
         """Where is noted how encoding went and how tensors change, [tensors, NOTES], for a call that follows others."""
