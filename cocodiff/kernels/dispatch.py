@@ -102,6 +102,10 @@ class Kernels:
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
         self._run("note_change", (x_BLHD,), x_BLHD, last_BLHD, notes_N)
 
+    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
+        """The linear continuation of two reconstructions, in one launch."""
+        return torch.lerp(before, last, 1 + factor)
+
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
 

@@ -19,6 +19,7 @@ from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.deals import Deal
+from cocodiff.planning.decisions import Decisions
 from cocodiff.planning.layers import Case, kinds_of
 from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
 from cocodiff.planning.placement import Work
@@ -42,8 +43,8 @@ class Workload:
     """What makes one batch of images.
 
     load: of ranks that compute both branches of guidance: all rows, and all calls of a step.
-    stable: where a threshold decides, the part of the tokens that stay. negative: the segments of the second call of a
-    step, where its text has another length.
+    stable: where a threshold decides, the part of the tokens that stay. decisions: as of `Case`. negative: the segments
+    of the second call of a step, where its text has another length.
     """
 
     shape: ModelShape
@@ -52,6 +53,7 @@ class Workload:
     steps: int = 50
     stable: float = 0.7
     negative: Segments | None = None
+    decisions: tuple[Decisions, ...] = ()
 
     @property
     def guides(self) -> bool:
@@ -101,6 +103,13 @@ class Part:
         if mesh.ulysses > 1:
             exchange_table(config, self.topology)
         return mesh
+
+    def case(self, load: Load, mesh: Mesh | None = None) -> Case:
+        """load: one of the work's calls. mesh: where it is known."""
+        work = self.work
+        return Case(
+            work.shape, self.topology, work.config, load, work.steps, work.stable, work.decisions, known_mesh=mesh
+        )
 
     @property
     def alike(self) -> Hashable:
@@ -213,8 +222,7 @@ class Pricer:
         if key not in self._plans:
             network, found, mesh = Network(part.topology), [], self._mesh(part)
             for load in work.calls:
-                case = Case(work.shape, part.topology, work.config, load, work.steps, work.stable, known_mesh=mesh)
-                found.append(Recording(case).plan(network, self._latencies))
+                found.append(Recording(part.case(load, mesh)).plan(network, self._latencies))
             self._plans[key] = _total(found)
         return self._plans[key]
 

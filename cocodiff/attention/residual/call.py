@@ -101,7 +101,7 @@ class ResidualCall(CodedCall):
         if how is None or not how.linear:
             return last
         assert before is not None, "what is continued has one before"
-        return torch.lerp(before, last, 1 + how.factor)
+        return self.kernels.continued(last, before, how.factor)
 
     # On the wire ------------------------------------------------------------------------------------------------------
 
