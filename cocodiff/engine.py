@@ -357,18 +357,18 @@ class Engine:
 
         purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
         guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part, "notes" for what the residual codec decides by, and "whole" for
-        what attention's tensors would have been without V-Major or a codec, along the same routes."""
+        "gather" for the model's output within a part, "notes" for what the residual codec decides by, "whole" for
+        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" for the
+        part of "attention" that no call waited for."""
         of = self._current_results().bytes
         return {
             link: of[purpose][link] + (of["unsplit"][link] if purpose == "attention" else 0) for link in LINK_CLASSES
         }
 
-    def drift_profile(self) -> list[dict[str, float | None]]:
+    def drift_profile(self) -> list[dict[str, Any]]:
         """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
-        reference and the fraction of image tokens that stayed; with a codec the fraction of calls that were coded, and
-        of their tensors that predicted linearly. Empty where everything travels as it is. Every rank calls it inside
-        the block, as `bytes`."""
+        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`. Empty
+        where everything travels as it is and is waited for. Every rank calls it inside the block, as `bytes`."""
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:

@@ -14,7 +14,7 @@ class Results:
     """bytes: by purpose and link class. drift: of every step, see `Engine.drift_profile`."""
 
     bytes: dict[str, dict[str, int]]
-    drift: list[dict[str, float | None]]
+    drift: list[dict[str, Any]]
 
     @classmethod
     def merged(cls, of_ranks: Sequence[tuple[dict[str, dict[str, int]], list[Any]]]) -> Results:

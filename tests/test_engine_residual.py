@@ -35,8 +35,11 @@ def test_every_family_is_coded_and_displaced(family):
                 shares = [(row["coded_fraction"], row["linear_fraction"]) for row in profile]
                 if codec != "none":
                     assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if lossy else [])
-                displaced = [row["displaced_fraction"] for row in profile]
-                assert displaced == ([0, *[float(arrival == "displaced")] * 3] if lossy else [])
+                sets = [row["displaced_sets"] for row in profile]
+                those = "qkvo" if arrival == "displaced" else ""
+                assert sets == ([{"": 1.0}, *[{those: 1.0}] * 3] if lossy else [])
+                sent, late = (sum(engine.bytes(purpose).values()) for purpose in ("attention", "late"))
+                assert late == (sent * 3 / 4 if those and lossy else 0)
         return outputs
 
     (alone,) = run_ranks(1, work)

@@ -181,8 +181,13 @@ def test_a_callback_ends_guidance():
 @pytest.mark.parametrize("family", ["sd3", "qwen"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"scoring": "card", "exchange": "tapa"}, {"selection": "full", "codec": "int4"}],
-    ids=["source", "card", "codec"],
+    [
+        {},
+        {"scoring": "card", "exchange": "tapa"},
+        {"selection": "full", "codec": "int4"},
+        {"selection": "full", "arrival": "adaptive", "tau": 0.5, "fine_steps": 0},
+    ],
+    ids=["source", "card", "codec", "displaced"],
 )
 def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
     """Bit for bit what each part gives alone, which is tested against one process's reference."""
@@ -205,7 +210,7 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
         with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=parts, **lossy) as engine:
             outputs = [[own(**call)[0] * 1 for call in step_calls(step, branch)] for step in range(4)]
             held = engine.strategy.coding.bytes_held()
-        assert held > 0
+        assert held > 0 and (sum(engine.bytes("late").values()) > 0) == ("arrival" in settings)
         return [torch.cat(of_step) for of_step in outputs]
 
     def work(transport: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:

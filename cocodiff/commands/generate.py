@@ -219,6 +219,7 @@ def judge(session: Session, name: str, images: dict[str, Image], exact: str | No
                 exact_compared=compared is not None,
                 drift=image.cost.drift,
                 whole_bytes=image.cost.whole,
+                late_bytes=image.cost.late,
                 exact_bytes=compared.cost.sent if compared is not None else None,
             )
         )

@@ -101,6 +101,7 @@ def judge_slice(
                 baseline=baseline,
                 drift=one.cost.drift,
                 whole_bytes=one.cost.whole,
+                late_bytes=one.cost.late,
                 exact_bytes=exact.cost.sent if exact is not None else None,
                 of_samples=of_samples if samples > 1 else None,
             )

@@ -21,6 +21,7 @@ from cocodiff.errors import UserError
 if TYPE_CHECKING:
     from cocodiff.commands.replicas import Queue
     from cocodiff.commands.samples import PartsOfSettings
+    from cocodiff.commands.session import Cost
 
 PRESET = "coded-"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
@@ -70,14 +71,15 @@ class Quality:
         preset, changes = next(iter(presets)), read_ladder()
         if presets[preset].selection != "full":
             raise UserError(
-                f"--quality {bound} with preset {preset}: its settings are none that leave tokens out: name {PRESET} "
-                f"or an exact preset"
+                f"--quality {bound} with preset {preset}, which leaves tokens out: the settings of a bound send "
+                f"all of them: name {PRESET} or an exact preset"
             )
         for key in dict.fromkeys(key for change in changes.values() for key in change):
             if values.get(key) is not None:
                 raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
         settings = engine_settings(values)
         rungs = {name: engine_record().preset(preset, **settings, **change) for name, change in changes.items()}
+        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {preset} too"
         return cls(bound, values["quality_slices"], values["quality_every"], preset, rungs, changes)
 
     @property
@@ -120,6 +122,10 @@ class Figure(NamedTuple):
     db: float | None
     sent: int
     whole: int
+
+    @classmethod
+    def of(cls, db: float | None, cost: Cost) -> Figure:
+        return cls(db, sum(cost.sent.values()), sum(cost.whole.values()))
 
 
 @dataclass

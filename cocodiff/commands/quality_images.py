@@ -90,8 +90,7 @@ def choose(session: Session, queue: Queue, names: Sequence[str], sides: tuple[in
         figures = {}
         for number in numbers:
             exact, image = (read(trials, name, number) for name in (quality.exact, setting))
-            sent, whole = (sum(of.values()) for of in (image.cost.sent, image.cost.whole))
-            figures[number] = Figure(psnr_vs_exact_db(exact, image), sent, whole)
+            figures[number] = Figure.of(psnr_vs_exact_db(exact, image), image.cost)
         return figures
 
     made = Trials(quality, queue, len(names), make, measure)

@@ -84,7 +84,7 @@ def figure_of(seen: Seen, bound: Bound, exact: Drawn, one: Drawn) -> Figure:
     else:
         before, after = seen.psnr_db(exact), seen.psnr_db(one)
         db = None if before is None or after is None else before - after
-    return Figure(db, sum(one.cost.sent.values()), sum(one.cost.whole.values()))
+    return Figure.of(db, one.cost)
 
 
 @dataclass(frozen=True)

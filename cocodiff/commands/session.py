@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cocodiff_eval.steps import mean_profile
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
@@ -273,12 +275,13 @@ def same_bits(config: Config, exact: Config) -> bool:
 class Cost:
     """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
     in a lossy run what its coding noted at each step (`Engine.drift_profile`). whole: what the bytes would have been
-    with all tokens as they are."""
+    with all tokens as they are; late: those of `sent` that no call of attention waited for."""
 
     seconds: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
-    drift: list[dict[str, float | None]] = field(default_factory=list)
+    drift: list[dict[str, Any]] = field(default_factory=list)
     whole: dict[str, int] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
 
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
@@ -287,7 +290,9 @@ class Cost:
         def share(of: dict[str, int], n: int) -> dict[str, int]:
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of.items()}
 
-        return [Cost(self.seconds / count, share(self.sent, n), self.drift, share(self.whole, n)) for n in range(count)]
+        bytes_of = (self.sent, self.whole, self.late)
+        parts = [[share(of, n) for of in bytes_of] for n in range(count)]
+        return [Cost(self.seconds / count, sent, self.drift, whole, late) for sent, whole, late in parts]
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
@@ -299,37 +304,23 @@ class Cost:
             links = dict.fromkeys(link for part in parts for link in part)
             return {link: sum(part.get(link, 0) for part in parts) for link in links}
 
-        drift = mean_drift([cost.drift for cost in costs])
-        seconds = sum(cost.seconds for cost in costs)
-        return cls(seconds, total([cost.sent for cost in costs]), drift, total([cost.whole for cost in costs]))
-
-
-def mean_drift(profiles: Sequence[Sequence[Mapping[str, float | None]]]) -> list[dict[str, float | None]]:
-    """Profiles of several runs (`Engine.drift_profile`) as one: at each step the mean of the values that are there."""
-    steps: dict[float | None, list[Mapping[str, float | None]]] = {}
-    for profile in profiles:
-        for row in profile:
-            steps.setdefault(row["step"], []).append(row)
-    rows: list[dict[str, float | None]] = []
-    for step, of_step in steps.items():
-        rows.append({"step": step})
-        for name in (name for name in of_step[0] if name != "step"):
-            there = [value for row in of_step if (value := row[name]) is not None]
-            rows[-1][name] = sum(there) / len(there) if there else None
-    return rows
+        sent, whole, late = (total([getattr(cost, name) for cost in costs]) for name in ("sent", "whole", "late"))
+        return cls(sum(cost.seconds for cost in costs), sent, mean_profile([cost.drift for cost in costs]), whole, late)
 
 
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
     """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
-    before, whole_before, cost = engine.bytes(), engine.bytes("whole"), Cost()
+    cost, before = Cost(), [engine.bytes(purpose) for purpose in ("attention", "whole", "late")]
     engine.forget_drift()
     started = time.perf_counter()
     with engine:
         yield cost
     cost.seconds = time.perf_counter() - started
-    cost.sent = {link: count - before[link] for link, count in engine.bytes().items()}
-    cost.whole = {link: count - whole_before[link] for link, count in engine.bytes("whole").items()}
+    cost.sent, cost.whole, cost.late = (
+        {link: count - earlier[link] for link, count in engine.bytes(purpose).items()}
+        for purpose, earlier in zip(("attention", "whole", "late"), before, strict=True)
+    )
     cost.drift = engine.drift_profile()
 
 

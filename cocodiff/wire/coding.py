@@ -43,14 +43,14 @@ class StepNotes(Protocol):
     """What a coding notes of one step, over a rank's sites."""
 
     @classmethod
-    def merged(cls, parts: Sequence[Any]) -> dict[str, float | None]:
+    def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """The notes of several ranks as one row of a profile."""
         ...
 
 
-def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, float | None]]:
+def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:
     """The profile over all ranks' reports (`Coding.report`), one row a step: "step" and what the coding notes."""
-    rows: list[dict[str, float | None]] = []
+    rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
         parts = [report[step] for report in reports if step in report]
         rows.append({"step": step, **parts[0].merged(parts)})

@@ -33,7 +33,7 @@ from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Target, rows_of_ranks, whole_cell
 from cocodiff.wire.coding import CodedCall, Encoded
-from cocodiff.wire.messages import Port, run_phase, run_pipelined
+from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
 from cocodiff.wire.staged import OutputInStages, StagedExchange
 
 T = TypeVar("T")
@@ -69,6 +69,7 @@ class Exchange:
         # phase while q and k are in their first. All others are one job on the plane lane.
         self._in_phases = name == "tapa"
         self.lanes: dict[str, Lane] = {}
+        self._in_order = InOrder()
         self.groups: dict[str, Group] = {}
         # every rank makes a group here, also one without a part in the phase or a sibling
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
@@ -108,7 +109,7 @@ class Exchange:
         return self._on_lane(last.lane, partial(self._last_phase, last, cargo, earlier), wait_next)
 
     def _on_lane(self, name: str, job: Callable[[], T], wait_next: bool) -> LanePending[T]:
-        lane = self.lanes[name]
+        lane, job = self.lanes[name], partial(self._in_order.run, job)
         return lane.submit_inline(job) if wait_next else lane.submit(job)
 
     def _all_phases(self, cargo: Cargo) -> Target:

@@ -8,20 +8,22 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Pending
 from cocodiff.device import on_streams, used_on_current_stream
+from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows
 from cocodiff.routes.plans import Block, Phase, Plan
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Payload, Target
 
+T = TypeVar("T")
 Groups = Mapping[str, Group]  # of every link group ("sibling", "plane") that a phase names
 Sent = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to, and the transfer
 
@@ -48,6 +50,26 @@ class Port:
             self.kernels.gather_pack(messages, buffers)
         elif messages:
             self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+
+
+class InOrder:
+    """The jobs of one rank's lanes whose messages others match in the order in which they are posted. None runs after
+    one that failed: what that one left unsent or unreceived would be matched with the next one's, and a library may end
+    the process where the sizes differ. The rank that was lost is named by whoever waits."""
+
+    def __init__(self) -> None:
+        self._failed: Exception | None = None
+
+    def run(self, job: Callable[[], T]) -> T:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return job()
+        except UserError:  # which all ranks have alike
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
 
 
 def use_on_current_stream(payloads: Sequence[Payload]) -> None:

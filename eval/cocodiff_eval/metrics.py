@@ -116,6 +116,7 @@ def metrics_row(
     drift: Sequence[Mapping[str, float | None]] = (),
     exact_bytes: Mapping[str, int] | None = None,
     whole_bytes: Mapping[str, int] | None = None,
+    late_bytes: Mapping[str, int] | None = None,
     of_samples: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
@@ -124,9 +125,11 @@ def metrics_row(
     null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
     `drift`, of a lossy run, and then the bytes of the exact run beside it: for each step, of V-Major, the mean relative
-    change of v and the fraction of tokens that stayed; of a codec the fraction of attention calls that were coded and
-    that of their tensors that were predicted linearly.
-    `whole_bytes`: what `link_bytes` would have been with all tokens as they are, along the same routes.
+    change of v and the fraction of tokens that stayed; of a codec or displacement the fraction of attention calls that
+    were coded and that of their tensors that were predicted linearly, which tensors were displaced, and of the bytes of
+    whole tensors the fractions that were sent and that attention waited for.
+    `whole_bytes`: what `link_bytes` would have been with all tokens as they are, along the same routes. `late_bytes`:
+    those of `link_bytes` that no call of attention waited for, said where there were any.
     `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is
     the mean of the samples' own PSNR.
     """
@@ -144,6 +147,8 @@ def metrics_row(
     }
     if whole_bytes is not None:
         row["bytes_whole"] = {link: int(whole_bytes.get(link, 0)) for link in LINKS}
+    if late_bytes is not None and any(late_bytes.values()):
+        row["bytes_late"] = {link: int(late_bytes.get(link, 0)) for link in LINKS}
     if of_samples is not None:
         row |= {name: of_samples[name] for name in OF_SAMPLES}
     if baseline is not None:

@@ -43,8 +43,10 @@ class Row:
     difference  the same minus the exact run's on the same slice
     vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
     volume      bytes of q, k, v and o over the exact run's; None where nothing travels (one rank)
+    exposed     those of them that attention waited for, over the exact run's
     of_whole    the same over what all tokens as they are would have been along the point's own routes
     coding      what travels in tensors' place: full, v_major or a codec; empty where the lines do not say
+    displaced   whether some calls of attention did not wait for their tensors
     speed_up    seconds of the exact run over this one's
     """
 
@@ -61,20 +63,24 @@ class Row:
     seconds: Spread | None
     of_whole: Spread | None = None
     coding: str = ""
+    exposed: Spread | None = None
+    displaced: bool = False
 
     @property
     def by_codec(self) -> bool:
         return self.coding not in ("", "full", "v_major")
 
-    def beats(self, other: Row) -> bool:
-        """Whether this point sends no more than another, under the same mask at as many steps, and is closer to the
-        exact run."""
+    def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
+        """Whether this point, under the same mask at as many steps, is closer to the exact run than another, and no
+        larger in any of these measures."""
         if (self.mask, self.steps) != (other.mask, other.steps) or other.identical == other.n:
             return False
-        if self.volume is None or other.volume is None or other.vs_exact is None:
+        if other.vs_exact is None:
             return False
+        pairs: list[tuple[Spread | None, Spread | None]] = [(getattr(self, name), getattr(other, name)) for name in by]
+        no_larger = all(a is not None and b is not None and a.mean <= b.mean for a, b in pairs)
         closer = self.identical == self.n or (self.vs_exact is not None and self.vs_exact.mean > other.vs_exact.mean)
-        return closer and self.volume.mean <= other.volume.mean
+        return closer and no_larger
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
@@ -97,6 +103,10 @@ def _row(lines: Sequence[Line]) -> Row:
         whole = sum(line["exact"]["bytes"].values())
         return sum(line["bytes"].values()) / whole if whole else None
 
+    def exposed(line: Line) -> float | None:
+        whole = sum(line["exact"]["bytes"].values())
+        return (sum(line["bytes"].values()) - sum(line.get("bytes_late", {}).values())) / whole if whole else None
+
     def of_whole(line: Line) -> float | None:
         whole = sum(line.get("bytes_whole", {}).values())
         return sum(line["bytes"].values()) / whole if whole else None
@@ -115,6 +125,8 @@ def _row(lines: Sequence[Line]) -> Row:
         over(lambda line: line["seconds"]),
         over(of_whole),
         lines[0].get("coding", ""),
+        over(exposed),
+        any("bytes_late" in line for line in lines),
     )
 
 
@@ -153,8 +165,17 @@ def quality_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Heading and lines of bytes and speed; beaten by: the point closest to exact of those that send no more."""
-    measured = ("vs exact dB", "volume", "of whole", "speed-up to flat", "seconds")
+    """Heading and lines of bytes and speed; beaten by: the point closest to exact of those that send no more. With what
+    attention waited for where that is not all."""
+    displaced = any(row.displaced for row in rows)
+    measured = (
+        "vs exact dB",
+        "volume",
+        *(("exposed",) if displaced else ()),
+        "of whole",
+        "speed-up to flat",
+        "seconds",
+    )
     heading = ("point", "mask", "steps", "n", *measured, "beaten by")
     lines = [
         (
@@ -164,6 +185,7 @@ def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             str(row.n),
             shown_exact(row),
             shown(row.volume, 3),
+            *((shown(row.exposed, 3),) if displaced else ()),
             shown(row.of_whole, 3),
             shown(row.speed_up, 2),
             shown(row.seconds, 2),
@@ -175,7 +197,8 @@ def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def better_than(row: Row, rows: Sequence[Row]) -> str:
-    """The point closest to exact of those that send no more than this one; empty where there is none."""
+    """The point closest to exact of those that send no more than this one, and that attention waits for no more of;
+    empty where there is none."""
     better = [other for other in rows if other.beats(row)]
     closest = max(better, key=lambda one: math.inf if one.vs_exact is None else one.vs_exact.mean, default=None)
     return "" if closest is None else closest.point
@@ -186,12 +209,22 @@ NOTE = (
     "paper's limits, * beyond one. Volume: bytes of q, k, v and o over the exact run's; of whole: over those of all "
     "tokens as they are along the point's own routes. Beaten by: a point that sends no more and is closer to exact."
 )
+NOTE_EXPOSED = (
+    "Exposed: the bytes that attention waited for, over the exact run's; a point is beaten by one that has no more of "
+    "these either."
+)
+
+
+def note(rows: Sequence[Row]) -> str:
+    """What the tables' columns mean."""
+    return f"{NOTE} {NOTE_EXPOSED}" if any(row.displaced for row in rows) else NOTE
 
 
 def quality_table(rows: Sequence[Row]) -> str:
     """Plain ASCII apart from the user's names."""
-    return text_table(quality_cells(rows), "<<" + ">" * 8) + "\n" + NOTE
+    return text_table(quality_cells(rows), "<<" + ">" * 8) + "\n" + note(rows)
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    return text_table(cost_cells(rows), "<<" + ">" * 7 + "<")
+    cells = cost_cells(rows)
+    return text_table(cells, "<<" + ">" * (len(cells[0]) - 3) + "<")

@@ -50,6 +50,12 @@ def of_whole(row: Mapping[str, Any]) -> str:
     return number(sum(row["bytes"].values()) / whole, 3) if whole else MISSING
 
 
+def of_whole_awaited(row: Mapping[str, Any]) -> str:
+    """Which part of those bytes attention waited for; a dash where nothing travels."""
+    whole, late = (sum((row.get(name) or {}).values()) for name in ("bytes_whole", "bytes_late"))
+    return number((sum(row["bytes"].values()) - late) / whole, 3) if whole else MISSING
+
+
 def base_name(name: str) -> str:
     """The stack a row belongs to: `scan[12]`, a slice of it, and `scan` both give `scan`."""
     return re.sub(r"\[\d+\]$", "", name)
@@ -85,6 +91,8 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     }
     if all("bytes_whole" in row for row in rows):
         together["bytes_whole"] = {link: sum(row["bytes_whole"][link] for row in rows) for link in LINKS}
+    if any("bytes_late" in row for row in rows):
+        together["bytes_late"] = {link: sum(row.get("bytes_late", {}).get(link, 0) for row in rows) for link in LINKS}
     if baselines:
         together["baseline"] = {
             **{key: mean([one[key] for one in baselines]) for key in quality},

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
-from warm import Started
+from warm import Started, forked
 
 pytestmark = pytest.mark.processes
 
@@ -139,3 +139,18 @@ def test_an_interrupt_stops_all_ranks_and_writes_nothing(slice_file: Path, tmp_p
     assert run.end(HANGS_S) == 130
     assert "interrupted; nothing was written" in run.text()
     run.assert_nothing_left(ranks)
+
+
+@pytest.mark.parametrize(
+    ("ending", "exchange", "said"),
+    [
+        ("leaves", "tapa", "left with messages in flight"),
+        ("raises", "split", "rank 1 failed: RuntimeError: the disk is on fire"),
+        ("killed", "tapa", "rank 1 was killed by SIGKILL; 2 of 2 other ranks noticed"),
+    ],
+)
+def test_messages_that_nobody_waits_for_hold_up_no_end(tmp_path: Path, ending: str, exchange: str, said: str) -> None:
+    """Nor do they reach the next image; and the trace knows them all."""
+    done = forked(ending, exchange, folder=tmp_path, module="displaced_rank")
+    assert said in done.stdout + done.stderr
+    assert done.returncode == (0 if ending == "leaves" else 1)

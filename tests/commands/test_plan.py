@@ -185,7 +185,8 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_pa
 
 
 def test_calibration_says_what_it_cannot_know(plan, tmp_path):
-    """Messages so large that no latency shows, on links that are so many times slower."""
+    """Messages so large that no latency shows, on links that are so many times slower: the file of the machine that the
+    emulated one stands for has the rates of `--machine` again."""
     topology, rows = topology_of("aurora", 12), []
     slow = slowed(topology.machine, 1000.0)
     for name in ("flat", "bound"):
@@ -196,6 +197,12 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
     assert told["calibration"]["constants"]["plane"] == pytest.approx(1.0, rel=0.01)
     assert told["calibration"]["scale"] == pytest.approx(1000, rel=0.01)
     assert "left: nothing measured depends on it" in shown
+    emulated, unscaled = (
+        load_machine(str(tmp_path / "plan" / f"machine{end}.yaml")).links for end in ("", "-unscaled")
+    )
+    assert emulated.plane_gb_s == pytest.approx(0.015, rel=0.01)
+    assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
+    assert unscaled.plane_gb_s == pytest.approx(15, rel=0.01)
 
 
 @pytest.mark.parametrize(

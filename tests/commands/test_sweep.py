@@ -30,7 +30,7 @@ SWEEP = {
     "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
     "points": [
         {"preset": "flat"},
-        {"name": "coded", "preset": "coded"},
+        {"name": "coded", "preset": "coded", "arrival": "displaced", "fine_steps": 1},
         {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2},
     ],
 }
@@ -104,10 +104,12 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
         elif key.point == "round":
             assert line["psnr_vs_exact_db"] > 80 and line["drift"] == []
             assert line["settings"] == {"preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}
-        elif key.point == "coded":  # three steps: one whole, two of twice the bits: 16 bytes and a scale, of 64 bytes
-            assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 30
+        elif key.point == "coded":  # of a head's 64 bytes a code and a scale: of 4 bits, which nobody waits for, then 8
+            assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 15
             assert [row["coded_fraction"] for row in line["drift"]] == [0, 1, 1]
-            assert sent == sum(line["bytes_whole"].values()) * (1 + 2 * 17 / 64) / 3
+            assert [row["displaced_sets"] for row in line["drift"]] == [{"": 1}, {"qkvo": 1}, {"": 1}]
+            whole = sum(line["bytes_whole"].values()) / 3
+            assert (sent, sum(line["bytes_late"].values())) == (whole * (1 + 9 / 64 + 17 / 64), whole * 9 / 64)
         else:
             assert line["coding"] == "v_major" and sent < sum(line["bytes_whole"].values()) == exact
             assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact

@@ -200,7 +200,7 @@ class Residual(Coding):
 
     def note_step(self, call: ResidualCall) -> None:
         share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
-        self._report[self.moment.step].add(call.predictions.values(), len(call.displaced), share)
+        self._report[self.moment.step].add(call.predictions.values(), call.displaced, share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
         """Where is noted how encoding went and how tensors change, [tensors, NOTES], for a call that follows others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,37 +122,41 @@ class SiteState:
 @dataclass
 class CodedStep:
     """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
-    predicted linearly and those that no call waited for. sent, awaited: their sizes on the wire, a whole tensor being
-    1, and the part of it that attention waited for."""
+    predicted linearly. sets: the calls by the tensors that were displaced, as "qkv". sent, awaited: the tensors' sizes
+    on the wire, a whole one being 1, and the part of it that attention waited for."""
 
     calls: int = 0
     coded: int = 0
     linear: int = 0
-    late: int = 0
+    sets: Counter[str] = field(default_factory=Counter)
     sent: float = 0.0
     awaited: float = 0.0
 
-    def add(self, predictions: Collection[Prediction], late: int, share: float) -> None:
-        """A call, whose tensors are predicted so; none where they travel whole. late: of them, those not waited for.
-        share: of a whole tensor's bytes that each takes, of 16-bit numbers in heads of whole groups."""
+    def add(self, predictions: Collection[Prediction], displaced: Collection[str], share: float) -> None:
+        """A call, whose tensors are predicted so; none where they travel whole. displaced: those not waited for. share:
+        of a whole tensor's bytes that each takes, of 16-bit numbers in heads of whole groups."""
         self.calls += 1
         self.coded += bool(predictions)
         self.linear += sum(how.linear for how in predictions)
-        self.late += late
+        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
         self.sent += len(TENSORS) * share
-        self.awaited += (len(TENSORS) - late) * share
+        self.awaited += (len(TENSORS) - len(displaced)) * share
 
     @classmethod
-    def merged(cls, parts: Sequence[CodedStep]) -> dict[str, float | None]:
+    def merged(cls, parts: Sequence[CodedStep]) -> dict[str, Any]:
         """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
-        was; "displaced_fraction" of all tensors; and of the bytes that whole tensors take, "sent_fraction" and
+        was; "displaced_fraction" of all tensors, and "displaced_sets": the fraction of calls by the tensors that were
+        displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors take, "sent_fraction" and
         "exposed_fraction", which attention waited for."""
-        names = ("calls", "coded", "linear", "late", "sent", "awaited")
-        calls, coded, linear, late, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
+        names = ("calls", "coded", "linear", "sent", "awaited")
+        calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
+        sets: Counter[str] = sum((part.sets for part in parts), Counter())
+        late = sum(len(names) * count for names, count in sets.items())
         return {
             "coded_fraction": coded / calls,
             "linear_fraction": linear / (len(TENSORS) * coded) if coded else None,
             "displaced_fraction": late / (len(TENSORS) * calls),
+            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
             "sent_fraction": sent / (len(TENSORS) * calls),
             "exposed_fraction": awaited / (len(TENSORS) * calls),
         }

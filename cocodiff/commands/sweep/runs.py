@@ -168,9 +168,9 @@ class Runner:
 
 def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any]:
     """A line of results.jsonl. `bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as
-    they are; `coding` is what travels in their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every
-    bit is the exact run's; `exact` is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of
-    this run alone."""
+    they are; `bytes_late` those that no call of attention waited for, where `arrival` is not now; `coding` is what
+    travels in their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's;
+    `exact` is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
     task = one.task
     original_YX, mask_YX = task.stack.read(one.index), task.mask.read(one.index)
     truth_YX = task.truth.read(one.index) if task.truth is not None else None
@@ -178,14 +178,16 @@ def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any
     def judged(judged_run: Run) -> dict[str, Any]:
         native_YX: np.ndarray = compose_native(original_YX, judged_run.restored01_YX, mask_YX, task.scale)
         cost = judged_run.cost
-        sent, whole = ({link: of.get(link, 0) for link in LINKS} for of in (cost.sent, cost.whole))
+        sent, whole, late = ({link: of.get(link, 0) for link in LINKS} for of in (cost.sent, cost.whole, cost.late))
         judged_as = quality(task.scale, truth_YX, native_YX, mask_YX)
-        return {**judged_as, "seconds": cost.seconds, "bytes": sent, "bytes_whole": whole}
+        told = {**judged_as, "seconds": cost.seconds, "bytes": sent, "bytes_whole": whole}
+        return told | ({"bytes_late": late} if any(late.values()) else {})
 
     return {
         "point": point.name,
         "settings": point.settings,
         "coding": point.config.selection if point.config.codec == "none" else point.config.codec,
+        "arrival": point.config.arrival,
         "steps": one.steps,
         "mask": task.mask.name,
         "slice": one.name,

@@ -15,7 +15,18 @@ from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.report.encode import LOSSLESS
 from cocodiff_eval.report.series import Series, key_of, numbers, remarks, series_of
 from cocodiff_eval.report.templates import write_template
-from cocodiff_eval.table import MISSING, grouped, number, of_whole, samples_told, size, versus_exact, with_baseline
+from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
+from cocodiff_eval.table import (
+    MISSING,
+    grouped,
+    number,
+    of_whole,
+    of_whole_awaited,
+    samples_told,
+    size,
+    versus_exact,
+    with_baseline,
+)
 
 LINK_NAMES = {"sibling": "sibling", "plane": "plane", "node": "node", "cross_plane": "cross plane"}
 
@@ -63,6 +74,8 @@ def write_report(
         judged=any(row["mask"] is not None for row in rows),
         sampled=any("samples" in row for row in rows),
         links=[LINK_NAMES[link] for link in LINKS],
+        by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
+        figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
         colours=base64.b64encode(_colours()).decode("ascii"),
         blocks=_blocks(pictures, found, counts),
         lossless=LOSSLESS,
@@ -113,6 +126,8 @@ def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
         "many": len(tables) > 1 or any(table["prompt"] for table in tables),
         "averaged": any(table["averaged"] for table in tables),
         "sampled": any("samples" in row for row in rows),
+        "late": any("bytes_late" in row for row in rows),
+        "steps": step_figures(rows),
         "remarks": remarks(series),
         "numbers": _inert(numbers(series)),
     }
@@ -151,6 +166,7 @@ def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "seconds": number(row["seconds"], 2),
             "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
             "of_whole": of_whole(row),
+            "of_whole_awaited": of_whole_awaited(row),
         }
         for row in with_baseline(rows)
     ]
