@@ -117,6 +117,24 @@ def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     assert "to 3    plane" in (tmp_path / "plan" / "explain.txt").read_text()
 
 
+def test_displaced_calls_are_planned_as_a_run_decided(plan, tmp_path):
+    """By the metrics of a run, and by the file that a plan writes of them; more of it displaced takes less time."""
+    (tmp_path / "toy.yaml").write_text(TOY)
+    words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "4", "--preset", "ahead", "--codec", "int2")
+    steps_s = []
+    for part in (0.0, 1.0):
+        sets = [{"": 1.0}, *[{"": 1 - part, "qkvo": part}] * 2, {"": 1.0}]
+        drift = [{"step": step, "displaced_sets": of_step} for step, of_step in enumerate([*sets, {"qkvo": 1.0}])]
+        run = {"config": {"model": "a toy", "codec": "int2", "tau": 0.5}, "images": [{"mode": "ahead", "drift": drift}]}
+        (tmp_path / "metrics.json").write_text(json.dumps(run))
+        told, shown = plan(*words, "--decisions", tmp_path / "metrics.json")
+        assert "displaced as in a recorded run, a toy model, 1 image(s): codec int2, tau 0.5, 5 steps" in shown
+        again, _ = plan(*words, "--decisions", tmp_path / "plan" / "decisions.yaml")
+        assert again["time"] == told["time"]
+        steps_s.append(told["time"]["step_s"])
+    assert steps_s[1] < steps_s[0]
+
+
 def test_deals_of_a_job(plan, tmp_path):
     (tmp_path / "toy.yaml").write_text(TOY + "branches: 2\n")
     words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "10", "--preset", "tapa")
