@@ -184,7 +184,7 @@ def at_rates(machine, efficiency):
     return replace(machine, links=replace(machine.links, **rates))
 
 
-@pytest.mark.parametrize(("efficiency", "hidden"), [(1.0, True), (0.05, False)])
+@pytest.mark.parametrize(("efficiency", "hidden"), [(3.0, True), (0.05, False)])
 def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(efficiency, hidden):
     """Of layers that follow one another, in flat exchange and joint order, where nothing else hides a message: as long
     as they compute, or as long as their bytes are on the way."""

@@ -99,9 +99,6 @@ class PricedKernels(Kernels):
         self._pricing, self._generator = pricing, torch.Generator().manual_seed(seed)
         self._largest = threshold / stable if stable else 2 * threshold + 1.0
 
-    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
-        self._run("note_change", (x,), x, last, notes)
-
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
             self._pricing.charge(0.0, *cost_of(op, moved, arguments))
@@ -124,9 +121,6 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
     elif op == "decode_residual":
         code_BLHW, known, factor, _ = arguments
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
-    elif op == "note_change":
-        x, last, notes = arguments
-        traffic = bytes_of((x, last, last, notes))  # x is the last one afterwards
     else:
         traffic = bytes_of(arguments)
         if op == "note_change":
