@@ -14,6 +14,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
+from cocodiff.planning.codec_choice import choose_codec
 from cocodiff.planning.placement import Work, choose
 from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
@@ -65,6 +66,20 @@ def state_sizes(config: Config) -> StateSizes | None:
     """How much the coding keeps between calls; None where it keeps nothing."""
     coding = coding_of(config)
     return StateSizes(coding, config) if coding.keeps_state else None
+
+
+def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str | None]:
+    """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
+    nothing was to decide."""
+    if config.codec != "auto":
+        return config, None
+
+    def width(codec: str) -> int:
+        chosen = config.with_(codec=codec)
+        return coding_of(chosen).head_bytes(chosen, work.head_dim, work.itemsize)
+
+    choice = choose_codec(topology, work, config, width)
+    return config.with_(codec=choice.codec), choice.line()
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:

@@ -88,8 +88,8 @@ class Config:
     )
     codec: str = setting(
         "none",
-        "what q, k, v and the output travel as: none (as they are) or int8, int4, int2 (what they differ by from their "
-        "prediction, in so many bits a channel; lossy)",
+        "what q, k, v and the output travel as: none (as they are), int8, int4, int2 (what they differ by from their "
+        "prediction, in so many bits a channel; lossy) or auto (whichever the machine's links call for)",
         choices=lambda: ("none", *CODECS),
     )
     predictor: str = setting(
@@ -108,7 +108,7 @@ class Config:
     arrival: str = setting(
         "now",
         "when what is sent is needed: now (attention waits for it), displaced (attention takes q, k, v and the output "
-        "as the call before left them, and the next call what is sent now) or adaptive (each layer's tensors displaced "
+        "as they are predicted, and the next call what is sent now) or adaptive (each layer's tensors displaced "
         "where their prediction errs by less than tau); lossy but for now",
         choices=lambda: ("now", *ARRIVALS),
     )

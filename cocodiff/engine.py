@@ -112,7 +112,7 @@ class Engine:
         self.rank, self.size = self.transport.rank, self.transport.size
         self._inside = False
         self._results: Results | None = None
-        run = Topology.build(load_machine(config.machine), self.transport.run_size, _ranks_per_node())
+        run = Topology.build(load_machine(config.machine), self.transport.run_size, detect().local_size)
         self.topology = run.part(self.transport.run_ranks)
         node = run.places[self.transport.run_ranks[self.rank]].node
         self._ranks_on_node = sum(place.node == node for place in run.places)
@@ -163,6 +163,11 @@ class Engine:
     def strategy(self) -> Ulysses:
         """The attention of the current call."""
         return self._ranks.strategy
+
+    @property
+    def chosen(self) -> str | None:
+        """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
+        return self._ranks.chosen
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -307,11 +312,10 @@ class Engine:
         ranks, branches = self._ranks, self.counter.branch + 1
         if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
             branches = (branches + 1) // 2
-        load = Load(ranks.segments, len(hidden), hidden.element_size(), branches, state_sizes(self.config))
-        free = None
-        if (ranks, load) not in self._sized:
-            self._sized.add((ranks, load))
-            free = free_memory(hidden.device, self._ranks_on_node)
+        load = Load(ranks.segments, len(hidden), hidden.element_size(), branches, state_sizes(ranks.config))
+        known = (ranks, load) in self._sized
+        self._sized.add((ranks, load))
+        free = None if known else free_memory(hidden.device, self._ranks_on_node)
         if free is None:
             return
         stored = [*self.model.parameters(), *self.model.buffers()]
@@ -394,7 +398,3 @@ class Engine:
         gathered = self.transport.gather_object(self._own_results())
         results: Results = self.transport.broadcast_object(Results.merged(gathered) if gathered else None)
         return results
-
-
-def _ranks_per_node() -> int | None:
-    return detect().local_size

@@ -20,8 +20,9 @@ EXCHANGES = {
 ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.attention.ulysses:v_first"}
 # The setting `selection`: what is sent in place of whole tensors.
 CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
-# The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent.
-CODECS = dict.fromkeys(("int8", "int4", "int2"), "cocodiff.attention.residual.coding:Residual")
+# The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one
+# of the others, or none, before a run starts.
+CODECS = dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual")
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.residual.coding:Residual")
 # The dataclass of settings that the command line, settings files and sweeps are made from, and that engines run by.

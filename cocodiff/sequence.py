@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, mesh_of
+from cocodiff.assemble import build_strategy, mesh_of, settled
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
@@ -22,7 +22,8 @@ from cocodiff.trace import Trace
 
 
 class SequenceRanks:
-    """segments: of the model's current call, with the tokens of all these ranks. It is set before each call.
+    """segments: of the model's current call, with the tokens of all these ranks. It is set before each call. config:
+    the settings without what was left to be chosen for these ranks; chosen: what that became, None where nothing was.
 
     Mesh and strategy are made when they are first used, by all ranks at once: they cost groups and lanes."""
 
@@ -31,7 +32,8 @@ class SequenceRanks:
     ) -> None:
         """topology, transport: of these ranks. work: the attention that a mesh is chosen by. trace: counts what this
         rank sends."""
-        self._config, self._work, self._trace, self._kernels = config, work, trace, kernels
+        self._work, self._trace, self._kernels = work, trace, kernels
+        self.config, self.chosen = settled(config, topology, work)
         self.topology, self.transport = topology, transport
         self.rank, self.size = transport.rank, transport.size
         self.segments: Segments = ()
@@ -39,11 +41,11 @@ class SequenceRanks:
     @cached_property
     def mesh(self) -> Mesh:
         """Raises UserError for a mesh that ranks and heads do not allow."""
-        return mesh_of(self._config, self.topology, self._work)
+        return mesh_of(self.config, self.topology, self._work)
 
     @cached_property
     def strategy(self) -> Ulysses:
-        return build_strategy(self._config, self.mesh, self.transport, self._trace, self._kernels)
+        return build_strategy(self.config, self.mesh, self.transport, self._trace, self._kernels)
 
     @property
     def connected(self) -> bool:

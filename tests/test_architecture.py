@@ -60,6 +60,7 @@ MAY_IMPORT = {
         "cocodiff.comm",
         "cocodiff.kernels",
         "cocodiff.attention",
+        "cocodiff.planning.codec_choice",
         "cocodiff.planning.placement",
     ),
     "cocodiff.sequence": (

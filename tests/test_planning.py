@@ -6,15 +6,17 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy, state_sizes
+from cocodiff.assemble import build_strategy, settled, state_sizes
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
-from cocodiff.planning.layers import Case, at_fraction, fractions_of, kinds_of, record_layer, recorded_fractions
+from cocodiff.planning.decisions import Decisions, without_seldom
+from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.roofline import seconds, started
@@ -23,7 +25,8 @@ from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
-from cocodiff.topology.machine import Device
+from cocodiff.topology.machine import Device, Machine, Topology
+from cocodiff.wire.coding import WHOLE, CallKind
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
@@ -156,18 +159,82 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
 @pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
 def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
     """The first step whole, of the others a scale byte for 32 channels and the codes, twice as long in the last two, in
-    every link class; one launch a tensor and end, and the notes' own."""
-    of = case(preset)
-    coded, whole = planned(of), planned(case("split"))
+    every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
+    recorded, exact = (Recording(case(name)) for name in (preset, "split"))
+    network = Network(recorded.case.topology)
+    coded, whole = (one.plan(network, Latencies()) for one in (recorded, exact))
     part = (1 + (17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16) / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    first, settled, _ = (segment.programs for segment in record_layer(of, kinds_of(of.shape, of.load)[0]))
+    first, settled, _ = (segment.programs for segment in recorded.kinds[0][1])
     launches = [
         sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
-        for programs in (record_layer(case("split"), kinds_of(of.shape, of.load)[0])[0].programs, settled)
+        for programs in (exact.kinds[0][1][0].programs, settled)
     ]
+    assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
     assert launches[1] - launches[0] == 2 * 4 + 1
     assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
+
+
+LINKS = replace(AURORA.machine.links, nic_of=())
+CARDS = Machine("two cards", 2, (0, 1, 1, 0), cards=2, links=LINKS, device=AURORA.machine.device)
+
+
+def at_rates(machine, efficiency):
+    rates = {name: efficiency * getattr(machine.links, name) for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s")}
+    return replace(machine, links=replace(machine.links, **rates))
+
+
+@pytest.mark.parametrize(("efficiency", "hidden"), [(1.0, True), (0.05, False)])
+def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(efficiency, hidden):
+    """Of layers that follow one another, in flat exchange and joint order, where nothing else hides a message: as long
+    as they compute, or as long as their bytes are on the way."""
+    topology = Topology.build(at_rates(CARDS, efficiency), 4)
+    decisions = Decisions("none", "taylor", 0.04, "a test", ((("", 1.0),), (("", 0.5), ("qkvo", 0.5))))
+    config = Config(exchange="flat", arrival="adaptive", fine_steps=0)
+    load = Load(image_and_text(2000, 24), 1, 2, 1, state_sizes(config))
+    shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6)
+    of = Case(shape, topology, config, load, steps=2, decisions=(decisions,))
+    recording, network = Recording(of), Network(topology)
+    ((_, segments),) = recording.kinds
+    seconds = {s.kind: s.seconds(recording.outcome(s, network, Latencies())) for s in segments}
+    compute = {s.kind: s.compute_s(0.0) for s in segments}
+    awaited, late = CallKind(), CallKind(displaced="qkvo")
+    assert list(seconds) == [WHOLE, awaited, late] and len({tuple(s.bytes.values()) for s in segments}) == 1
+    under_way = seconds[WHOLE] - compute[WHOLE]
+    assert (under_way < compute[late]) is hidden
+    assert seconds[late] == pytest.approx(max(compute[late], under_way), rel=0.01)
+    plan = recording.plan(network, Latencies())
+    assert plan.step_s == pytest.approx((seconds[WHOLE] + (seconds[awaited] + seconds[late]) / 2) / 2, rel=1e-3)
+
+
+def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_for_more():
+    rows = ((("", 1.0),), (("q", 0.01), ("qkvo", 0.99)), (("qkv", 1.0),), (("", 1.0),))
+    decisions = Decisions("none", "taylor", 0.04, "a test", rows)
+    assert [list(step) for step in decisions.over(7)] == [[""], [""], *[["q", "qkvo"]] * 1, *[["qkv"]] * 3, [""]]
+    assert without_seldom(decisions.over(4))[1] == {"": 0.01, "qkvo": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "efficiency", "arrival", "codec"),
+    [
+        (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
+        (1, 1.0, "now", "none"),  # and coding would take as long as it saves
+        (1, 0.109, "adaptive", "int2"),
+        (2, 0.109, "displaced", "int2"),
+        (2, 1.0, "adaptive", "none"),
+    ],
+)
+def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
+    topology = Topology.build(at_rates(AURORA.machine, efficiency), 12 * nodes)
+    found, told = settled(Config.preset("ahead", arrival=arrival), topology, Work(24, 128))
+    assert found == Config.preset("ahead", arrival=arrival, codec=codec)
+    assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
+
+
+def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
+    unknown = topology_of("local", 4)
+    assert settled(Config(codec="auto"), unknown, Work(24, 128))[0].codec == "none"
+    assert settled(Config(codec="int4"), AURORA, Work(24, 128)) == (Config(codec="int4"), None)
 
 
 def charged(program, launch_s):
@@ -183,11 +250,11 @@ def test_what_is_worked_out_once_for_a_layout_is_charged_to_no_step(preset, toke
     of = case(preset)
     of = replace(of, load=replace(of.load, segments=image_and_text(tokens, of.load.tokens(TEXT))))
     for kind in kinds_of(of.shape, of.load):
-        for segment in record_layer(of, kind):
+        for segment in record_layers(of, kind):
             for tile in (0, 1):  # with scoring by card, the first tile of every card scores
                 costs = [charged(program, 5e-6) for program in segment.programs[tile::2]]
                 # less than a launch: by threshold, random scores have ranks send some tokens more or fewer
-                assert max(costs) == pytest.approx(min(costs), abs=4e-6), f"{kind.name}, {segment.fraction}"
+                assert max(costs) == pytest.approx(min(costs), abs=4e-6), f"{kind.name}, {segment.kind}"
 
 
 # Milliseconds a step in docs/plan.md: `cocodiff plan --model sd3.5-paper --size 1536 --nodes 4 --preset NAME`.
@@ -214,21 +281,22 @@ def test_v_first_hides_what_joint_order_waits_for():
 
 def test_fractions_follow_the_schedule():
     of = case("cocodiff", steps=50)
-    every = fractions_of(of)
-    assert every[:5] == [None] * 5 and every[15] is None and every[-1] == 1.0
-    assert recorded_fractions(of) == [None, 0.0, 0.5, 1.0]
-    assert recorded_fractions(case("cocodiff+", stable=0.25)) == [None, 0.25]
-    assert recorded_fractions(case("flat")) == [None]
-    assert at_fraction([(None, 9.0), (0.0, 4.0), (0.5, 2.0), (1.0, 1.0)], 0.25) == 3.0
-    assert at_fraction([(None, 9.0), (0.0, 4.0)], None) == 9.0
+    every = kinds_of_steps(of)
+    assert every[:5] == [{WHOLE: 1.0}] * 5 and every[15] == {WHOLE: 1.0} and every[-1] == {CallKind(stable=1.0): 1.0}
+    none, half, all_ = (CallKind(stable=part) for part in (0.0, 0.5, 1.0))
+    assert recorded_kinds(of) == [WHOLE, none, half, all_]
+    assert recorded_kinds(case("cocodiff+", stable=0.25)) == [WHOLE, CallKind(stable=0.25)]
+    assert recorded_kinds(case("flat")) == [WHOLE]
+    known = {WHOLE: 9.0, none: 4.0, half: 2.0, all_: 1.0}
+    assert of_kind(known, CallKind(stable=0.25)) == 3.0 and of_kind(known, WHOLE) == 9.0
 
 
 @pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+"])
 def test_so_many_tokens_stay_as_the_schedule_says(preset):
     """All of q, k and v of a stable token stay; text and the output always travel."""
     of = case(preset, stable=0.5)
-    segments = {s.fraction: s.bytes for s in record_layer(of, kinds_of(of.shape, of.load)[0])}
-    whole, half = sum(segments[None].values()), sum(segments[0.5].values())
+    segments = {s.kind: s.bytes for s in record_layers(of, kinds_of(of.shape, of.load)[0])}
+    whole, half = sum(segments[WHOLE].values()), sum(segments[CallKind(stable=0.5)].values())
     assert 0.5 < half / whole < 0.75
 
 
@@ -275,7 +343,7 @@ def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
 def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
-    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), x.nbytes
+    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
 
     def encoded(known, how):
@@ -287,6 +355,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
     assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
     assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
+    assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():

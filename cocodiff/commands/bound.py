@@ -57,6 +57,11 @@ class Bound:
             return f"at least {self.db:g} dB against the exact run"
         return f"at most {self.db:g} dB lost against the truth"
 
+    @property
+    def digits(self) -> int:
+        """Decimals that its figures are shown with."""
+        return 1 if self.against == "exact" else 3
+
     def with_margin(self, margin_db: float) -> Bound:
         """A bound that is stricter by so much. A loss grows as the size of the errors does, of which 20 dB are a factor
         of 10."""
@@ -71,7 +76,8 @@ class Bound:
         return figure >= self.db if self.against == "exact" else figure <= self.db
 
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
-        """The slice that is nearest to breaking the bound, or breaks it most; None where nothing is lost in any."""
+        """The slice with the figure that is nearest to breaking the bound, or breaks it most; None where there are no
+        figures."""
         there = {key: figure for key, figure in figures.items() if figure is not None}
         if not there:
             return None

@@ -28,6 +28,10 @@ class Engines(Mapping[str, "Engine"]):
         for mode in self._modes:
             _ = self[mode]
 
+    def chosen(self) -> list[str]:
+        """What they have chosen by themselves, a line each."""
+        return [f"{mode}: {engine.chosen}" for mode, engine in self.made.items() if engine.chosen]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._modes)
 

@@ -67,6 +67,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
+        if job.quality is not None:
+            say(job.quality.line("images"))
     job = deal(job, ranks)
     return 0 if values["dry_run"] else run_job(job, launch, work)
 
@@ -75,6 +77,11 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "height", "width", "ranks")
     quality = Quality.asked(values)
+    if quality is not None and quality.bound.against == "truth":
+        raise UserError(
+            f"--quality {quality.bound} is a loss against the truth, which generated images have not: give a distance "
+            f"to the exact run, as 50dB"
+        )
     presets = preset_configs(values) if quality is None else quality.presets
     Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
@@ -111,23 +118,31 @@ def work(job: Job, transport: Any) -> None:
     from cocodiff_eval.report import encode, plan_pictures
     from cocodiff_eval.slices import safe_stem, unique_names
 
+    from cocodiff.commands.quality_images import choose
+
     session = open_session(job, transport)
     sides = image_sides(session)
     prompts = job.request.prompts or ("",)
     names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in prompts])
     settings = {"prompts": list(prompts), "sides": list(sides)}
     with session.queue(lambda: settings, [1] * len(prompts), "images") as queue, torch.no_grad():
-        for number in queue:
-            queue.bar.begin(1, job.values["steps"] * len(session.engines))
-            images = {mode: paint(session, mode, number, sides, queue.bar) for mode in session.engines}
+        chosen = choose(session, queue, names, sides) if session.job.quality is not None else None
+        modes = {mode: mode for mode in session.engines} if chosen is None else chosen.modes
+        for number in queue.take([n for n in range(len(prompts)) if chosen is None or n not in chosen.kept]):
+            queue.bar.begin(1, job.values["steps"] * len(modes))
+            images = {mode: paint(session, name, number, sides, queue.bar) for mode, name in modes.items()}
             if session.replica.leads:
                 save(session, names[number], images)
-                queue.add(number, [json_ready(row) for row in judge(session, names[number], images)])
-    rows = queue.rows() if session.folder is not None else []
+                exact = session.exact if chosen is None else chosen.exact
+                queue.add(number, [json_ready(row) for row in judge(session, names[number], images, exact)])
+    rows: list[Any] = queue.rows() if session.folder is not None else []
+    if session.folder is not None and chosen is not None:
+        rows = chosen.put_together(session, names, rows)
     plan = plan_pictures([[True] * len(prompts)], len(job.presets))
     pictures = (encode(shown(session, names[n], prompts[n]), plan.side, plan.share) for n in sorted(plan.shown[0]))
     named = dict(zip(names, prompts, strict=True))
-    finish(session, rows, pictures, title="Generated images", prompts=named, side=plan.side)
+    bounds = chosen.records if chosen is not None else None
+    finish(session, rows, pictures, bounds, title="Generated images", prompts=named, side=plan.side)
 
 
 def image_sides(session: Session) -> tuple[int, int]:
@@ -175,18 +190,23 @@ def paint(session: Session, mode: str, prompt: int, sides: tuple[int, int], bar:
     return Image(image_YXC.astype(np.float32), cost)
 
 
-def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[str, Any]]:
-    """Rows of metrics.json: there is no truth, but there may be an exact run to compare with."""
+def psnr_vs_exact_db(exact: Image, image: Image) -> float | None:
+    """None for the same bits."""
     from cocodiff_eval.intensity import IntensityRange
-    from cocodiff_eval.metrics import NOTHING, ExactDistance, metrics_row
+    from cocodiff_eval.metrics import ExactDistance
+
+    distance = ExactDistance(IntensityRange(0.0, 1.0))
+    distance.add(exact.image01_YXC, image.image01_YXC, np.ones(exact.image01_YXC.shape, bool))
+    return distance.psnr_vs_exact_db()
+
+
+def judge(session: Session, name: str, images: dict[str, Image], exact: str | None) -> list[dict[str, Any]]:
+    """Rows of metrics.json: there is no truth, but there may be an exact run to compare with. exact: its mode."""
+    from cocodiff_eval.metrics import NOTHING, metrics_row
 
     rows = []
     for mode in session.job.presets:
-        image, against = images[mode], None
-        if session.exact is not None:
-            distance, exact_YXC = ExactDistance(IntensityRange(0.0, 1.0)), images[session.exact].image01_YXC
-            distance.add(exact_YXC, image.image01_YXC, np.ones(exact_YXC.shape, bool))
-            against = distance.psnr_vs_exact_db()
+        image, compared = images[mode], None if exact is None else images[exact]
         rows.append(
             metrics_row(
                 name,
@@ -195,12 +215,12 @@ def judge(session: Session, name: str, images: dict[str, Image]) -> list[dict[st
                 NOTHING,
                 image.cost.seconds,
                 image.cost.sent,
-                psnr_vs_exact_db=against,
-                exact_compared=session.exact is not None,
+                psnr_vs_exact_db=None if compared is None else psnr_vs_exact_db(compared, image),
+                exact_compared=compared is not None,
                 drift=image.cost.drift,
                 whole_bytes=image.cost.whole,
                 late_bytes=image.cost.late,
-                exact_bytes=images[session.exact].cost.sent if session.exact is not None else None,
+                exact_bytes=compared.cost.sent if compared is not None else None,
             )
         )
     return rows

@@ -87,6 +87,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
+        if job.quality is not None:
+            say(job.quality.line("slices"))
     tasks = find_tasks(values)
     if job.quality is not None:
         from cocodiff.commands.quality_stack import check_truth

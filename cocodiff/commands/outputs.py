@@ -366,13 +366,15 @@ def storage_faults(what: str) -> Iterator[None]:
         ) from error
 
 
-def write_settings(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes run.yaml, which repeats the run. That it replaced an older one, or went on, is not for repeating."""
+def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
+    """Writes run.yaml, which repeats the run. That it replaced an older one, or went on, is not for repeating.
+    remarks: lines of what the run chose by itself, as comments."""
     import yaml
 
     once = ("overwrite", "resume")
     settings = {name: value for name, value in values.items() if value is not None and name not in once}
-    (folder / MARK).write_text(yaml.safe_dump(settings, sort_keys=False))
+    told = "".join(f"# {remark}\n" for remark in remarks)
+    (folder / MARK).write_text(told + yaml.safe_dump(settings, sort_keys=False))
 
 
 def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:

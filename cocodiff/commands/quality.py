@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff.commands.bound import Bound, Slices, Trial, next_trial
+from cocodiff.commands.bound import ENOUGH, Bound, Slices, Trial, next_trial
 from cocodiff.commands.options import Option, check_counts, engine_record, engine_settings, preset_configs
 from cocodiff.commands.record import lasting
 from cocodiff.config import Config, find_shipped, read_yaml
@@ -20,6 +20,8 @@ from cocodiff.errors import UserError
 
 if TYPE_CHECKING:
     from cocodiff.commands.replicas import Queue
+    from cocodiff.commands.samples import PartsOfSettings
+    from cocodiff.commands.session import Cost
 
 PRESET = "coded-"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
@@ -69,14 +71,15 @@ class Quality:
         preset, changes = next(iter(presets)), read_ladder()
         if presets[preset].selection != "full":
             raise UserError(
-                f"--quality {bound} with preset {preset}: its settings are none that leave tokens out: name {PRESET} "
-                f"or an exact preset"
+                f"--quality {bound} with preset {preset}, which leaves tokens out: the settings of a bound send "
+                f"all of them: name {PRESET} or an exact preset"
             )
         for key in dict.fromkeys(key for change in changes.values() for key in change):
             if values.get(key) is not None:
                 raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
         settings = engine_settings(values)
         rungs = {name: engine_record().preset(preset, **settings, **change) for name, change in changes.items()}
+        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {preset} too"
         return cls(bound, values["quality_slices"], values["quality_every"], preset, rungs, changes)
 
     @property
@@ -91,6 +94,13 @@ class Quality:
     def exact_alone(self) -> Quality:
         """Where nothing travels, and so nothing is to be chosen."""
         return replace(self, rungs={self.exact: self.rungs[self.exact]})
+
+    def line(self, unit: str) -> str:
+        """What is asked for, and how it is found."""
+        return (
+            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset} the cheapest is "
+            f"taken that keeps it on {self.slices} {unit}, and on those that are checked"
+        )
 
     def lasting(self) -> dict[str, Any]:
         """What results depend on."""
@@ -112,6 +122,10 @@ class Figure(NamedTuple):
     db: float | None
     sent: int
     whole: int
+
+    @classmethod
+    def of(cls, db: float | None, cost: Cost) -> Figure:
+        return cls(db, sum(cost.sent.values()), sum(cost.whole.values()))
 
 
 @dataclass
@@ -143,22 +157,29 @@ class Group:
 
     def record(self, quality: Quality) -> dict[str, Any]:
         """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
-        assert self.rung is not None, "nothing is chosen yet"
-        names = [*quality.rungs]
+        names, taken = [*quality.rungs], self.taken
         return {
             "of": self.about,
             "bound": str(quality.bound),
             "against": quality.bound.against,
+            "told": quality.bound.told,
+            "digits": quality.bound.digits,
             "preset": quality.preset,
-            "setting": names[self.rung],
-            "changes": quality.changes[names[self.rung]],
+            "setting": names[taken],
+            "changes": quality.changes[names[taken]],
             "margin_db": self.slices.margin_db,
+            "enough": ENOUGH,
             "count": self.slices.count,
             "calibrated_on": [self.names[place] for place in self.slices.calibration],
-            "checked": [self.names[place] for place in self.slices.checks] if self.rung in self.figures else [],
-            "below": self._below(self.rung, quality.bound),
-            "tried": [self._tried(rung, names[rung], quality.bound) for rung in self.figures],
+            "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
+            "below": self._below(taken, quality.bound),
+            "tried": [self._tried(rung, names[rung], quality.bound) for rung in sorted(self.figures)],
         }
+
+    @property
+    def taken(self) -> int:
+        assert self.rung is not None, "a setting is chosen"
+        return self.rung
 
     def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
         figures = self.figures[rung]
@@ -169,6 +190,7 @@ class Group:
             "worst_db": None if worst is None else round(worst[1], 3),
             "worst": None if worst is None else self.names[worst[0]],
             "bytes_of_whole": round(sum(figure.sent for figure in figures.values()) / whole, 4) if whole else None,
+            "kept": all(bound.with_margin(self.slices.margin_db).keeps(db) for db in self.db(rung).values()),
             "below": self._below(rung, bound),
             "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(rung).items())},
         }
@@ -184,12 +206,27 @@ class Group:
         share = "" if tried["bytes_of_whole"] is None else f", {tried['bytes_of_whole']:.3f} of the bytes"
         if worst is None:
             return f"{self.about}: {of}: every bit as in the exact run{share}"
-        needed = quality.bound.with_margin(margin)
-        kept = all(needed.keeps(db) for db in self.db(trial.rung).values())
         with_margin = f" with a margin of {margin:g} dB" if margin else ""
-        verdict = f"keeps {quality.bound}" if kept else f"does not keep {quality.bound}"
-        what = "" if quality.bound.against == "exact" else " lost"
-        return f"{self.about}: {of} {verdict}{with_margin}: {worst:.2f} dB{what} at worst ({tried['worst']}){share}"
+        verdict = f"{'keeps' if tried['kept'] else 'does not keep'} {quality.bound}"
+        what, digits = "" if quality.bound.against == "exact" else " lost", quality.bound.digits
+        return (
+            f"{self.about}: {of} {verdict}{with_margin}: {worst:.{digits}f} dB{what} at worst ({tried['worst']}){share}"
+        )
+
+    def taken_line(self, quality: Quality) -> str:
+        """Which setting is taken, and why."""
+        name = [*quality.rungs][self.taken]
+        if self.slices.count == 0:
+            return f"{self.about}: nothing is to be restored"
+        if len(quality.rungs) == 1:
+            return (
+                f"{self.about}: one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
+            )
+        if self.taken not in self.figures:
+            return f"{self.about}: no other setting keeps {quality.bound}: {name} is taken"
+        return (
+            f"{self.about}: {name} is taken: all {len(self.figures[self.taken])} that were checked keep {quality.bound}"
+        )
 
 
 @dataclass(frozen=True)
@@ -208,11 +245,15 @@ class Trials:
         """In the job's journals, where a batch of results has its own number."""
         return (1 + rung) * self.count + batch
 
-    def made(self, rung: int, batch: int) -> bool:
-        return self.queue.is_done(self.number(rung, batch))
+    def begin(self, whole: Any, kept: PartsOfSettings) -> None:
+        """All ranks call it before `settle`."""
+        if whole.rank == 0:
+            kept.make_folders()
+        whole.broadcast_object(None)  # the folders are there
 
-    def settle(self, groups: Sequence[Group], whole: Any, leads: bool) -> None:
-        """Tries until a setting is chosen for each group. whole: all ranks; leads: whether this one keeps results."""
+    def settle(self, groups: Sequence[Group], whole: Any, leads: bool) -> frozenset[int]:
+        """Tries until a setting is chosen for each group, on all ranks alike. Returns the batches that were restored
+        with it meanwhile. whole: all ranks; leads: whether this one keeps what is restored."""
         names, exact = [*self.quality.rungs], len(self.quality.rungs) - 1
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
             wanted = {
@@ -236,3 +277,11 @@ class Trials:
                 group.figures.setdefault(trial.rung, {}).update(figures)
                 if whole.rank == 0:
                     self.queue.bar.say(f"quality: {group.line(self.quality, trial)}")
+        if whole.rank == 0:
+            for group in groups:
+                self.queue.bar.say(f"quality: {group.taken_line(self.quality)}")
+        kept = frozenset(
+            batch for group in groups for batch in group.batches if self.queue.is_done(self.number(group.taken, batch))
+        )
+        self.queue.expect([batch for batch in range(self.count) if batch not in kept])
+        return kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cocodiff_eval.report import shown_slices
@@ -14,7 +13,7 @@ from cocodiff.commands.judging import Seen, psnr_vs_exact_db
 from cocodiff.commands.quality import Figure, Group, Quality, Trials
 from cocodiff.commands.replicas import Queue
 from cocodiff.commands.restore_stack import Restorer, try_batch
-from cocodiff.commands.samples import Batch, Drawn, Parts
+from cocodiff.commands.samples import Batch, Drawn, PartsOfSettings
 from cocodiff.commands.session import Session
 from cocodiff.commands.tasks import Task, slice_name
 from cocodiff.config import Config
@@ -78,30 +77,14 @@ def slices_of_masks(
     return found
 
 
-class Kept:
-    """Restorations of trials. folder: of a job's unfinished results; each setting has a folder in it."""
-
-    def __init__(self, folder: Path, quality: Quality) -> None:
-        self.exact = quality.exact
-        self.parts = {name: Parts(folder / f"trials-{rung}") for rung, name in enumerate(quality.rungs)}
-
-    def make_folders(self) -> None:
-        for parts in self.parts.values():
-            parts.folder.mkdir(exist_ok=True)
-
-    def drawn(self, setting: str, batches: Sequence[Batch], index: int) -> Drawn:
-        return self.parts[setting].merged(batches, index)[setting]
-
-    def figure(self, task: Task, setting: str, batches: Sequence[Batch], index: int, bound: Bound) -> Figure:
-        """Of a slice in a setting. batches: those of its samples."""
-        one, exact = (self.drawn(name, batches, index) for name in (setting, self.exact))
-        seen = Seen(task, index, task.stack.read(index), task.mask.read(index))
-        if bound.against == "exact":
-            db = psnr_vs_exact_db(task.scale, exact, one, seen.mask_YX)
-        else:
-            before, after = seen.psnr_db(exact), seen.psnr_db(one)
-            db = None if before is None or after is None else before - after
-        return Figure(db, sum(one.cost.sent.values()), sum(one.cost.whole.values()))
+def figure_of(seen: Seen, bound: Bound, exact: Drawn, one: Drawn) -> Figure:
+    """Of a slice in a setting, beside its exact run."""
+    if bound.against == "exact":
+        db = psnr_vs_exact_db(seen.task.scale, exact, one, seen.mask_YX)
+    else:
+        before, after = seen.psnr_db(exact), seen.psnr_db(one)
+        db = None if before is None or after is None else before - after
+    return Figure.of(db, one.cost)
 
 
 @dataclass(frozen=True)
@@ -110,7 +93,7 @@ class Chosen:
 
     quality: Quality
     groups: Mapping[int, Group]
-    trials: Kept
+    trials: PartsOfSettings
     kept: frozenset[int]
 
     @property
@@ -118,9 +101,7 @@ class Chosen:
         return [group.record(self.quality) for group in {id(group): group for group in self.groups.values()}.values()]
 
     def setting(self, task: int) -> str:
-        rung = self.groups[task].rung
-        assert rung is not None, "a setting is chosen for each group"
-        return [*self.quality.rungs][rung]
+        return [*self.quality.rungs][self.groups[task].taken]
 
     def config(self, task: int) -> Config:
         return self.quality.rungs[self.setting(task)]
@@ -139,7 +120,7 @@ class Chosen:
     def drawn(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
         """What was kept of a slice, under the preset's name, and its exact run."""
         of_modes = {self.quality.preset: self.setting(batches[0].task), EXACT: self.quality.exact}
-        return {mode: self.trials.drawn(setting, batches, index) for mode, setting in of_modes.items()}
+        return {mode: self.trials.merged(setting, batches, index) for mode, setting in of_modes.items()}
 
 
 def choose(
@@ -153,34 +134,28 @@ def choose(
     """Chooses a setting for each mask, on all ranks alike, and keeps what was restored meanwhile."""
     quality, replica, whole = session.job.quality, session.replica, session.transport
     assert quality is not None, "a bound is asked for"
-    trials = Kept(queue.journals.folder, quality)
-    if whole.rank == 0:
-        trials.make_folders()
-    whole.broadcast_object(None)  # the folders are there
+    trials = PartsOfSettings(queue.journals.folder, [*quality.rungs])
     groups = {id(mask): mask.group(tasks, batches) for mask in masks.values()}
 
     def restore(setting: str, number: int) -> None:
         batch = batches[number]
-        try_batch(tasks[batch.task], batch, restorer, setting, trials.parts[setting], replica.leads, queue.bar)
+        try_batch(tasks[batch.task], batch, restorer, setting, trials.of[setting], replica.leads, queue.bar)
 
     def judge(group: Group, setting: str, numbers: Sequence[int]) -> dict[int, Figure]:
         of_slices: dict[int, list[tuple[Batch, int]]] = {}
         for number in numbers:
             for place, index in zip(group.batches[number], batches[number].indices, strict=True):
                 of_slices.setdefault(place, []).append((batches[number], index))
-        return {
-            place: trials.figure(tasks[of[0][0].task], setting, [batch for batch, _ in of], of[0][1], quality.bound)
-            for place, of in sorted(of_slices.items())
-        }
+        figures = {}
+        for place, parts in sorted(of_slices.items()):
+            of, index = [batch for batch, _ in parts], parts[0][1]
+            exact, one = (trials.merged(name, of, index) for name in (quality.exact, setting))
+            task = tasks[of[0].task]
+            seen = Seen(task, index, task.stack.read(index), task.mask.read(index))
+            figures[place] = figure_of(seen, quality.bound, exact, one)
+        return figures
 
     made = Trials(quality, queue, len(batches), restore, judge)
-    made.settle([*groups.values()], whole, replica.leads)
-    of_tasks = {task: groups[id(mask)] for task, mask in masks.items()}
-    kept = frozenset(
-        number
-        for group in groups.values()
-        for number in group.batches
-        if group.rung is not None and made.made(group.rung, number)
-    )
-    queue.expect([number for number in range(len(batches)) if number not in kept])
-    return Chosen(quality, of_tasks, trials, kept)
+    made.begin(whole, trials)
+    kept = made.settle([*groups.values()], whole, replica.leads)
+    return Chosen(quality, {task: groups[id(mask)] for task, mask in masks.items()}, trials, kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def restore_batch(
 
 def try_batch(task: Task, batch: Batch, restorer: Restorer, mode: str, parts: Parts, leads: bool, bar: JobBar) -> None:
     """Restores slices in one mode and keeps them, to be compared and perhaps taken as results when others are there."""
-    _, drawn = draw_modes(task, batch, restorer, [mode], leads, bar)
+    _, drawn = draw_modes(task, batch, replace(restorer, presets=[mode]), [mode], leads, bar)
     if leads:
         parts.keep(batch, drawn)
 

@@ -220,6 +220,8 @@ def open_session(job: Job, transport: Any) -> Session:
     if folder is not None:
         in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
         say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - job.started:.1f} s")
+        for line in engines.chosen():
+            say(line)
     return Session(job, transport, replica, model, engines, exact, folder)
 
 
@@ -377,7 +379,7 @@ def _write_results(
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
-    write_settings(folder, values if bounds is None else {**values, FOUND: bounds})
+    write_settings(folder, values if bounds is None else {**values, FOUND: bounds}, session.engines.chosen())
     session.job.output.publish()
     say()
     say(terminal_table(document))

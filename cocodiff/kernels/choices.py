@@ -24,6 +24,7 @@ ONE_THREAD: dict[str, Switches] = {
     "qk_norm_rope": (MIB // 2,),
     "merge_partials": (8192,),
     "encode_residual": (MIB // 4,),
+    "note_change": (MIB // 4,),
     "decode_residual": (MIB // 4,),
 }
 OPS = tuple(ONE_THREAD)

@@ -95,17 +95,16 @@ class Kernels:
         self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
 
     def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
     ) -> None:
-        self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_2)
+        self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_N)
 
-    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
-        from cocodiff.kernels.residual import _in_groups, _size_byte
+    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+        self._run("note_change", (x_BLHD,), x_BLHD, last_BLHD, notes_N)
 
-        d = _size_byte(_in_groups(x.float() - last.float())) - _size_byte(_in_groups(x.float()))
-        notes[2] += d.sum()
-        notes[3] += d.numel()
-        last.copy_(x)
+    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
+        """The linear continuation of two reconstructions, in one launch."""
+        return torch.lerp(before, last, 1 + factor)
 
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)

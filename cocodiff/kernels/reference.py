@@ -12,7 +12,7 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.residual import Prediction, Reconstructions, decode_residual, encode_residual
+from cocodiff.kernels.residual import Prediction, Reconstructions, decode_residual, encode_residual, note_change
 
 
 class TorchOps:
@@ -110,11 +110,16 @@ class TorchOps:
         lse_BLH.copy_(merged)
 
     def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
     ) -> None:
         """Writes x's code and its next reconstruction: `cocodiff.kernels.residual` defines both. x and the
         reconstructions may be views of any stride but the last; code is uint8."""
-        encode_residual(x_BLHD, known, how, bits, code_BLHW, notes_2)
+        encode_residual(x_BLHD, known, how, bits, code_BLHW, notes_N)
+
+    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+        """Adds to the notes, which are `encode_residual`'s, how much x differs from the last values; last becomes x.
+        Both may be views of any stride but the last."""
+        note_change(x_BLHD, last_BLHD, notes_N)
 
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         """Writes the next reconstruction from a code, with the bits that `encode_residual` wrote."""

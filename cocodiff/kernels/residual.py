@@ -24,6 +24,11 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
     value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
     new state    r = p + v, rounded to the dtype of x
 
+    size byte    of any values of a group, for comparisons: the scale byte of the smallest step that none of their
+                 magnitudes exceeds, 0 where that would be below 1, and the largest of 254 above and where some value
+                 is not finite. 8 of them are an octave, so differences of size bytes are relative sizes, as integers,
+                 whose sum no order changes
+
 Sums add the upper half of 32 numbers, zeros where channels are missing, to the lower half, and so on: 16 and 16, 8 and
 8, down to 1 and 1.
 
@@ -44,7 +49,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-NOTES = 4
+NOTES = 4  # of the coding of a tensor: see encode_residual
 LOWEST = -20  # exponent of the smallest step
 BAD, LARGEST = 255, 254
 FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for residuals like noise
@@ -52,7 +57,8 @@ FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for resid
 
 class Prediction(NamedTuple):
     """How x is predicted. factor: of the linear continuation. linear: whether it is used, or the newest reconstruction
-    as it is. compare: whether encoding tells how the two predictions compare."""
+    as it is. compare: whether encoding tells how the two predictions compare. measure: whether it tells how large the
+    residuals are beside the values."""
 
     factor: float = 0.0
     linear: bool = False
@@ -78,28 +84,30 @@ def groups_of(head_dim: int) -> int:
 
 
 def encode_residual(
-    x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+    x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
 ) -> None:
     """Writes the code of x, uint8, and the next reconstruction.
 
-    notes_2: int64; to the first is added the number of groups that no scale fits (not finite, or larger than the
-    largest step), and with `how.compare` to the second the sum over groups of the size of a, in eighths of an octave as
-    a scale byte has it, that the linear continuation has or would have, minus that of the newest reconstruction: below
-    0 where the continuation predicts better.
+    notes_N: int64 [NOTES], to which is added
+        [0]  the number of groups that no scale fits (not finite, or larger than the largest step)
+        [1]  with `how.compare` the sum over groups of the size byte of the residual to the linear continuation, less
+             that to the newest reconstruction: below 0 where the continuation predicts better
+        [2]  with `how.measure` the sum over groups of the size byte of the coded residual, less that of x
+        [3]  with `how.measure` the number of groups
+    So 2 ** ([2] / (8 * [3])) is the prediction's relative error: the geometric mean over groups.
     """
     x = x_BLHD.float()
     predicted = _predicted(known, how.factor if how.linear else None)
     residual_GC = _in_groups(x - predicted)
     D = x.shape[-1]
     scale_G, too_large = _scale_bytes(residual_GC, D, bits)
-    notes_2[0] += too_large
+    notes_N[0] += too_large
     if how.compare:
         other_GC = _in_groups(x - _predicted(known, None if how.linear else how.factor))
         difference = (_size_byte(residual_GC) - _size_byte(other_GC)).sum()
-        notes_2[1] += difference if how.linear else -difference
+        notes_N[1] += difference if how.linear else -difference
     if how.measure:
-        notes_2[2] += (_size_byte(residual_GC) - _size_byte(_in_groups(x))).sum()
-        notes_2[3] += scale_G.numel()
+        _note_sizes(residual_GC, x, notes_N)
     half, step_G = 2 ** (bits - 1), _steps(scale_G)
     # Of a group without scale this gives numbers of no meaning; the next line replaces them.
     magnitude_GC = (residual_GC.abs() * (1 / step_G)[..., None]).clamp_(max=half - 1).to(torch.int32)
@@ -109,6 +117,14 @@ def encode_residual(
     width = code_BLHW.shape[-1] - scale_G.shape[-1]
     code_BLHW[..., :width] = _packed(code_GC.flatten(-2)[..., : x.shape[-1]], bits)
     code_BLHW[..., width:] = scale_G
+
+
+def note_change(x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+    """Adds to notes [2] and [3] what `encode_residual` adds with `how.measure`, of a tensor that travels as it is and
+    is predicted to be as it was; then last becomes x."""
+    x = x_BLHD.float()
+    _note_sizes(_in_groups(x - last_BLHD.float()), x, notes_N)
+    last_BLHD.copy_(x_BLHD)
 
 
 def decode_residual(code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
@@ -153,8 +169,15 @@ def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor
     return byte_G, too_large_G.sum()
 
 
-def _size_byte(residual_GC: Tensor) -> Tensor:
-    return _byte_above(_largest(residual_GC.abs())).clamp_(0, LARGEST)
+def _note_sizes(residual_GC: Tensor, x_BLHD: Tensor, notes_N: Tensor) -> None:
+    difference_G = _size_byte(residual_GC) - _size_byte(_in_groups(x_BLHD))
+    notes_N[2] += difference_G.sum()
+    notes_N[3] += difference_G.numel()
+
+
+def _size_byte(values_GC: Tensor) -> Tensor:
+    # NaN counts as infinity: some of its patterns would overflow.
+    return _byte_above(_largest(values_GC.abs()).nan_to_num_(math.inf, math.inf)).clamp_(0, LARGEST)
 
 
 def _largest(size_GC: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocodiff.kernels.choices import OPS
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions, coded_width
 
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
 B, L, H, D = 1, 70, 3, 128
@@ -45,6 +45,10 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return _moved(op, ops, x_BLHD, other_BLHD)
     if op in ("encode_residual", "decode_residual"):
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
+    if op == "note_change":
+        notes_N = torch.zeros(NOTES, dtype=torch.int64, device=device)
+        ops.note_change(x_BLHD, other_BLHD, notes_N)
+        return [other_BLHD, notes_N]
     if op == "l1_score":
         return ops.l1_score(x_BLHD, other_BLHD)
     if op == "select":
@@ -77,11 +81,12 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
     found = []
     for bits in (2, 4, 8):
         code_BLHW = torch.zeros(B, L, H, coded_width(D, bits), dtype=torch.uint8, device=x_BLHD.device)
-        notes_2 = torch.zeros(2, dtype=torch.int64, device=x_BLHD.device)
+        notes_N = torch.zeros(NOTES, dtype=torch.int64, device=x_BLHD.device)
         ends = [Reconstructions(known.last, known.before.clone()) for _ in range(2)]
         encoder = ops if op == "encode_residual" else TorchOps()
-        encoder.encode_residual(x_BLHD, ends[0], Prediction(0.75, linear=True, compare=True), bits, code_BLHW, notes_2)
+        how = Prediction(0.75, linear=True, compare=True, measure=True)
+        encoder.encode_residual(x_BLHD, ends[0], how, bits, code_BLHW, notes_N)
         if op == "decode_residual":
             ops.decode_residual(code_BLHW, ends[1], 0.75, bits)
-        found += [code_BLHW, notes_2, *(end.before for end in ends if end.before is not None)]
+        found += [code_BLHW, notes_N, *(end.before for end in ends if end.before is not None)]
     return found

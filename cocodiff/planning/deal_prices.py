@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.assemble import chunking, exchange_table, mesh_of
+from cocodiff.assemble import chunking, exchange_table, mesh_of, settled, state_sizes
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.deals import Deal
+from cocodiff.planning.decisions import Decisions
 from cocodiff.planning.layers import Case, kinds_of
 from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
 from cocodiff.planning.placement import Work
@@ -29,7 +30,7 @@ from cocodiff.planning.traffic import Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.links import Network
-from cocodiff.topology.machine import Links, Machine, Topology
+from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import LINK_CLASSES
 
 OUTPUT_CHANNELS = (
@@ -42,8 +43,8 @@ class Workload:
     """What makes one batch of images.
 
     load: of ranks that compute both branches of guidance: all rows, and all calls of a step.
-    stable: where a threshold decides, the part of the tokens that stay. negative: the segments of the second call of a
-    step, where its text has another length.
+    stable: where a threshold decides, the part of the tokens that stay. decisions: as of `Case`. negative: the segments
+    of the second call of a step, where its text has another length.
     """
 
     shape: ModelShape
@@ -52,11 +53,17 @@ class Workload:
     steps: int = 50
     stable: float = 0.7
     negative: Segments | None = None
+    decisions: tuple[Decisions, ...] = ()
 
     @property
     def guides(self) -> bool:
         """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
         return self.load.branches == 2 or self.shape.rows_per_image == 2
+
+    def settled(self, topology: Topology) -> Workload:
+        """With the codec that `codec: auto` is on the ranks of a branch."""
+        config = settled(self.config, topology, Work(self.shape.heads, self.shape.head_dim))[0]
+        return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
 
     def of_branch(self, guidance: int, branch: int) -> Workload:
         """The work of the ranks of one branch."""
@@ -97,6 +104,13 @@ class Part:
             exchange_table(config, self.topology)
         return mesh
 
+    def case(self, load: Load, mesh: Mesh | None = None) -> Case:
+        """load: one of the work's calls. mesh: where it is known."""
+        work = self.work
+        return Case(
+            work.shape, self.topology, work.config, load, work.steps, work.stable, work.decisions, known_mesh=mesh
+        )
+
     @property
     def alike(self) -> Hashable:
         """The same for parts that take alike: whose ranks sit alike, and share NICs alike where they are on several
@@ -114,9 +128,7 @@ class DealStep(NamedTuple):
 
 def untimed(machine: Machine) -> str | None:
     """Why there are no times for a machine; None where there are."""
-    lacking = [] if machine.device.bf16_tflop_s and machine.device.memory_gb_s else ["its device"]
-    if machine.links == Links():
-        lacking.append("its links")
+    lacking = machine.untold
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
@@ -124,7 +136,10 @@ def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]
     """Of every replica its guidance branches. Raises UserError where the deal does not divide the ranks."""
     axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
     return [
-        [Part(ranks, topology.part(ranks), work.of_branch(deal.guidance, g)) for g, ranks in enumerate(of_replica)]
+        [
+            Part(ranks, part := topology.part(ranks), work.of_branch(deal.guidance, branch).settled(part))
+            for branch, ranks in enumerate(of_replica)
+        ]
         for of_replica in axes.branches
     ]
 
@@ -154,11 +169,11 @@ class Pricer:
         seats = {tuple(part.topology.seats for part in parts) for parts in self._parts(work, deal)}
         config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
         by_card = config.selection == "v_major" and config.scoring == "card"
-        if len(seats) > 1 and (ring or by_card or config.chunks != 1):
+        if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
             raise UserError(
                 f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
-                f"that with rings, chunks or scoring by card an image would depend on which replica makes it: choose "
-                f"another number"
+                f"that with rings, chunks, scoring by card or codec auto an image would depend on which replica makes "
+                f"it: choose another number"
             )
 
     def least_s(self, work: Workload, deal: Deal) -> float:
@@ -207,8 +222,7 @@ class Pricer:
         if key not in self._plans:
             network, found, mesh = Network(part.topology), [], self._mesh(part)
             for load in work.calls:
-                case = Case(work.shape, part.topology, work.config, load, work.steps, work.stable, known_mesh=mesh)
-                found.append(Recording(case).plan(network, self._latencies))
+                found.append(Recording(part.case(load, mesh)).plan(network, self._latencies))
             self._plans[key] = _total(found)
         return self._plans[key]
 

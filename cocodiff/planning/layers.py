@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,21 +18,25 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE
+from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import PricedKernels, Pricing
-from cocodiff.planning.program import Message, Program
+from cocodiff.planning.program import Label, Message, Program, Recorder
 from cocodiff.planning.roofline import Layer, roofline
+from cocodiff.planning.simulate import Outcome
 from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.trace import LINK_CLASSES, Span, Trace
+from cocodiff.wire.coding import WHOLE, CallKind, Moment, Typical
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
+SITES = 3  # layers whose calls follow one another where some do not wait for what they send
+LAST_CALL = "last call of the model"  # the span of it
 LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = (
     1,
     4,
@@ -41,8 +47,9 @@ Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 @dataclass(frozen=True)
 class Case:
-    """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. one_peer: groups
-    serve one peer at a time. make: builds a rank's strategy. known_mesh: of Ulysses and Ring; None for the one that the
+    """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. decisions: what a
+    controller decides, by recorded runs to choose from; () for the shipped ones. one_peer: groups serve one peer at a
+    time. make: builds a rank's strategy. known_mesh: of Ulysses and Ring; None for the one that the
     engine would choose."""
 
     shape: ModelShape
@@ -51,6 +58,7 @@ class Case:
     load: Load
     steps: int = 50
     stable: float = 0.7
+    decisions: tuple[Decisions, ...] = ()
     one_peer: bool = False
     make: Make = build_strategy
     known_mesh: Mesh | None = None
@@ -72,12 +80,40 @@ class Kind(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One layer of one kind at a stable fraction (None: all tokens travel, whatever scores say), on all ranks."""
+    """Layers of one kind whose calls are of one kind, on all ranks. layers: how many layers the programs' last call of
+    the model has; where a call does not wait for what it sends, the span LAST_CALL is that of it, after some that are
+    not counted. bytes: of one layer. agreement: what the ranks agree on once for all layers of a call of the model."""
 
-    fraction: float | None
+    kind: CallKind
     programs: list[Program]
     messages: list[Message]
-    bytes: dict[str, int]
+    bytes: dict[str, float]
+    agreement: list[Program]
+    layers: int = 1
+
+    def seconds(self, outcome: Outcome) -> float:
+        """Of one layer."""
+        if not self.kind.displaced:
+            return outcome.seconds
+        calls = [span for of_rank in outcome.spans for span in of_rank if span.name == LAST_CALL]
+        return (max(one.end_ns for one in calls) - min(one.start_ns for one in calls)) / 1e9 / self.layers
+
+    def counted(self, spans: Sequence[Span]) -> list[Span]:
+        """Those of a rank that are shown: where there are several layers, the last one's."""
+        if not self.kind.displaced:
+            return list(spans)
+        (call,) = (span for span in spans if span.name == LAST_CALL)
+        start_ns = call.end_ns - (call.end_ns - call.start_ns) // self.layers
+        return [
+            span._replace(start_ns=span.start_ns - start_ns, end_ns=span.end_ns - start_ns)
+            for span in spans
+            if span.start_ns >= start_ns
+        ]
+
+    def compute_s(self, launch_s: float) -> float:
+        """Of one layer, on the rank that computes longest."""
+        within = LAST_CALL if self.kind.displaced else None
+        return max(program.compute_s(launch_s, within) for program in self.programs) / self.layers
 
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
@@ -90,66 +126,102 @@ def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
     return [kind for kind in found if kind.layers]
 
 
-def fractions_of(case: Case) -> list[float | None]:
-    """Of every step the part of the image tokens that stay; None where all travel without looking."""
+def kinds_of_steps(case: Case) -> list[Mapping[CallKind, float]]:
+    """Of every step the parts of its calls by their kind."""
     if case.topology.size == 1:
-        return [None] * case.steps
-    return coding_of(case.config).stable_fractions(case.config, case.steps, case.stable)
+        return [{WHOLE: 1.0}] * case.steps
+    decisions = decisions_of(case.config, case.steps, case.decisions)
+    displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
+    return coding_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
 
 
-def recorded_fractions(case: Case) -> list[float | None]:
-    """Those of them that are recorded; between them, straight lines."""
-    every = fractions_of(case)
-    parts = sorted({part for part in every if part is not None})
-    full: list[float | None] = [None] if None in every else []
-    return full + list(parts if len(parts) <= len(SAMPLES) else SAMPLES)
+def recorded_kinds(case: Case) -> list[CallKind]:
+    """Those of them that are recorded; of many stable fractions some, and between these straight lines."""
+    kinds = {kind for step in kinds_of_steps(case) for kind in step}
+    if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
+        kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
+    return sorted(kinds, key=lambda kind: (not kind.whole, *kind[1:]))
 
 
-def record_layer(case: Case, kind: Kind) -> list[Segment]:
-    """One layer at every fraction of `recorded_fractions`. Each begins with all ranks together."""
+def record_layers(case: Case, kind: Kind) -> list[Segment]:
+    """Layers of one kind in calls of every kind of `recorded_kinds`. All ranks begin together.
+
+    A call that waits for all that it sends is one layer's. Others hide what they send behind the layers that follow,
+    and the same layer's next call waits for it: there SITES layers follow one another in three calls of the model, of
+    which the last one is counted. Messages that take longer than the layers compute have then filled the lanes, and a
+    call takes as long as they do. A real model has more layers to hide behind."""
     layouts = case.mesh.layouts(kind.segments, case.shape.heads)
-    fractions = recorded_fractions(case)
+    kinds = recorded_kinds(case)
 
-    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, int]]]:
+    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, float], Program]]:
         rank = transport.rank
         group, slot = case.mesh.seat(rank)
-        layout = layouts[group]
         trace = VirtualTrace(transport.recorder)
         pricing = Pricing(transport.recorder, case.topology.machine.device)
-        step = 0
         with pricing:
             kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
             over: Any = SerialTransport(transport) if case.one_peer else transport
             strategy = case.make(case.config, case.mesh, over, trace, kernels)
-            layer = PlannedLayer(case, kind, layout, slot, pricing)
+            layer = PlannedLayer(case, kind, layouts[group], slot, pricing)
+            calls = RecordedCalls(case, strategy, layer, transport.recorder, trace)
             if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
-                strategy.coding.begin_step(Moment(0, step, case.steps))
-                layer.run(strategy)
-                strategy.coding.prepare(layout, torch.device("cpu"))
-            found = []
-            transport.recorder.cut()
-            for fraction in fractions:
-                strategy.coding.hold_at(fraction)
-                for _ in range(1 if fraction is None else 1 + strategy.coding.steps_to_settle):
-                    step += 1
-                    strategy.coding.begin_step(Moment(0, step, case.steps))
-                    strategy.coding.agree()
-                    trace.clear()
-                    transport.recorder.cut()  # what is settled once for all layers of a call is not a layer's
-                    layer.run(strategy)
-                found.append((transport.recorder.cut(), trace.bytes()))
-        return found
+                calls.run(1)
+                strategy.coding.prepare(layouts[group], torch.device("cpu"))
+            return [calls.of_kind(one) for one in kinds]
 
     of_ranks, _, messages = record(case.topology.size, work, receives_ahead=False)  # as on the device that is priced
     return [
         Segment(
-            fraction,
+            one,
             [of_rank[index][0] for of_rank in of_ranks],
             messages,
             {link: sum(of_rank[index][1][link] for of_rank in of_ranks) for link in LINK_CLASSES},
+            [of_rank[index][2] for of_rank in of_ranks],
+            SITES if one.displaced else 1,
         )
-        for index, fraction in enumerate(fractions)
+        for index, one in enumerate(kinds)
     ]
+
+
+class RecordedCalls:
+    """One rank's calls of a model that has some layers alike, one after the other."""
+
+    def __init__(
+        self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
+    ) -> None:
+        self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
+        self._step = -1
+
+    def run(self, layers: int) -> Program:
+        """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
+        self._step += 1
+        coding = self._strategy.coding
+        with self._recorder.apart() as agreement:
+            coding.begin_step(Moment(0, self._step, self._case.steps))
+            coding.agree()
+        for number in range(layers):
+            self._layer.run(self._strategy, number)
+        return agreement
+
+    def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
+        """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
+        coding, layers = self._strategy.coding, SITES if kind.displaced else 1
+        coding.hold_at(kind._replace(displaced=""))  # nothing of earlier calls is in flight then
+        for _ in range(0 if kind.whole else coding.steps_to_settle):
+            self.run(layers)
+        self._recorder.cut()
+        coding.hold_at(kind)
+        for _ in range(2 if kind.displaced else 0):
+            self.run(layers)
+        self._trace.clear()
+        with self._recorder.span(Label(LAST_CALL, "main", "")) if kind.displaced else nullcontext():
+            agreement = self.run(layers)
+        sent = {link: count / layers for link, count in self._trace.bytes().items()}
+        program = self._recorder.cut()
+        if kind.displaced:
+            coding.hold_at(kind._replace(displaced=""))
+            self.run(layers)
+        return program, sent, agreement
 
 
 class PlannedLayer:
@@ -163,8 +235,9 @@ class PlannedLayer:
         self._times: Layer = roofline(shape, case.topology, tokens, load.batch, slot, layout)
         self._shape = (load.batch, layout.rows[slot], shape.heads, shape.head_dim)
 
-    def run(self, strategy: Ulysses) -> None:
-        strategy.attend(self.qkv(), Site(self._kind.name))
+    def run(self, strategy: Ulysses, number: int) -> None:
+        """number: of layers that are alike."""
+        strategy.attend(self.qkv(), Site(f"{self._kind.name} {number}" if number else self._kind.name))
         if not self._kind.beside:
             self._rest()
 
@@ -192,12 +265,16 @@ class PlannedLayer:
         self._pricing.compute(self._times.rest, LAUNCHES_REST)
 
 
-def at_fraction(values: Sequence[tuple[float | None, float]], fraction: float | None) -> float:
-    """A quantity known at some fractions, at another one."""
-    if fraction is None:
-        return next(value for known, value in values if known is None)
-    parts = [(known, value) for known, value in values if known is not None]
-    upper = next(pair for pair in parts if pair[0] >= fraction)
-    lower = next(pair for pair in reversed(parts) if pair[0] <= fraction)
-    part = (fraction - lower[0]) / (upper[0] - lower[0]) if upper[0] > lower[0] else 0.0
-    return lower[1] + part * (upper[1] - lower[1])
+def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
+    """A quantity known for some kinds of calls, for another one, which leaves another part of the tokens behind."""
+    if kind in known:
+        return known[kind]
+    parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
+    upper = next(pair for pair in parts if pair[0] >= kind.stable)
+    lower = next(pair for pair in reversed(parts) if pair[0] <= kind.stable)
+    return lower[1] + (kind.stable - lower[0]) / (upper[0] - lower[0]) * (upper[1] - lower[1])
+
+
+def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
+    """The mean over all steps of a quantity that is known for kinds of calls."""
+    return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)

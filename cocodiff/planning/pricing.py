@@ -99,6 +99,9 @@ class PricedKernels(Kernels):
         self._pricing, self._generator = pricing, torch.Generator().manual_seed(seed)
         self._largest = threshold / stable if stable else 2 * threshold + 1.0
 
+    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
+        self._run("note_change", (x,), x, last, notes)
+
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
             self._pricing.charge(0.0, *cost_of(op, moved, arguments))
@@ -116,13 +119,18 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
     """Bytes that an operation of `kernels` reads and writes, and instructions that it starts. moved, arguments: as
     `Kernels` has them."""
     if op == "encode_residual":
-        x_BLHD, known, how, _, code_BLHW, notes_2 = arguments
-        traffic = bytes_of((x_BLHD, code_BLHW, notes_2)) + bytes_of_state(known, how.linear or how.compare)
+        x_BLHD, known, how, _, code_BLHW, notes_N = arguments
+        traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, how.linear or how.compare)
     elif op == "decode_residual":
         code_BLHW, known, factor, _ = arguments
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
+    elif op == "note_change":
+        x, last, notes = arguments
+        traffic = bytes_of((x, last, last, notes))  # x is the last one afterwards
     else:
         traffic = bytes_of(arguments)
+        if op == "note_change":
+            traffic += moved[0].nbytes  # what was read of the last values is written as well
     itemsize = moved[0].element_size() if moved else 1
     return traffic, started(op, traffic / (2 * itemsize) if op in COPIES else moved[0].numel())
 
@@ -132,11 +140,11 @@ def bytes_of_state(known: Reconstructions, both: bool) -> int:
     return (3 if both and known.before is not None else 2) * known.last.nbytes
 
 
-def prefer_linear(how: Prediction, notes_2: Tensor) -> None:
+def prefer_linear(how: Prediction, notes_N: Tensor) -> None:
     """The notes of an encoding that looked at no numbers: where it compares predictions, the linear one, which costs
     more, is said to be the better."""
     if how.compare:
-        notes_2[1] -= 1
+        notes_N[1] -= 1
 
 
 def bytes_of(value: Any) -> int:

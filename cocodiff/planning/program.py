@@ -38,9 +38,13 @@ class Program:
     lane_of: list[str] = field(default_factory=lambda: ["main"])
     labels: list[Label] = field(default_factory=list)
 
-    def compute_s(self, launch_s: float = 0.0) -> float:
-        """Seconds that the main thread computes."""
-        return sum(op[1] + op[2] * launch_s for op in self.strands[0] if op[0] == COMPUTE)
+    def compute_s(self, launch_s: float = 0.0, within: str | None = None) -> float:
+        """Seconds that the main thread computes; within: the last span of this name alone."""
+        operations = self.strands[0]
+        if within is not None:
+            number = max(n for n, label in enumerate(self.labels) if label.name == within)
+            operations = operations[operations.index((BEGIN, number)) : operations.index((END, number))]
+        return sum(op[1] + op[2] * launch_s for op in operations if op[0] == COMPUTE)
 
 
 @dataclass
@@ -98,6 +102,16 @@ class Recorder:
             yield
         finally:
             self.write(END, number)
+
+    @contextmanager
+    def apart(self) -> Iterator[Program]:
+        """What is done inside goes to a program of its own, and is awaited inside."""
+        assert self._strand == 0, "a job is being recorded"
+        kept, self._program = self._program, Program(self.rank)
+        try:
+            yield self._program
+        finally:
+            self._program = kept
 
     def cut(self) -> Program:
         """The program since the last cut, or since the start. Nothing may be under way."""

@@ -104,6 +104,12 @@ class Machine:
     def tiles_per_node(self) -> int | None:
         return None if self.cards is None else self.cards * self.tiles
 
+    @property
+    def untold(self) -> list[str]:
+        """What the file does not say the rates of."""
+        device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
+        return device + (["its links"] if self.links == Links() else [])
+
     def plane_of(self, local_tile: int) -> int:
         """The plane of a tile, counted from the first tile of its node."""
         return self.planes[local_tile % len(self.planes)]

@@ -57,6 +57,30 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
     return rows
 
 
+class CallKind(NamedTuple):
+    """How calls of attention are made, for predictions, which know each kind by one recording.
+
+    whole: all tensors as they are, and nothing is looked at. stable: the part of the tokens that stays behind. fine:
+    with the bits of the last steps. displaced: names of the tensors that no call waits for, as "qkv"."""
+
+    whole: bool = False
+    stable: float = 0.0
+    fine: bool = False
+    displaced: str = ""
+
+
+WHOLE = CallKind(whole=True)
+
+
+class Typical(NamedTuple):
+    """What tensors decide in a run, for predictions that have none. stable: where a threshold decides, the part of the
+    tokens that stay. displaced: where a controller decides, of every step the part of the calls by the tensors that are
+    displaced together."""
+
+    stable: float = 0.0
+    displaced: Sequence[Mapping[str, float]] = ()
+
+
 class Encoded(NamedTuple):
     """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
     rows L of every rank they have."""
@@ -141,11 +165,9 @@ class Coding:
         return head_dim * itemsize
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
-        """For predictions: of every step the fraction of tokens that stay behind, `typical` where the tokens themselves
-        decide; None for steps in which all travel without being looked at. A coding that leaves none behind may number
-        its kinds of steps with 0 and 1."""
-        return [None] * steps
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        """For predictions: of every step the parts of its calls by their kind."""
+        return [{WHOLE: 1.0}] * steps
 
     @classmethod
     def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
@@ -162,6 +184,9 @@ class Coding:
 
     def agree(self) -> None:
         """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
+
+    def catch_up(self) -> None:
+        """Receives what calls have sent and did not wait for."""
 
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""
@@ -184,8 +209,9 @@ class Coding:
     def prepare(self, layout: Layout, device: Any) -> None:
         """For predictions: works out beforehand what calls of a layout need once."""
 
-    def hold_at(self, fraction: float | None) -> None:
-        """For predictions: makes every call as one of this fraction, see `stable_fractions`."""
+    def hold_at(self, kind: CallKind) -> None:
+        """For predictions: makes every call as one of this kind, as far as it can: one that follows no other is
+        whole."""
 
 
 @dataclass(frozen=True)

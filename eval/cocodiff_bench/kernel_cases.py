@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.kernels import Prediction, Reconstructions, Rows, coded_width
+from cocodiff.kernels import NOTES, Prediction, Reconstructions, Rows, coded_width
 
 CODE_BITS = 2
 HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node
@@ -44,6 +44,7 @@ def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
         "merge_partials": _merge,
         "encode_residual": partial(_encode, linear=False),
         "encode_residual_taylor": partial(_encode, linear=True),
+        "note_change": _note_change,
         "decode_residual": partial(_decode, linear=False),
         "decode_residual_taylor": partial(_decode, linear=True),
     }
@@ -142,11 +143,20 @@ def _known(L: int, dtype: torch.dtype, linear: bool) -> tuple[Tensor, Reconstruc
 def _encode(L: int, _peers: int, dtype: torch.dtype, linear: bool) -> Case:
     """The most work of a number of bits. Its state follows from call to call, as a run's does."""
     x_BLHD, known, code_BLHW = _known(L, dtype, linear)
-    how, notes_2 = Prediction(1.0, linear=linear), torch.zeros(2, dtype=torch.int64)
+    how, notes_N = Prediction(1.0, linear=linear), torch.zeros(NOTES, dtype=torch.int64)
     moved = (4 if linear else 3) * x_BLHD.nbytes + code_BLHW.nbytes
     return Case(
-        lambda ops: ops.encode_residual(x_BLHD, known, how, CODE_BITS, code_BLHW, notes_2), moved, copied=x_BLHD.nbytes
+        lambda ops: ops.encode_residual(x_BLHD, known, how, CODE_BITS, code_BLHW, notes_N), moved, copied=x_BLHD.nbytes
     )
+
+
+def _note_change(L: int, _peers: int, dtype: torch.dtype) -> Case:
+    """Of every 16th row, as a run looks at it."""
+    x_BLHD, last_BLHD = (
+        _random(L + n, dtype)[:, n::16].contiguous() if n else _random(L, dtype)[:, ::16] for n in (0, 1)
+    )
+    notes_N, size = torch.zeros(NOTES, dtype=torch.int64), last_BLHD.nbytes
+    return Case(lambda ops: ops.note_change(x_BLHD, last_BLHD, notes_N), 3 * size, copied=size)
 
 
 def _decode(L: int, _peers: int, dtype: torch.dtype, linear: bool) -> Case:

@@ -2,8 +2,10 @@
 
 Messages are real and of full size; what computes is a wait, as long as a roofline of the machine file's device says,
 drawn out like the links of the emulated machine (`cocodiff emulate --scale`). One layer is measured, a step is all of
-them in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Times
-are those of the real machine: what was measured, divided by the scale.
+them in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Where
+calls do not wait for all that they send, some layers follow one another in several calls of a model, for every set of
+tensors that a recorded run displaces together, and are averaged over its steps, the first one included. Times are those
+of the real machine: what was measured, divided by the scale.
 
 With guidance in two parts of the ranks, each part runs a layer of its own branch, and the parts' exchange of outputs,
 measured on its own, is added once a step. The slower part, that of the longer text, decides.
@@ -18,6 +20,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.part import Part
@@ -27,6 +30,7 @@ from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
+from cocodiff.planning.decisions import Decisions, decisions_of, read_decisions, without_seldom
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
@@ -34,9 +38,10 @@ from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coding import WHOLE, CallKind, Typical
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS, Variant
+from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, STABLE, USUAL_VARIANTS, VARIANTS, Variant
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -67,10 +72,13 @@ OPTIONS = common.with_common_options(
     Option("text_tokens", "of the two branches' prompts; default: the model's longest", [], type=int, many=True),
     Option(
         "variants",
-        f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it; "
-        f"by default those without chunks and guidance, and split_v_first with int4 and int2",
+        f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it, and "
+        f"behind that ahead (arrival adaptive) or displaced; by default those without chunks and guidance, and "
+        f"split_v_first with int4 and int2",
         many=True,
     ),
+    Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model"),
+    Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
     Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
@@ -86,7 +94,8 @@ def check(values: Values, ranks: int | None) -> None:
             known = ", ".join([*VARIANTS, *MORE_VARIANTS])
             raise UserError(
                 f"--variants {name!r}: choose from {known} (A_v_first for 'A v_first'), and for the residual codec one "
-                f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4)"
+                f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4), or ahead or displaced "
+                f"behind that"
             )
         if ranks is not None and ranks % ALL_VARIANTS[name].parts:
             raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
@@ -124,21 +133,27 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             ]
             for name, of in sharing.items()
         }
-        for (name, fraction), one in built.items():
-            one.settle(calls[name], fraction)
-        steps = {key_of(name, fraction): partial(one.begin, fraction) for (name, fraction), one in built.items()}
+        for (name, kind), one in built.items():
+            one.settle(calls[name], kind)
+        steps = {
+            key_of(name, kind): partial(one.begin, kind) for (name, kind), one in built.items() if not kind.displaced
+        }
         outputs = Outputs(shape, topology, size, values["batch"], transport)
         for efficiency in values["link_efficiency"]:
             dilation = scale * efficiency
             variants: dict[str, Callable[[], Any]] = {
-                key_of(name, fraction): partial(run_all, one, calls[name], dilation)
-                for (name, fraction), one in built.items()
+                key_of(name, kind): partial(
+                    one.run_behind if kind.displaced else partial(run_all, one), calls[name], kind, dilation
+                )
+                for (name, kind), one in built.items()
             }
             if any(of.parts > 1 for of in sharing.values()):
                 variants[OUTPUTS] = outputs.exchange
             title = f"bench step {size}x{size}, links at {efficiency:g}"
             begin = partial(begin_step, steps)
             seconds = common.measure_in_turns(title, variants, values, transport, barrier=together, prepare=begin)
+            last = {key_of(name, kind): one.last_s for (name, kind), one in built.items() if kind.displaced}
+            seconds |= {key: of_key[-values["repeats"] :] for key, of_key in last.items()}
             slowest = common.of_slowest_rank(seconds, transport)
             computing = {name: statistics.mean(call.layer.total for call in of_name) for name, of_name in calls.items()}
             if transport.rank == 0:
@@ -171,31 +186,57 @@ class Sharing:
         return cls(topology.part(ranks), Part(transport, ranks), part, parts)
 
 
-def stand_ins(values: Values, sharing: Mapping[str, Sharing]) -> dict[tuple[str, float | None], StandIn]:
-    """By variant and fraction. The residual codec has one for each fraction: a whole step would undo what it knows."""
+def stand_ins(values: Values, sharing: Mapping[str, Sharing]) -> dict[tuple[str, CallKind], StandIn]:
+    """By variant and kind of calls. The residual codec and displacement have one for each kind: a whole step would undo
+    what they know."""
     from cocodiff_bench.stand_in import StandIn
 
-    found: dict[tuple[str, float | None], StandIn] = {}
+    found: dict[tuple[str, CallKind], StandIn] = {}
     for name in values["variants"]:
         variant, of = ALL_VARIANTS[name], sharing[name]
         over: Any = SerialTransport(of.transport) if name == "flat_serial" else of.transport
         config, mesh = config_of(values, variant), Mesh.build(of.topology)
-        for fraction in variant.fractions:
-            known = found.get((name, None)) if variant.codec == "none" else None
-            found[name, fraction] = known or StandIn(config, mesh, over, Trace(over.rank))
+        for kind in measured_kinds(values, variant):
+            known = found.get((name, WHOLE)) if variant.selection == "v_major" else None
+            found[name, kind] = known or StandIn(config, mesh, over, Trace(over.rank))
     return found
 
 
 def config_of(values: Values, variant: Variant) -> Config:
-    chosen = {name: getattr(variant, name) for name in ("exchange", "order", "selection", "chunks", "codec")}
+    chosen = {name: getattr(variant, name) for name in ("exchange", "order", "selection", "chunks", "codec", "arrival")}
     if variant.codec != "none":
         chosen["predictor"] = values["predictor"]
+    if values["tau"] is not None:
+        chosen["tau"] = values["tau"]
     return common.engine_config(values, **chosen)
 
 
-def key_of(name: str, fraction: float | None) -> str:
-    """Of a variant's layers at a fraction."""
-    return f"{name}@{fraction}"
+def replayed(values: Values, config: Config) -> Decisions | None:
+    """The recorded decisions that a variant is measured by."""
+    given = read_decisions(Path(values["decisions"])) if values["decisions"] else ()
+    return decisions_of(config, values["steps"], given)
+
+
+def schedule_of(values: Values, variant: Variant) -> list[Mapping[CallKind, float]]:
+    """Of every step the parts of its calls by their kind. For V-Major it is the paper's schedule: linear, a tenth of
+    the steps warm, every tenth step full."""
+    from cocodiff.assemble import coding_of
+
+    config, steps = config_of(values, variant), values["steps"]
+    decisions = replayed(values, config)
+    displaced = without_seldom(decisions.over(steps)) if decisions else ()
+    return coding_of(config).kinds_of_steps(config, steps, Typical(0.0, displaced))
+
+
+def measured_kinds(values: Values, variant: Variant) -> list[CallKind]:
+    if variant.selection == "v_major":
+        return list(STABLE)
+    return sorted({kind for step in schedule_of(values, variant) for kind in step}, key=lambda kind: not kind.whole)
+
+
+def key_of(name: str, kind: CallKind) -> str:
+    """Of a variant's layers in calls of a kind."""
+    return f"{name}@{kind}"
 
 
 def begin_step(steps: Mapping[str, Callable[[], None]], key: str) -> None:
@@ -204,7 +245,7 @@ def begin_step(steps: Mapping[str, Callable[[], None]], key: str) -> None:
         steps[key]()
 
 
-def run_all(one: StandIn, calls: Sequence[Call], dilation: float) -> None:
+def run_all(one: StandIn, calls: Sequence[Call], _kind: CallKind, dilation: float) -> None:
     for branch, call in enumerate(calls):
         one.run(call, branch, dilation)
 
@@ -265,22 +306,12 @@ class Call:
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-def stable_fractions(config: Config, steps: int) -> list[float | None]:
-    """Of every step, see `Coding.stable_fractions`. For V-Major it is the paper's schedule: linear, a tenth of the
-    steps warm, every tenth step full."""
-    from cocodiff.assemble import coding_of
-
-    return coding_of(config).stable_fractions(config, steps, 0.0)
-
-
-def over_schedule(of_fraction: Mapping[float | None, float], fractions: Sequence[float | None]) -> float:
+def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
     """The mean over all steps; between measured fractions, straight lines. Where 0 is not measured, all tokens travel
     there as in a whole step."""
-    from cocodiff.planning.layers import at_fraction
+    from cocodiff.planning.layers import over_steps
 
-    known = {0.0: of_fraction[None]} | dict(of_fraction)
-    measured = [(None, known.pop(None)), *sorted(known.items())]
-    return statistics.mean(at_fraction(measured, fraction) for fraction in fractions)
+    return over_steps({CallKind(): of_kind[WHOLE], **of_kind}, steps)
 
 
 @dataclass(frozen=True)
@@ -320,9 +351,9 @@ def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) 
     seconds: dict[str, list[float]] = {}
     for name in values["variants"]:
         variant = ALL_VARIANTS[name]
-        schedule = stable_fractions(config_of(values, variant), values["steps"])
-        turns = zip(*(slowest[key_of(name, fraction)] for fraction in variant.fractions), strict=True)
-        steps = [over_schedule(dict(zip(variant.fractions, turn, strict=True)), schedule) for turn in turns]
+        schedule, kinds = schedule_of(values, variant), measured_kinds(values, variant)
+        turns = zip(*(slowest[key_of(name, kind)] for kind in kinds), strict=True)
+        steps = [over_schedule(dict(zip(kinds, turn, strict=True)), schedule) for turn in turns]
         seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
         if variant.parts > 1:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
@@ -336,13 +367,16 @@ def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) 
     for row in found:
         row["compute_s"] = case.computing[row["variant"]] * case.layers(row["variant"])
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
+        decisions = replayed(values, config_of(values, ALL_VARIANTS[row["variant"]]))
+        row["decisions"] = None if decisions is None else decisions.title()
     return found
 
 
 def more_words(row: Row) -> list[str]:
     ratios = {name: row[f"ratio_vs_{name}"] for name in ("flat_serial", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
-    return [f"communication {row['communication_share']:.1%}", *faster]
+    replays = [f"displaced as in {row['decisions']}"] if row["decisions"] else []
+    return [f"communication {row['communication_share']:.1%}", *faster, *replays]
 
 
 BENCHMARK = Benchmark(

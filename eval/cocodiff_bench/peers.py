@@ -68,7 +68,7 @@ Replaceable = dict[tuple[Any, str], Any]  # (class, attribute) -> what it is
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raises UserError for sizes that cannot be run or that peers cannot split, and for peers that are not there."""
+    """Raises UserError for sizes that cannot be run or split, and for peers or their kernels that are not there."""
     check_counts(values, "side", "text", "heads", "double", "single", "repeats", "ranks")
     our_configs(values)
     peers = [name for name in values["only"] if name != OURS]
@@ -77,6 +77,8 @@ def check(values: Values, ranks: int | None) -> None:
         if missing:
             others = " ".join(name for name in values["only"] if name != peer) or OURS
             raise UserError(f"not installed: {', '.join(missing)}: {INSTALL}, or leave it out with --only {others}")
+    if values["fp8"] and CACHE_DIT in values["only"] and find_spec("triton") is None:
+        raise UserError("--fp8: cache-dit's fp8 kernels are Triton's, and triton is not installed: leave --fp8 out")
     if ranks is not None:
         check_sizes(values, ranks)
 

@@ -13,12 +13,13 @@ from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import Site
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels, Prediction, Reconstructions
+from cocodiff.planning.layers import SITES
 from cocodiff.planning.pricing import cost_of, prefer_linear
 from cocodiff.planning.roofline import seconds
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Device
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.wire.coding import CallKind, Moment
 from cocodiff_bench.engine_parts import make_strategy
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 class WaitingKernels(Kernels):
     """What computes on a device is a wait: scoring, where all scores are zero, for which tokens stay plays no part; and
-    the residual codec's two ends, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
+    the residual codec's operations, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
     of predictions ends in favour of the dearer one."""
 
     score_s = 0.0
@@ -38,13 +39,23 @@ class WaitingKernels(Kernels):
         self._device = device
 
     def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_2: Tensor
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
     ) -> None:
-        self._wait("encode_residual", x_BLHD, (x_BLHD, known, how, bits, code_BLHW, notes_2))
-        prefer_linear(how, notes_2)
+        self._wait("encode_residual", x_BLHD, (x_BLHD, known, how, bits, code_BLHW, notes_N))
+        prefer_linear(how, notes_N)
+
+    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+        self._wait("note_change", x_BLHD, (x_BLHD, last_BLHD, notes_N))
 
     def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
         self._wait("decode_residual", known.last, (code_BLHW, known, factor, bits))
+
+    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
+        self._wait("continued", last, (last, before, last))
+        return last
+
+    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
+        self._wait("note_change", x, (x, last, notes))
 
     def _wait(self, op: str, moved: Tensor, arguments: Sequence[Any]) -> None:
         device = self._device
@@ -71,33 +82,49 @@ class Timed(LocalAttention):
 
 
 class StandIn:
-    """An exchange in an order, of all tokens, of V-Major's, or coded. Between two calls of `begin` are the layers of
-    one step, one for each guidance branch."""
+    """An exchange in an order, of all tokens, of V-Major's, coded or displaced. Between two calls of `begin` are the
+    layers of one step, one for each guidance branch.
+
+    last_s: seconds that a layer has taken in every call of `run_behind`."""
 
     def __init__(self, config: Config, mesh: Mesh, transport: Any, trace: Trace) -> None:
         self._step, self._attention = 0, Timed()
+        self.last_s: list[float] = []
         self._kernels = WaitingKernels(mesh.topology.machine.device, config.kernels, trace.note_kernel)
         self._strategy = make_strategy(config, mesh, transport, trace, self._attention, self._kernels)
 
-    def begin(self, fraction: float | None) -> None:
-        """The next step of the image, as one in which this fraction of the tokens stays (`Coding.stable_fractions`).
-        What ranks agree on at its beginning is once for all layers, so it is not a layer's."""
+    def begin(self, kind: CallKind) -> None:
+        """The next step of the image, of calls of this kind. What ranks agree on at its beginning is once for all
+        layers, so it is not a layer's."""
         self._step += 1
-        self._strategy.coding.hold_at(fraction)
+        self._strategy.coding.hold_at(kind)
         self._strategy.coding.begin_step(Moment(0, self._step, 1))
         self._strategy.coding.agree()
 
-    def settle(self, calls: Sequence[Call], fraction: float | None) -> None:
+    def settle(self, calls: Sequence[Call], kind: CallKind) -> None:
         """The whole step and those that differ from the ones which follow, without waits."""
-        leading = 0 if fraction is None else self._strategy.coding.steps_to_settle
+        leading = 0 if kind.whole else self._strategy.coding.steps_to_settle
         for _ in range(1 + leading if leading else 0):
-            self.begin(fraction)
-            for branch, call in enumerate(calls):
-                self.run(call, branch, 0.0)
+            self.begin(kind._replace(displaced=""))
+            for number in range(SITES if kind.displaced else 1):
+                for branch, call in enumerate(calls):
+                    self.run(call, branch, 0.0, number)
 
-    def run(self, call: Call, branch: int, dilation: float) -> None:
-        """One layer, all that computes so many times longer."""
+    def run_behind(self, calls: Sequence[Call], kind: CallKind, dilation: float) -> None:
+        """Three calls of a model of some layers that do not wait for what they send, of which the last one counts, as
+        in plans (`record_layers`); then nothing is left in flight."""
+        for _ in range(3):
+            self.begin(kind)
+            started = time.perf_counter()
+            for number in range(SITES):
+                for branch, call in enumerate(calls):
+                    self.run(call, branch, dilation, number)
+        self.last_s.append((time.perf_counter() - started) / SITES)
+        self._strategy.coding.catch_up()
+
+    def run(self, call: Call, branch: int, dilation: float, number: int = 0) -> None:
+        """One layer, all that computes so many times longer. number: of layers that are alike."""
         self._attention.seconds, self._kernels.score_s = call.layer.attention * dilation, call.layer.score * dilation
         self._attention.pairs, self._kernels.dilation = sum(call.layout.rows) ** 2, dilation
-        self._strategy.attend(call.qkv(dilation), Site("layer", branch))
+        self._strategy.attend(call.qkv(dilation), Site(f"layer {number}", branch))
         time.sleep(call.layer.rest * dilation)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FRACTIONS = (None, 0.5, 1.0)  # of stable tokens, at which V-Major is measured; None: all travel, and none is scored
-CODED = (None, 0.0, 1.0)  # steps of the residual codec: whole, coded, and coded with twice the bits
+from cocodiff.wire.coding import WHOLE, CallKind
+
+STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
 
 
 class Variant(NamedTuple):
@@ -17,15 +18,11 @@ class Variant(NamedTuple):
     chunks: int = 1
     parts: int = 1
     codec: str = "none"
+    arrival: str = "now"
 
     @property
     def exact(self) -> bool:
-        return self.selection == "full" and self.codec == "none"
-
-    @property
-    def fractions(self) -> tuple[float | None, ...]:
-        """Of stable tokens, at which a layer is measured."""
-        return FRACTIONS if self.selection == "v_major" else CODED if self.codec != "none" else (None,)
+        return self.selection == "full" and self.codec == "none" and self.arrival == "now"
 
 
 VARIANTS = {
@@ -56,5 +53,12 @@ CODED_VARIANTS = {  # of the residual codec: whatever sends tensors whole, with 
     for codec in CODECS
     if variant.selection == "full"
 }
-ALL_VARIANTS = VARIANTS | MORE_VARIANTS | CODED_VARIANTS
+ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
+LATE_VARIANTS = {  # of displaced exchange: the same, coded or not
+    f"{name} {word}": variant._replace(arrival=arrival)
+    for name, variant in {**VARIANTS, **MORE_VARIANTS, **CODED_VARIANTS}.items()
+    for word, arrival in ARRIVALS.items()
+    if variant.selection == "full"
+}
+ALL_VARIANTS = VARIANTS | MORE_VARIANTS | CODED_VARIANTS | LATE_VARIANTS
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")

@@ -193,16 +193,21 @@ class SyclOps:
         self,
         x_BLHD: Tensor,
         known: tuple[Tensor, Tensor | None],
-        how: tuple[float, bool, bool],
+        how: tuple[float, bool, bool, bool],
         bits: int,
         code_BLHW: Tensor,
-        notes_2: Tensor,
+        notes_N: Tensor,
     ) -> None:
-        factor, linear, compare = how
-        tensors = x_BLHD, *known, code_BLHW, notes_2
-        plan, addresses = self._plans.of("encode_residual", tensors, bits, linear, compare)
+        factor, linear, compare, measure = how
+        tensors = x_BLHD, *known, code_BLHW, notes_N
+        plan, addresses = self._plans.of("encode_residual", tensors, bits, linear, compare, measure)
         if plan.groups:
             self._launch(plan, addresses + FACTOR.pack(factor))
+
+    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
+        plan, addresses = self._plans.of("note_change", (x_BLHD, last_BLHD, None, None, notes_N))
+        if plan.groups:
+            self._launch(plan, addresses + NOWHERE)
 
     def decode_residual(
         self, code_BLHW: Tensor, known: tuple[Tensor, Tensor | None], factor: float | None, bits: int

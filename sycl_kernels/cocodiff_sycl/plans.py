@@ -21,6 +21,7 @@ TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
+NOTES = 4  # of a tensor's coding
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
 
@@ -52,6 +53,7 @@ class Plans:
             "qk_norm_rope": self._qk_norm_rope,
             "merge_partials": self._merge_partials,
             "encode_residual": self._encode_residual,
+            "note_change": self._note_change,
             "decode_residual": self._decode_residual,
         }
 
@@ -146,28 +148,38 @@ class Plans:
         last_BLHD: Tensor,
         before_BLHD: Tensor | None,
         code_BLHW: Tensor,
-        notes_2: Tensor,
+        notes_N: Tensor,
         bits: int,
         linear: bool,
         compare: bool,
+        measure: bool,
     ) -> Plan:
         op = "encode_residual"
-        check_dims(op, "x", x_BLHD, 4)
-        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD)
-        if notes_2.dtype != torch.int64 or notes_2.shape != (2,) or notes_2.device != self._device:
-            raise ValueError(
-                f"{op}: notes are {notes_2.dtype} {list(notes_2.shape)} on {notes_2.device}: give torch.int64 [2] on "
-                f"{self._device}"
-            )
-        check_last_stride(op, "notes", notes_2)
+        self._check_noted(op, x_BLHD, notes_N)
         check_no_overlap(op, "code", code_BLHW)
-        return self._residual(op, x_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, compare)
+        return self._residual(op, x_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, compare, measure)
 
     def _decode_residual(
         self, last_BLHD: Tensor, before_BLHD: Tensor | None, code_BLHW: Tensor, bits: int, linear: bool
     ) -> Plan:
         op = "decode_residual"
-        return self._residual(op, last_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, False)
+        return self._residual(op, last_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear)
+
+    def _note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, _before: None, _code: None, notes_N: Tensor) -> Plan:
+        """A launch of the codec's struct, without a code: 8 bits stand for any."""
+        op = "note_change"
+        self._check_noted(op, x_BLHD, notes_N)
+        return self._residual(op, x_BLHD, last_BLHD, None, None, 8, linear=False, measure=True)
+
+    def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
+        check_dims(op, "x", x_BLHD, 4)
+        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD)
+        if notes_N.dtype != torch.int64 or notes_N.shape != (NOTES,) or notes_N.device != self._device:
+            raise ValueError(
+                f"{op}: notes are {notes_N.dtype} {list(notes_N.shape)} on {notes_N.device}: give torch.int64 "
+                f"[{NOTES}] on {self._device}"
+            )
+        check_last_stride(op, "notes", notes_N)
 
     def _residual(
         self,
@@ -175,10 +187,11 @@ class Plans:
         x_BLHD: Tensor,
         last_BLHD: Tensor,
         before_BLHD: Tensor | None,
-        code_BLHW: Tensor,
+        code_BLHW: Tensor | None,
         bits: int,
         linear: bool,
-        compare: bool,
+        compare: bool = False,
+        measure: bool = False,
     ) -> Plan:
         check_dims(op, "the last reconstruction", last_BLHD, 4)
         B, L, H, D = shape = x_BLHD.shape
@@ -188,21 +201,28 @@ class Plans:
             check_no_overlap(op, name, tensor)
         if bits not in CODE_BITS:
             raise ValueError(f"{op}: {bits} bits: choose from {', '.join(map(str, CODE_BITS))}")
-        width = -(-D * bits // 8) + -(-D // CODE_GROUP)
-        if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:
-            raise ValueError(
-                f"{op}: code is {code_BLHW.dtype} on {code_BLHW.device}: give torch.uint8 on {self._device}"
-            )
-        check_shape(op, "code", code_BLHW, (B, L, H, width))
-        check_last_stride(op, "code", code_BLHW)
+        if code_BLHW is not None:
+            self._check_code(op, code_BLHW, (B, L, H, -(-D * bits // 8) + -(-D // CODE_GROUP)))
         rows = B * L * H if D else 0
         if rows >= 2**32:
             raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
         each = self._rows_each(rows, max(1, D) * x_BLHD.element_size(), H)
-        strides = [0, 0, 0] if before_BLHD is None else before_BLHD.stride()[:3]
-        values = rows, each, L, H, D, *x_BLHD.stride()[:3], *last_BLHD.stride()[:3], *strides, *code_BLHW.stride()[:3]
-        values = *values, bits, int(linear and before_BLHD is not None), int(compare and before_BLHD is not None)
+        strides = [
+            number
+            for tensor in (x_BLHD, last_BLHD, before_BLHD, code_BLHW)
+            for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])
+        ]
+        two = before_BLHD is not None
+        values = rows, each, L, H, D, *strides, bits, int(linear and two), int(compare and two), int(measure)
         return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 6, rows, each, values, self._like(torch.uint8))
+
+    def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:
+        if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:
+            raise ValueError(
+                f"{op}: code is {code_BLHW.dtype} on {code_BLHW.device}: give torch.uint8 on {self._device}"
+            )
+        check_shape(op, "code", code_BLHW, shape)
+        check_last_stride(op, "code", code_BLHW)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""

@@ -137,6 +137,8 @@ def row_of(usage: Usage, path: str) -> Row:
     if "residual" in usage.name:  # x and the reconstruction, read and written; the code of 4 bits
         numbers_moved = (3 if usage.name.startswith("encode") else 2) * sizes[0] * NUMBERS
         return Row(usage, loop, NUMBERS, numbers_moved + CODE_BYTES, sizes[0])
+    if usage.name.startswith("note_change"):  # x read, the last values read and written
+        return Row(usage, loop, NUMBERS, 3 * sizes[0] * NUMBERS, sizes[0])
     # merge: `out` read and written, `part` read; the others: one read and one more tensor read or written.
     moved = 2 * sizes[0] + sizes[1] if usage.name.startswith("merge") else 2 * sizes[0]
     return Row(usage, loop, NUMBERS, NUMBERS * moved, sizes[0])

@@ -118,22 +118,34 @@ class Reference:
         self.calls += 1
         self.sigmas.append(sigma)
         before, self.better = self.better, set()
-        late = self.not_awaited()
+        late = self.not_awaited(before)
         self.displaced.append("".join(late))
         self.errors = {}
         q, k, v = (self.through(name, x, before, late, sampled) for name, x in zip("qkv", tensors, strict=True))
         return self.through("o", attend(q, k, v), before, late, sampled)
 
-    def not_awaited(self) -> list[str]:
+    def not_awaited(self, before: set[str]) -> list[str]:
         if self.arrival == "now" or not self.follows or self.fine:
             return []
-        return [name for name in "qkvo" if self.arrival == "displaced" or self.errors.get(name, math.inf) < self.tau]
+        pace = 1.0
+        if len(self.sigmas) > 2:
+            now, last = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
+            pace = min(max(now / last, 0.25), 4.0) if now and last else 1.0
+        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 2) for name in "qkvo"}
+        return [name for name in "qkvo" if self.arrival == "displaced" or self.errors.get(name, math.inf) < tau[name]]
 
     def through(self, name: str, x: Tensor, before: set[str], late: list[str], sampled: Sampled) -> Tensor:
         """What the tensor's receiver has of it in this call."""
         known = self.known.setdefault(name, [])
         known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else x)
-        return known[-2] if name in late else known[-1]
+        if name not in late:
+            return known[-1]
+        linear = self.linear(name, before)
+        return torch.lerp(known[-3], known[-2], 1 + linear) if linear else known[-2]
+
+    def linear(self, name: str, before: set[str]) -> float:
+        """The factor by which a tensor is continued, 0 where it is not."""
+        return self.factor() if self.bits and (self.predictor == "taylor" or name in before) else 0.0
 
     def reconstructed(self, name: str, x: Tensor, known: list[Tensor], before: set[str], sampled: Sampled) -> Tensor:
         if self.bits is None:
@@ -142,7 +154,7 @@ class Reference:
                 self.errors[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
             return x
         factor = self.factor()
-        linear = factor if self.predictor == "taylor" or name in before else 0.0
+        linear = self.linear(name, before)
         prediction = predicted(x, known, linear)
         new, unfit, size = recoded(x, prediction, self.bits)
         if self.predictor == "auto" and factor:

@@ -30,6 +30,8 @@ def test_a_missing_peer_is_named_with_the_remedy(monkeypatch):
     assert "pip install cache-dit einops" in mistake(2)
     assert mistake(2).endswith("--only ours diffusers")
     assert mistake(2, "--only", "cache_dit").endswith("--only ours")
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None if name == "triton" else name)
+    assert mistake(2, "--fp8", "true").endswith("triton is not installed: leave --fp8 out")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def plan(name: str, pipe: Any, *words: str, ranks: int = 2) -> None:
         pipe.save_pretrained(folder / f"{name}-model")
-        options = {"model": folder / f"{name}-model", "out": folder / name, "steps": 2, "ranks": ranks, **SIDES}
+        add(name, name, ranks, *words)
+
+    def add(name: str, model: str, ranks: int, *words: str) -> None:
+        options = {"model": folder / f"{model}-model", "out": folder / name, "steps": 2, "ranks": ranks, **SIDES}
         runs.append(
             ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value)), *words]
         )
@@ -61,6 +64,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "2",
         ranks=4,
     )
+    bound = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
+    add("bounded", "prompt-sd3", 2, "--prompt", *PROMPTS, *bound)
     klein = tiny_pipelines.flux2_pipeline(**encoders["prompt-klein"])
     plan("prompt-klein", klein, "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet")
     for words in runs:
@@ -111,6 +116,22 @@ def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Path) ->
         ("prompt-klein", "a_tooth_tapa.png", klein, PROMPTS[0]),
     ):
         assert np.abs(pixels(made / name / "images" / image) - alone(pipe, prompt=prompt)).max() <= 1
+
+
+def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Path) -> None:
+    document = json.loads((made / "bounded" / "metrics.json").read_text())
+    (found,), rows = document["quality"], document["images"]
+    taken = next(one for one in found["tried"] if one["setting"] == found["setting"])
+    assert found["count"] == 3 and taken["kept"]
+    assert found["calibrated_on"] == found["checked"] == ["a_tooth", "A_tooth-2"]
+    assert [(row["name"], row["mode"], row["exact_compared"]) for row in rows] == [
+        ("a_tooth", "split", True),
+        ("A_tooth-2", "split", True),
+        ("bone_polished", "split", False),
+    ]
+    assert all(row["psnr_vs_exact_db"] == pytest.approx(taken["db"][row["name"]], abs=1e-3) for row in rows[:2])
+    assert all(0 < sum(row["bytes"].values()) < sum(row["bytes_whole"].values()) for row in rows)
+    assert len({pixels(made / "bounded" / "images" / f"{row['name']}_split.png").shape for row in rows}) == 1
 
 
 def test_results_have_the_promised_names(made: Path) -> None:

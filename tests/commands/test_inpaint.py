@@ -215,12 +215,14 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
 def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     """Of two samples, which share calls: their mean against the exact run's mean."""
     tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
-    presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "--samples", 2)
+    presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "ahead", "--samples", 2)
     words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
     done = forked("inpaint", *words, *presets, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    exact, *lossy = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
+    exact, *lossy, ahead = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert "drift" not in exact and len(lossy) == 2
+    assert ahead["drift"][0]["exposed_fraction"] == 1 and ahead["psnr_vs_exact_db"] > 0
+    assert (tmp_path / "out" / "run.yaml").read_text().startswith("# ahead: codec auto: none, as the machine file")
     assert exact["samples"] == 2 and exact["psnr_vs_exact_db"] is None
     for row in lossy:
         assert [step["step"] for step in row["drift"]] == list(range(6))

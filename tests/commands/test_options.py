@@ -238,7 +238,7 @@ def test_selection_is_set_over_a_preset():
     wrong = parse("inpaint", "", EVERY, ("--selection", "v_major", "--ratio", "1.5"))
     with pytest.raises(UserError, match=r"ratio is 1\.5: give a fraction from 0 to 1"):
         Config.preset("tapa", **engine_settings(wrong))
-    with pytest.raises(UserError, match="names none; choose from cocodiff"):
+    with pytest.raises(UserError, match="names none; choose from ahead, cocodiff"):
         preset_configs(found | {"preset": [","]})
 
 

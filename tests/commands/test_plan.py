@@ -109,7 +109,7 @@ def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     assert rows["tapa"]["step_s"] == time["step_s"] and rows["tapa"]["bytes_per_step"] == time["bytes_per_step"]
     assert next(iter(rows)) == "flat" and rows["flat"]["over_flat"] == 1.0
     assert rows["tapa"]["over_flat"] == pytest.approx(rows["flat"]["step_s"] / time["step_s"])
-    assert set(rows) == {"flat", "tapa", "v_first", "split", "cocodiff", "cocodiff+", "coded", "coded-"}
+    assert set(rows) == {"flat", "tapa", "v_first", "split", "cocodiff", "cocodiff+", "coded", "coded-", "ahead"}
     assert rows["split"]["exact"] and not rows["cocodiff"]["exact"] and rows["cocodiff"]["fits"]
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
     for part in ("a step: ", "GB sent in a step", "wait for qkv", "rank 0, tapa, phase 2 of q, k or v, lane plane:"):
@@ -185,7 +185,8 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_pa
 
 
 def test_calibration_says_what_it_cannot_know(plan, tmp_path):
-    """Messages so large that no latency shows, on links that are so many times slower."""
+    """Messages so large that no latency shows, on links that are so many times slower: the file of the machine that the
+    emulated one stands for has the rates of `--machine` again."""
     topology, rows = topology_of("aurora", 12), []
     slow = slowed(topology.machine, 1000.0)
     for name in ("flat", "bound"):
@@ -196,6 +197,12 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
     assert told["calibration"]["constants"]["plane"] == pytest.approx(1.0, rel=0.01)
     assert told["calibration"]["scale"] == pytest.approx(1000, rel=0.01)
     assert "left: nothing measured depends on it" in shown
+    emulated, unscaled = (
+        load_machine(str(tmp_path / "plan" / f"machine{end}.yaml")).links for end in ("", "-unscaled")
+    )
+    assert emulated.plane_gb_s == pytest.approx(0.015, rel=0.01)
+    assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
+    assert unscaled.plane_gb_s == pytest.approx(15, rel=0.01)
 
 
 @pytest.mark.parametrize(

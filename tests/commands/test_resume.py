@@ -6,15 +6,14 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import tifffile
-from warm import Started, forked
+from killed_runs import Killed, results
+from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
@@ -39,33 +38,6 @@ def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(scan: Path, out: Path, *more: Any, presets: tuple[str, ...] = ("cocodiff", "tapa")) -> list[str]:
     fixed = ("--steps", 3, "--batch", 2, "--preset", *presets, "--quiet")
     return [str(word) for word in ("inpaint", "--input", scan, "--out", out, *fixed, *more)]
-
-
-def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """The images, and the rows of metrics.json without times."""
-    rows = json.loads((out / "metrics.json").read_text())["images"]
-    for row in rows:
-        row["seconds"] = row["baseline"]["seconds"] = 0
-    return {path.name: path.read_bytes() for path in (out / "images").iterdir()}, rows
-
-
-class Killed:
-    """A run on four ranks in two replicas, from its start until it has finished more batches than there were."""
-
-    def __init__(self, folder: Path, words: list[str]) -> None:
-        self.log, self.journals = folder / "log", Journals(folder / ".out.partial")
-        before = len(self.journals.finished())
-        self.process = Started(words, self.log)
-        deadline = time.monotonic() + 180
-        while len(self.journals.finished()) <= before:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.005)
-        self.ranks = sorted(psutil.Process(self.process.pid).children(), key=lambda rank: rank.pid)
-
-    def end(self) -> int:
-        code = self.process.wait(60)
-        psutil.wait_procs(self.ranks, timeout=10)
-        return code
 
 
 @pytest.mark.processes

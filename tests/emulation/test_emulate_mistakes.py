@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
-from cocodiff_bench.model_step import FITTED, over_schedule, stable_fractions
+from cocodiff_bench.model_step import FITTED, over_schedule
 from launching import assert_succeeded
 from warm import forked
 
+from cocodiff.assemble import coding_of
 from cocodiff.cli import main
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.emulate.command import cocodiff_of, emulated, is_this_one
 from cocodiff.commands.emulate.leftovers import registered
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
+from cocodiff.wire.coding import WHOLE, CallKind, Typical
 
 pytestmark = pytest.mark.processes
 
@@ -213,11 +215,14 @@ def test_limits_lie_between_sizes():
 
 
 def test_the_schedule_is_averaged_between_fractions():
-    fractions = stable_fractions(Config(selection="v_major"), 50)
-    assert fractions[:6] == [None] * 5 + [0.0] and fractions[15] is None and fractions[-1] == 1.0
-    mean = sum(fraction or 0.0 for fraction in fractions) / 50
-    assert over_schedule({None: 2.0, 0.5: 1.0, 1.0: 0.0}, fractions) == pytest.approx(2 - 2 * mean)
-    assert over_schedule({None: 3.0, 0.5: 3.0, 1.0: 3.0}, fractions) == 3.0
+    config = Config(selection="v_major")
+    steps = coding_of(config).kinds_of_steps(config, 50, Typical())
+    (kinds,) = zip(*steps, strict=True)
+    assert kinds[:6] == (*[WHOLE] * 5, CallKind()) and kinds[15] == WHOLE and kinds[-1].stable == 1.0
+    mean = sum(kind.stable for kind in kinds) / 50
+    half, all_ = CallKind(stable=0.5), CallKind(stable=1.0)
+    assert over_schedule({WHOLE: 2.0, half: 1.0, all_: 0.0}, steps) == pytest.approx(2 - 2 * mean)
+    assert over_schedule({WHOLE: 3.0, half: 3.0, all_: 3.0}, steps) == 3.0
     assert 0.1 < FITTED < 0.12
 
 

@@ -82,8 +82,9 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
         kernels.select(torch.ones(1, 3), 2)
         kernels.qk_norm_rope(x_BLHD, None, 1e-6, (), "none")
         kernels.merge_partials(x_BLHD.clone(), torch.zeros(1, 2, 3), x_BLHD, torch.zeros(1, 2, 3))
-        code_BLHW, notes_2 = torch.zeros(1, 2, 3, coded_width(4, 4), dtype=torch.uint8), torch.zeros(2).long()
-        kernels.encode_residual(x_BLHD, Reconstructions(x_BLHD.clone()), Prediction(), 4, code_BLHW, notes_2)
+        code_BLHW, notes_N = torch.zeros(1, 2, 3, coded_width(4, 4), dtype=torch.uint8), torch.zeros(4).long()
+        kernels.encode_residual(x_BLHD, Reconstructions(x_BLHD.clone()), Prediction(), 4, code_BLHW, notes_N)
+        kernels.note_change(x_BLHD, x_BLHD.clone(), notes_N)
         kernels.decode_residual(code_BLHW, Reconstructions(x_BLHD.clone()), None, 4)
     assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])

@@ -1,4 +1,4 @@
-"""encode_residual and decode_residual: the very bits of torch, whatever the shapes, strides and numbers."""
+"""encode_residual, note_change and decode_residual: torch's very bits, whatever the shapes, strides and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernel_helpers import DTYPES, batches, dtypes, forms, heads, random_BLHD, s
 from torch import Tensor
 
 from cocodiff.kernels import Prediction, Reconstructions, TorchOps, coded_width
-from cocodiff.kernels.residual import GROUP
+from cocodiff.kernels.residual import GROUP, NOTES
 
 TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -33,13 +33,26 @@ def coded(ops, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: in
     """The code, the notes, and what both ends hold after it."""
     B, L, H, D = x_BLHD.shape
     code_BLHW = random_BLHD(1, (B, L, H, coded_width(D, bits)), torch.float32, form).abs().to(torch.uint8)
-    notes_2 = torch.tensor([5, -7])
+    notes_N = torch.tensor([5, -7, 11, 13])
     ends = []
     for _ in range(2):
         ends.append(Reconstructions(*(None if one is None else placed(one, form) for one in known)))
-    ops.encode_residual(x_BLHD, ends[0], how, bits, code_BLHW, notes_2)
+    ops.encode_residual(x_BLHD, ends[0], how, bits, code_BLHW, notes_N)
     ops.decode_residual(code_BLHW, ends[1], how.factor if how.linear else None, bits)
-    return code_BLHW, notes_2, *ends[0], *ends[1]
+    return code_BLHW, notes_N, *ends[0], *ends[1]
+
+
+def near(last_BLHD: Tensor, x_BLHD: Tensor, exponent: int) -> Tensor:
+    """x so large, and for small exponents added to last."""
+    return last_BLHD + (x_BLHD * 2.0**exponent).to(x_BLHD.dtype) if exponent < 12 else x_BLHD * 2**exponent
+
+
+def with_special(x_BLHD: Tensor, seed: int, numbers: list[float]) -> Tensor:
+    """x with these numbers at places of it."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in numbers if x_BLHD.numel() else ():
+        x_BLHD[tuple(int(torch.randint(size, (1,), generator=generator)) for size in x_BLHD.shape)] = number
+    return x_BLHD
 
 
 def placed(x_BLHD: Tensor, form: str) -> Tensor:
@@ -54,23 +67,54 @@ def placed(x_BLHD: Tensor, form: str) -> Tensor:
     form=forms,
     code_form=forms,
     two=st.booleans(),
-    how=st.builds(Prediction, st.floats(0, 2), st.booleans(), st.booleans()),
+    how=st.builds(Prediction, st.floats(0, 2), st.booleans(), st.booleans(), st.booleans()),
     exponent=st.integers(-30, 14),
     special=st.lists(st.sampled_from(SPECIAL), max_size=4),
 )
 @quick
 def test_the_bits_of_torch(sycl: SyclOps, shape, dtype, bits, seed, form, code_form, two, how, exponent, special):
     x_BLHD, last_BLHD, before_BLHD = (random_BLHD(seed + n, shape, dtype, form) for n in range(3))
-    x_BLHD = last_BLHD + (x_BLHD * 2.0**exponent).to(dtype) if exponent < 12 else x_BLHD * 2**exponent
-    generator = torch.Generator().manual_seed(seed)
-    for number in special if x_BLHD.numel() else ():
-        place = [int(torch.randint(size, (1,), generator=generator)) for size in shape]
-        x_BLHD[tuple(place)] = number
+    x_BLHD = with_special(near(last_BLHD, x_BLHD, exponent), seed, special)
     known = Reconstructions(last_BLHD, before_BLHD if two else None)
     found, expected = (coded(ops, x_BLHD, known, how, bits, code_form) for ops in (sycl, TORCH))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert all(map(same_bits, found[2:], expected[2:]))
     assert all(map(same_bits, found[2:4], found[4:])), "both ends hold the same"
+
+
+@given(
+    shape=shapes,
+    dtype=dtypes,
+    seed=seeds,
+    form=forms,
+    every=st.sampled_from((1, 3)),
+    exponent=st.integers(-30, 14),
+    special=st.lists(st.sampled_from(SPECIAL), max_size=4),
+)
+@quick
+def test_changes_are_noted_as_torch_notes_them(sycl: SyclOps, shape, dtype, seed, form, every, exponent, special):
+    """Of rows of a larger tensor, which then are the last ones."""
+    x_BLHD, last_BLHD = (random_BLHD(seed + n, shape, dtype, form) for n in range(2))
+    last_BLHD, x_BLHD = with_special(last_BLHD, seed + 1, special[1:3]), near(last_BLHD, x_BLHD, exponent)
+    x_BLHD, last_BLHD = with_special(x_BLHD, seed, special)[:, ::every], last_BLHD[:, : len(range(0, shape[1], every))]
+    found, expected = (placed(last_BLHD, form) for _ in range(2))
+    notes = [torch.tensor([5, -7, 11, 13]) for _ in range(2)]
+    for ops, kept_BLHD, notes_N in zip((sycl, TORCH), (found, expected), notes, strict=True):
+        ops.note_change(x_BLHD, kept_BLHD, notes_N)
+    assert same_bits(found, x_BLHD) and same_bits(expected, x_BLHD) and torch.equal(*notes)
+
+
+def test_notes_tell_the_relative_error_of_a_prediction(sycl: SyclOps):
+    """Of values that are off by an eighth and by a thirty-second, in as many groups: the geometric mean."""
+    last_BLHD = random_BLHD(1, (1, 6, 2, 2 * GROUP), torch.float32).sign()
+    x_BLHD = last_BLHD * torch.tensor([8 / 7, 32 / 33]).repeat_interleave(GROUP)
+    for ops in (sycl, TORCH):
+        coded_N, changed_N = torch.zeros(2, NOTES, dtype=torch.int64)
+        code_BLHW = torch.empty(1, 6, 2, coded_width(2 * GROUP, 8), dtype=torch.uint8)
+        known = Reconstructions(last_BLHD.clone())
+        ops.encode_residual(x_BLHD, known, Prediction(measure=True), 8, code_BLHW, coded_N)
+        ops.note_change(x_BLHD, last_BLHD.clone(), changed_N)
+        assert coded_N.tolist() == changed_N.tolist() == [0, 0, -8 * 12 * (3 + 5), 24]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -92,26 +136,33 @@ def test_a_closed_loop_comes_nearer(sycl: SyclOps, dtype):
     """Encoded by SYCL and decoded by torch, both ends keep the same bits; what stands still is soon known."""
     x_BLHD = random_BLHD(1, (1, 5, 3, 40), dtype)
     ends = [[torch.zeros_like(x_BLHD), torch.zeros_like(x_BLHD)] for _ in range(2)]
-    code_BLHW, notes_2 = torch.empty(1, 5, 3, coded_width(40, 4), dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    code_BLHW, notes_N = (
+        torch.empty(1, 5, 3, coded_width(40, 4), dtype=torch.uint8),
+        torch.zeros(NOTES, dtype=torch.int64),
+    )
     errors = []
     for _ in range(4):
-        sycl.encode_residual(x_BLHD, Reconstructions(*ends[0]), Prediction(), 4, code_BLHW, notes_2)
+        sycl.encode_residual(x_BLHD, Reconstructions(*ends[0]), Prediction(), 4, code_BLHW, notes_N)
         TORCH.decode_residual(code_BLHW, Reconstructions(*ends[1]), None, 4)
         for end in ends:
             end.reverse()
         assert same_bits(ends[0][0], ends[1][0])
         errors.append(float((ends[0][0] - x_BLHD).abs().max()))
-    assert errors[-1] < errors[0] / 8 and notes_2.tolist() == [0, 0]
+    assert errors[-1] < errors[0] / 8 and not notes_N.any()
 
 
 def test_errors_come_before_a_launch(sycl: SyclOps):
     x_BLHD, code_BLHW = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5, dtype=torch.uint8)
-    known, notes_2 = Reconstructions(torch.zeros_like(x_BLHD)), torch.zeros(2, dtype=torch.int64)
+    known, notes_N = Reconstructions(torch.zeros_like(x_BLHD)), torch.zeros(NOTES, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 bits: choose from 2, 4, 8"):
-        sycl.encode_residual(x_BLHD, known, Prediction(), 3, code_BLHW, notes_2)
+        sycl.encode_residual(x_BLHD, known, Prediction(), 3, code_BLHW, notes_N)
     with pytest.raises(ValueError, match=r"code is \[1, 2, 3, 5\], not \[1, 2, 3, 3\]"):
         sycl.decode_residual(code_BLHW, known, None, 2)
     with pytest.raises(ValueError, match=r"notes are torch\.float32"):
         sycl.encode_residual(x_BLHD, known, Prediction(), 4, code_BLHW, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"note_change: notes are torch\.int64 \[2\] .* give torch\.int64 \[4\]"):
+        sycl.note_change(x_BLHD, known.last, notes_N[:2])
+    with pytest.raises(ValueError, match=r"last is \[1, 2, 3, 8\], not \[1, 1, 3, 8\]"):
+        sycl.note_change(x_BLHD[:, ::2], known.last, notes_N)
     with pytest.raises(ValueError, match=r"last is torch\.float16"):
-        sycl.encode_residual(x_BLHD, Reconstructions(x_BLHD.half()), Prediction(), 4, code_BLHW, notes_2)
+        sycl.encode_residual(x_BLHD, Reconstructions(x_BLHD.half()), Prediction(), 4, code_BLHW, notes_N)

@@ -27,7 +27,7 @@ class ResidualCall(CodedCall):
     """state, number, bits, predictions, displaced: known once q, k or v was sent. number: of the call among those that
     follow one another, 0 for the first, which is whole. bits: of a channel; None where tensors travel as they are.
     predictions: by name, none in a call that is not coded. displaced: the tensors in whose place attention, or the
-    model, takes what the last call left; what is sent of them is received before the site's next call."""
+    model, takes their predictions; what is sent of them is received before the site's next call."""
 
     begun = False
     state: SiteState
@@ -51,7 +51,7 @@ class ResidualCall(CodedCall):
         self.awaited = not self.displaced
         if self.number and (self.coded or self.coding.measures):
             self.notes = self.coding.notes_of(state, like_BLHD.device)
-        self.coding.note_step(self, like_BLHD)
+        self.coding.note_step(self)
 
     @property
     def coded(self) -> bool:
@@ -71,7 +71,7 @@ class ResidualCall(CodedCall):
             self._begin(next(iter(tensors_BLHD.values())))
         awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in self.displaced}
         parts: list[Arriving] = [transfer.post(awaited, wait_next)] if awaited else []
-        known = {name: self._newest(name) for name in tensors_BLHD if name in self.displaced}
+        known = {name: self._predicted(name) for name in tensors_BLHD if name in self.displaced}
         if known:
             parts.append(Known(known))
             self._late |= {name: tensors_BLHD[name] for name in known}
@@ -85,7 +85,7 @@ class ResidualCall(CodedCall):
         if "o" not in self.displaced:
             return super().back(transfer, out_BSGD)
         self.state.owe(transfer.post_back(out_BSGD, late=True).wait, self._in_flight(out_BSGD))
-        return self._newest("o")
+        return self._predicted("o")
 
     def _in_flight(self, x: Tensor) -> int:
         """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
@@ -93,9 +93,15 @@ class ResidualCall(CodedCall):
         cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
         return self.cell_bytes(x) * cells
 
-    def _newest(self, name: str) -> Tensor:
-        """All rows that are received of a tensor, as the last call left them."""
-        return used_on_current_stream(self.state.received[name].newest(self.number))
+    def _predicted(self, name: str) -> Tensor:
+        """All rows that are received of a tensor, by what the last call left: the newest reconstruction, or its
+        continuation in one launch."""
+        last, before = self.state.received[name].known(self.number, slice(None))
+        how = self.predictions.get(name)
+        if how is None or not how.linear:
+            return last
+        assert before is not None, "what is continued has one before"
+        return self.kernels.continued(last, before, how.factor)
 
     # On the wire ------------------------------------------------------------------------------------------------------
 

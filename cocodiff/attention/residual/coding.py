@@ -6,16 +6,17 @@ sent, so errors do not add up: the next residual contains them. A code is a tens
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
 
-A displaced tensor is taken as the last call left it, and what is sent of it is received before the site's next call:
-always the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor is
-displaced at a call if the error of its prediction, as all its senders saw it at the call before, is below tau.
+A displaced tensor is taken as both ends predict it, and what is sent of it is received before the site's next call:
+always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
+is displaced at a call if its prediction is expected to err by less than tau: as at the call before, which all its
+senders saw, times how much farther the noise level moves now, and twice that where it is taken as it was (LAG).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,21 +28,24 @@ from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import NOTES, Prediction
+from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Moment, StepNotes
+from cocodiff.wire.coding import WHOLE, AllRanks, CallKind, Cell, CodedCall, Coding, Moment, StepNotes, Typical
 from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
+LAG = (
+    2.0  # the errors of what is taken as it was all lag behind: they cost as much as twice the error of a continuation
+)
 
 
 class Residual(Coding):
     """Sends residuals. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
-    steps_to_settle = 2  # in which there is no continuation, and no comparison with it
+    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps,
@@ -50,7 +54,7 @@ class Residual(Coding):
         self.kept = reconstructions(settings)
         self.measures = settings.arrival == "adaptive"
         self._exchange, self._everyone = exchange, everyone
-        self._held: tuple[float | None] | None = None  # the one kind of step that is predicted
+        self._held: CallKind | None = None  # the one kind of call that is predicted
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
         self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, NOTES]
@@ -68,11 +72,21 @@ class Residual(Coding):
         return width_of(head_dim, itemsize, BITS[settings.codec])
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
-        """None for the first step, which is whole; 1 for those with twice the bits, 0 for the others."""
-        bits = BITS[settings.codec]
-        fine = settings.fine_steps if bits is not None and bits < FINEST else 0
-        return [None, *(float(step >= steps - fine) for step in range(1, steps))][:steps]
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
+        tensors are."""
+        bits, last = BITS[settings.codec], steps - settings.fine_steps
+        finer = CallKind(fine=bits is not None and bits < FINEST)
+        of_arrival: dict[str, Callable[[int], Mapping[str, float]]] = {
+            "now": lambda _: {"": 1.0},
+            "displaced": lambda _: {"".join(TENSORS): 1.0},
+            "adaptive": lambda step: typical.displaced[step],
+        }
+        found: list[Mapping[CallKind, float]] = [{WHOLE: 1.0}]
+        for step in range(1, steps):
+            sets = of_arrival[settings.arrival](step) if step < last else {}
+            found.append({CallKind(displaced=names): part for names, part in sets.items()} or {finer: 1.0})
+        return found[:steps]
 
     @classmethod
     def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
@@ -109,6 +123,10 @@ class Residual(Coding):
     def agree(self) -> None:
         self._settle()
 
+    def catch_up(self) -> None:
+        for site in self._sites.values():
+            site.catch_up()
+
     def forget(self, site: Site) -> None:
         if site in self._sites:
             self._sites.pop(site).catch_up()
@@ -116,8 +134,7 @@ class Residual(Coding):
     def end(self, drain: bool = True) -> None:
         if drain:
             self._settle()
-            for site in self._sites.values():
-                site.catch_up()
+            self.catch_up()
         self._sites.clear()
         self._coded, self._notes, self._deciding = [], None, None
 
@@ -130,14 +147,14 @@ class Residual(Coding):
     def forget_report(self) -> None:
         self._report.clear()
 
-    def hold_at(self, fraction: float | None) -> None:
-        self._held = (fraction,)
+    def hold_at(self, kind: CallKind) -> None:
+        self._held = kind
 
     @property
     def fine(self) -> bool:
         """Whether this is one of the last steps, whose errors no later step corrects."""
         if self._held is not None:
-            return self._held == (1.0,)
+            return self._held.fine
         steps = self.moment.steps
         return steps is not None and self.moment.step >= steps - self._settings.fine_steps
 
@@ -155,7 +172,7 @@ class Residual(Coding):
         state, moment = self._sites.setdefault(site, SiteState()), self.moment
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
-        state.begin(form, moment.step, level, self._held == (None,))
+        state.begin(form, moment.step, level, self._held == WHOLE)
         return state
 
     def predictions(self, state: SiteState) -> dict[str, Prediction]:
@@ -173,13 +190,16 @@ class Residual(Coding):
         """The tensors that this call does not wait for, alike on all ranks: attention takes what the last call left."""
         if self._settings.arrival == "now" or not state.follows or self.fine:
             return frozenset()
+        if self._held is not None:
+            return frozenset(self._held.displaced)
         if self._settings.arrival == "displaced":
             return frozenset(TENSORS)
-        limit = math.log2(self._settings.tau)
-        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limit)
+        limit, how = self._settings.tau / state.pace, self.predictions(state)
+        limits = {name: limit if name in how and how[name].linear else limit / LAG for name in TENSORS}
+        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limits[name])
 
-    def note_step(self, call: ResidualCall, like_BLHD: Tensor) -> None:
-        share = call.width(like_BLHD) / (like_BLHD.shape[-1] * like_BLHD.element_size())
+    def note_step(self, call: ResidualCall) -> None:
+        share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
         self._report[self.moment.step].add(call.predictions.values(), call.displaced, share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:

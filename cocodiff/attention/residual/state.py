@@ -46,8 +46,7 @@ class SiteState:
     the newest of these, that one too.
     fits: whether at the last call every group that was coded had a scale, on every rank.
     linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
-    errors: of the tensors whose prediction was measured at the last call, the logarithm to base 2 of its mean relative
-    error.
+    errors: of the tensors whose prediction was measured at the last call, its mean relative error.
     late: what receives the last call's tensors that this call did not wait for; in_flight: their bytes until then, at
     most, sent and received ones.
     sent, received: both ends' reconstructions by the tensors' names: of q, k and v the sender has its own rows and all
@@ -95,6 +94,15 @@ class SiteState:
         """Of the linear continuation, 0 where there is none."""
         return continuation(self.levels) if self.follows > 1 else 0.0
 
+    @property
+    def pace(self) -> float:
+        """How far the noise level moves to this call, in distances of its last move: what a tensor changes by goes with
+        it. At least 1/4 and at most 4; 1 where the level did not move."""
+        if len(self.levels) < NEWEST:
+            return 1.0
+        now, last = abs(self.levels[-1] - self.levels[-2]), abs(self.levels[-2] - self.levels[-3])
+        return min(max(now / last, 0.25), 4.0) if now > 0 and last > 0 else 1.0
+
     def settle(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
         scale; how the two predictions compared; and, in eighths of an octave, the sizes of the residuals less those of
@@ -103,7 +111,7 @@ class SiteState:
         self.fits = not any(unfit for unfit, *_ in of_tensors.values())
         self.linear = frozenset(name for name, (_, compared, *_) in of_tensors.items() if compared < 0)
         measured = {name: (size, groups) for name, (_, _, size, groups) in of_tensors.items() if groups}
-        self.errors = {name: size / (8 * groups) for name, (size, groups) in measured.items()}
+        self.errors = {name: 2 ** (size / (8 * groups)) for name, (size, groups) in measured.items()}
 
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
@@ -126,7 +134,7 @@ class CodedStep:
 
     def add(self, predictions: Collection[Prediction], displaced: Collection[str], share: float) -> None:
         """A call, whose tensors are predicted so; none where they travel whole. displaced: those not waited for. share:
-        of a whole tensor's bytes that each takes on the wire."""
+        of a whole tensor's bytes that each takes, of 16-bit numbers in heads of whole groups."""
         self.calls += 1
         self.coded += bool(predictions)
         self.linear += sum(how.linear for how in predictions)

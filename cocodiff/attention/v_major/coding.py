@@ -24,7 +24,7 @@ from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, Cell, CodedCall, Coding, Encoded, Moment, StepNotes
+from cocodiff.wire.coding import WHOLE, AllRanks, CallKind, Cell, CodedCall, Coding, Encoded, Moment, StepNotes, Typical
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
@@ -66,11 +66,12 @@ class VMajor(Coding):
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
-        schedule, found = Schedule.of(settings), list[float | None]()
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        schedule, found = Schedule.of(settings), list[Mapping[CallKind, float]]()
         for step in range(steps):
             part = schedule.stable_fraction(step, steps)
-            found.append(None if schedule.is_full(step, steps) else typical if part is None else part)
+            selective = CallKind(stable=typical.stable if part is None else part)
+            found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
         return found
 
     @classmethod
@@ -133,8 +134,8 @@ class VMajor(Coding):
             self.cards(layout, device)
             rows_in_order(layout, device)
 
-    def hold_at(self, fraction: float | None) -> None:
-        self.schedule = self.schedule.held_at(fraction)
+    def hold_at(self, kind: CallKind) -> None:
+        self.schedule = self.schedule.held_at(None if kind.whole else kind.stable)
 
     # Choosing ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,20 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
             ],
         },
     }
-    described = yaml.safe_dump(machine_file(fit.constants.machine(machine)), sort_keys=False)
+    machines = {"machine.yaml": fit.constants.machine(machine)}
+    if scale != 1:
+        machines["machine-unscaled.yaml"] = unscaled(fit.constants, scale).machine(topology.machine)
+    described = {name: yaml.safe_dump(machine_file(one), sort_keys=False) for name, one in machines.items()}
     with output.held(), output.writing():
         folder = output.open()
-        (folder / "machine.yaml").write_text(described)
+        for name, text in described.items():
+            (folder / name).write_text(text)
         (folder / "plan.json").write_text(json.dumps(plan, indent=1))
         write_settings(folder, values)
         output.publish()
     say(f"results: {output.final / 'plan.json'}, {output.final / 'machine.yaml'} (use it with --machine)")
+    if scale != 1:
+        say(f"at the machine file's rates, beside what bench step says: {output.final / 'machine-unscaled.yaml'}")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -106,6 +112,11 @@ def slowed(machine: Machine, scale: float) -> Machine:
     return Constants(machine.links.latency_us, machine.links.message_us, 1 / scale, 1 / scale, 1 / scale).machine(
         machine
     )
+
+
+def unscaled(constants: Constants, scale: float) -> Constants:
+    """Those of an emulated machine for the one that it stands for, in whose time a second there is 1 / scale s."""
+    return replace(constants, latency_us=constants.latency_us / scale, message_us=constants.message_us / scale)
 
 
 def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:

@@ -26,6 +26,7 @@ from cocodiff.config import Config, load_machine
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.deal_prices import Pricer, Workload, untimed
+from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.topology.machine import Machine, Topology
 
@@ -50,6 +51,11 @@ OPTIONS = (
     Option("branches", "guidance branches, calls of the model in a step; default: the model's usual", type=int),
     Option("dtype", "of weights, activations and caches", "bf16", choices=tuple(DTYPES)),
     Option("stable", "of the tokens, the part that stays where a schedule goes by a threshold", 0.7, type=float),
+    Option(
+        "decisions",
+        "with arrival adaptive: the metrics.json of such runs, or a file of decisions, which says what is displaced at "
+        "each step; default: recorded runs of the embedded model",
+    ),
     Option("memory", "the memory part alone", False, type=bool),
     Option("compare", "all presets side by side, with plan.png; with --images all deals", False, type=bool),
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
@@ -174,7 +180,8 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Wo
             f"leave it away"
         )
     apart = None if negative is None else image_and_text(image, negative)
-    return Workload(shape, load, config, values["steps"], values["stable"], apart)
+    given = read_decisions(Path(values["decisions"])) if values["decisions"] else ()
+    return Workload(shape, load, config, values["steps"], values["stable"], apart, given)
 
 
 def write(folder: Path, values: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from cocodiff.assemble import coding_of, state_sizes
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
-from cocodiff.config import preset_names
+from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
 from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
 from cocodiff.planning.deals import Deal
-from cocodiff.planning.layers import Case
+from cocodiff.planning.decisions import as_file, decisions_of
+from cocodiff.planning.layers import SITES, Case
 from cocodiff.planning.memory import misfit
 from cocodiff.planning.placement import Work, by_degree, table
 from cocodiff.planning.simulate import Latencies
@@ -27,6 +28,7 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
+from cocodiff.wire.coding import CallKind
 
 PEERS_SHOWN = 6  # of one phase's messages
 
@@ -36,16 +38,24 @@ def add_times(
 ) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png."""
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
-    chosen, threshold = pricer.step(work, deal), work.config.schedule == "threshold"
+    first = parts_of(topology, work, deal)[0][0]
+    chosen, config = pricer.step(work, deal), first.work.config
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
-    if work.config.codec != "none":
-        uncoded = pricer.step(without_codec(work), deal)
-        say(beside(chosen, uncoded, work.config.codec))
-        plan["without_codec"] = as_json(uncoded)
-    plan["assumed"] = {**latencies._asdict(), "stable": values["stable"] if threshold else None}
+    if config.selection == "full" and not config.exact:
+        exact = pricer.step(exactly(work), deal)
+        what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
+        say(beside(chosen, exact, " and ".join(what)))
+        plan["without_codec"] = as_json(exact)
+    replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
+    if replayed is not None:
+        say(f"displaced as in a recorded run, {replayed.title()}")
+        (folder / "decisions.yaml").write_text(as_file(replayed))
+    stable = values["stable"] if config.schedule == "threshold" else None
+    decided = None if replayed is None else replayed.title()
+    plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}
     if values["explain"]:
-        told = explain(parts_of(topology, work, deal)[0][0], latencies)
+        told = explain(first, latencies)
         say("\n".join(told))
         (folder / "explain.txt").write_text("\n".join(told) + "\n")
     if values["compare"] and values["images"] is None:
@@ -74,21 +84,21 @@ def summary(step: DealStep) -> list[str]:
     return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
 
 
-def without_codec(work: Workload) -> Workload:
-    """The same work with tensors as they are."""
-    config = work.config.with_(codec="none")
+def exactly(work: Workload) -> Workload:
+    """The same work with tensors as they are, and all of them waited for."""
+    config = work.config.with_(codec="none", arrival="now")
     return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
 
 
 def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
-    """What the codec gains, in words: the step and the bytes of both."""
+    """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
     step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
     sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
     told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
     if not whole:
         return f"{told}; nothing is sent, so there is nothing to code"
     gain = f"{codec} takes {step_s / whole_s:.3f} of that time and sends {sent / whole:.3f} of the bytes"
-    return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none")
+    return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
 
 
 def as_json(step: DealStep) -> dict[str, Any]:
@@ -151,21 +161,33 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def explain(part: Part, latencies: Latencies) -> list[str]:
     """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what. part: its own."""
     work, network = part.work, Network(part.topology)
-    recording = Recording(Case(work.shape, part.topology, work.config, work.load, work.steps, work.stable))
+    recording = Recording(part.case(work.load))
     lines = []
     for kind, segments in recording.kinds:
         for segment in segments:
             outcome = recording.outcome(segment, network, latencies)
-            which = "all tokens travel" if segment.fraction is None else f"{segment.fraction:.0%} of the tokens stay"
-            if work.config.codec != "none":
-                which = "whole" if segment.fraction is None else f"coded in {work.config.codec}"
-            lines.append(f"layer {kind.name}, {which}: {outcome.seconds * 1e3:.3f} ms; rank 0, ms from its start:")
-            spans = sorted(outcome.spans[0], key=lambda span: (span.start_ns, span.end_ns))
+            lines.append(
+                f"layer {kind.name}, {named(segment.kind, work.config)}: {segment.seconds(outcome) * 1e3:.3f} ms; "
+                f"rank 0, ms from its start:"
+            )
+            spans = sorted(segment.counted(outcome.spans[0]), key=lambda span: (span.start_ns, span.end_ns))
             lines += [
                 f"  {span.start_ns / 1e6:9.3f} to {span.end_ns / 1e6:9.3f}  {span.lane:<8} {span.name}"
                 for span in spans
             ]
     return lines + messages(recording.case)
+
+
+def named(kind: CallKind, config: Config) -> str:
+    """What calls of a kind send, and what they do not wait for."""
+    if config.selection != "full":
+        return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
+    if kind.whole:
+        return "all tokens travel" if config.exact else "whole"
+    coded = "as they are" if config.codec == "none" else f"coded in {config.codec}" + ", twice the bits" * kind.fine
+    if not kind.displaced:
+        return coded
+    return f"{coded}, {', '.join(kind.displaced)} displaced (the last of {SITES} layers of three calls)"
 
 
 def messages(case: Case) -> list[str]:

@@ -70,6 +70,7 @@ def write_report(
         facts={**facts, "ranks": str(metrics["ranks"])} if "ranks" not in facts else dict(facts),
         sections=[_section(series, prompts or {}) for series in found.values()],
         summary=_summary_rows(metrics),
+        bounds=[_bound(one) for one in metrics.get("quality", ())],
         judged=any(row["mask"] is not None for row in rows),
         sampled=any("samples" in row for row in rows),
         links=[LINK_NAMES[link] for link in LINKS],
@@ -130,6 +131,26 @@ def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
         "remarks": remarks(series),
         "numbers": _inert(numbers(series)),
     }
+
+
+def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
+    """How a bound on quality was kept, of one mask or of all images: an entry of `quality` in `metrics.json`."""
+    rows = []
+    for tried in record["tried"]:
+        of_slices = tried["db"].items()
+        shown = ((name, "identical" if db is None else f"{db:.{record['digits']}f} dB") for name, db in of_slices)
+        worst = "identical" if tried["worst_db"] is None else f"{tried['worst_db']:.{record['digits']}f} dB"
+        rows.append(
+            {
+                **tried,
+                "taken": tried["setting"] == record["setting"],
+                "keeps": "yes" if tried["kept"] else "no" if tried["below"] else f"not by {record['margin_db']:g} dB",
+                "worst_shown": worst,
+                "figures": ", ".join(f"{name} {db}" for name, db in shown),
+                "share": number(tried["bytes_of_whole"], 3),
+            }
+        )
+    return {**record, "rows": rows}
 
 
 def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

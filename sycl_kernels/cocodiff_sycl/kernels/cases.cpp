@@ -34,7 +34,7 @@ KERNEL(case_merge_f32_f16)(Partials of) { merge_rows<F32, F16, true>(usual(of));
 // 4 bits, from the newest reconstruction, which is written over.
 template <typename Way, typename Type, bool WORDS> inline void usual_residual(Residuals of) {
   const Place place;
-  of.numbers = 128, of.bits = 4, of.before = nullptr, of.linear = of.compare = 0;
+  of.numbers = 128, of.bits = 4, of.before = nullptr, of.linear = of.compare = of.measure = 0;
   const i64 places = i64(of.code) | of.of_code.batch | of.of_code.token | of.of_code.head;
   if ((places & 3) || place.lane < 0 || place.lane >= LANES) __builtin_unreachable();
   Way::template run<Type, WORDS, 4, NOTHING>(of, place);
@@ -42,6 +42,9 @@ template <typename Way, typename Type, bool WORDS> inline void usual_residual(Re
 KERNEL(case_encode_residual_f32)(Residuals of) { usual_residual<Encoding, F32, false>(of); }
 KERNEL(case_encode_residual_bf16)(Residuals of) { usual_residual<Encoding, BF16, true>(of); }
 KERNEL(case_encode_residual_f16)(Residuals of) { usual_residual<Encoding, F16, true>(of); }
+KERNEL(case_note_change_f32)(Residuals of) { usual_residual<Noting, F32, false>(of); }
+KERNEL(case_note_change_bf16)(Residuals of) { usual_residual<Noting, BF16, true>(of); }
+KERNEL(case_note_change_f16)(Residuals of) { usual_residual<Noting, F16, true>(of); }
 KERNEL(case_decode_residual_f32)(Residuals of) { usual_residual<Decoding, F32, false>(of); }
 KERNEL(case_decode_residual_bf16)(Residuals of) { usual_residual<Decoding, BF16, true>(of); }
 KERNEL(case_decode_residual_f16)(Residuals of) { usual_residual<Decoding, F16, true>(of); }

@@ -1,10 +1,45 @@
-// What the residual codec's kernels write and read: scale bytes and codes. cocodiff/kernels/residual.py defines both.
+// What the residual codec's kernels read and write: numbers of a group, scale bytes and codes, which
+// cocodiff/kernels/residual.py defines.
 constexpr int GROUP = 32;                                // channels of one scale
 constexpr int PARTS = LANES == 1 ? GROUP / WIDTH : 1;    // accesses of a work-item to a group
 constexpr int SHARING = LANES == 1 ? 1 : GROUP / WIDTH;  // work-items that share a group
 constexpr int LOWEST = (127 - 20) << 3, LARGEST = 254, BAD = 255; // LOWEST: the smallest step's exponent, in eighths
 using Ints = Vector<int32_t, WIDTH>;
 using Words = Vector<uint32_t, WIDTH>;
+
+// The first `count` of WIDTH numbers; what is beyond is 0 and is not touched. A CPU's work-item has whole groups.
+template <typename Type, bool WORDS> inline Floats load_first(const typename Type::Bits *from, i64 count) {
+  if (LANES == 1 || count >= WIDTH) return load<Type, WIDTH, WORDS>(from);
+  Floats x = 0;
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (i < count) x[i] = load1<Type>(from + i);
+  return x;
+}
+
+// Of NaN too, unless it lies in the low 16 bits alone, which no arithmetic with a bfloat16 leaves.
+template <typename Type> inline auto narrow(Floats x) {
+  if constexpr (std::is_same_v<Type, BF16>) {
+    const Words bits = __builtin_bit_cast(Words, x);
+    return __builtin_convertvector((bits + ((bits >> 16 & 1u) + 0x7fffu)) >> 16, Vector<uint16_t, WIDTH>);
+  } else
+    return Type::template narrow<WIDTH>(x);
+}
+
+template <typename Type, bool WORDS> inline void store_first(typename Type::Bits *to, Floats x, i64 count) {
+  using Bits = typename Type::Bits;
+  const auto all = narrow<Type>(x);
+  if (LANES == 1 || count >= WIDTH) {
+    if constexpr (WORDS)
+      reinterpret_cast<Loose<uint32_t, WIDTH / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, WIDTH / 2>, all);
+    else
+      reinterpret_cast<Loose<Bits, WIDTH> *>(to)->value = all;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (i < count) to[i] = all[i];
+}
 
 // The step of a byte, and the byte of the smallest step that is not smaller; outside of 1 to 254 there is none.
 inline float step_of(int32_t byte) { return sycl::bit_cast<float>(uint32_t(byte - 1 + LOWEST) << 20); }

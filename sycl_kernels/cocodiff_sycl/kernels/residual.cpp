@@ -1,4 +1,5 @@
 // encode_residual and decode_residual: a tensor's difference to its prediction as codes of 2, 4 or 8 bits, and back.
+// note_change: how large the difference to the last values is, of a tensor that is not coded.
 //
 // The arithmetic is defined, operation for operation, in cocodiff/kernels/residual.py. Bound by memory: x, the
 // reconstructions that the prediction takes and the code are read or written once, and the next reconstruction is
@@ -9,16 +10,17 @@ struct Strides { // in numbers, or bytes of a code
 };
 
 struct Residuals {
-  const char *x; // encoding alone
-  char *last, *before;
-  uint8_t *code;
-  i64 *notes;      // encoding alone
+  const char *x;       // not for decoding
+  char *last, *before; // before: null where one is kept
+  uint8_t *code;       // null for note_change
+  i64 *notes;          // not for decoding
   i64 factor_bits; // of a float
   i64 rows, rows_each; // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
   i64 tokens, heads, numbers;
   Strides of_x, of_last, of_before, of_code;
   i64 bits;
   i64 linear, compare; // whether the linear continuation predicts; whether the two predictions are compared
+  i64 measure;         // whether the residuals' sizes are compared with those of x
 };
 
 // A tensor's rows one after the other: places are counted on, because 64-bit products take a GPU many instructions.
@@ -33,40 +35,6 @@ template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(
 inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
 template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
   return largest_of(__builtin_elementwise_max(x.lo, x.hi));
-}
-
-// The first `count` of WIDTH numbers; what is beyond is 0 and is not touched. A CPU's work-item has whole groups.
-template <typename Type, bool WORDS> inline Floats load_first(const typename Type::Bits *from, i64 count) {
-  if (LANES == 1 || count >= WIDTH) return load<Type, WIDTH, WORDS>(from);
-  Floats x = 0;
-#pragma unroll
-  for (int i = 0; i < WIDTH; ++i)
-    if (i < count) x[i] = load1<Type>(from + i);
-  return x;
-}
-
-// Of NaN too, unless it lies in the low 16 bits alone, which no arithmetic with a bfloat16 leaves.
-template <typename Type> inline auto narrow(Floats x) {
-  if constexpr (std::is_same_v<Type, BF16>) {
-    const Words bits = __builtin_bit_cast(Words, x);
-    return __builtin_convertvector((bits + ((bits >> 16 & 1u) + 0x7fffu)) >> 16, Vector<uint16_t, WIDTH>);
-  } else
-    return Type::template narrow<WIDTH>(x);
-}
-
-template <typename Type, bool WORDS> inline void store_first(typename Type::Bits *to, Floats x, i64 count) {
-  using Bits = typename Type::Bits;
-  const auto all = narrow<Type>(x);
-  if (LANES == 1 || count >= WIDTH) {
-    if constexpr (WORDS)
-      reinterpret_cast<Loose<uint32_t, WIDTH / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, WIDTH / 2>, all);
-    else
-      reinterpret_cast<Loose<Bits, WIDTH> *>(to)->value = all;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < WIDTH; ++i)
-    if (i < count) to[i] = all[i];
 }
 
 // A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
@@ -104,7 +72,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   Walk<Bits> last{reinterpret_cast<Bits *>(of.last), nullptr, of.of_last};
   Walk<Bits> before{reinterpret_cast<Bits *>(of.before), nullptr, of.of_before};
   Walk<uint8_t> code{of.code, nullptr, of.of_code};
-  int32_t unfit = 0, difference = 0; // of this work-item's groups: what the notes are to be told
+  int32_t unfit = 0, difference = 0, error = 0; // of this work-item's groups: what the notes are to be told
 
   template <typename Work> void rows(Work work) {
     const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
@@ -147,7 +115,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       for (i64 i = 0; i < bytes; ++i) code[i] = part.code[i];
     work(Part<Bits>{x, last, before, target, code, part.scale, part.count});
     for (i64 i = 0; i < part.count; ++i) part.target[i] = target[i];
-    if (encodes) {
+    if (encodes && of.code) {
       if (part.count * bits % 8) code[bytes - 1] &= (1 << part.count * bits % 8) - 1;
       for (i64 i = 0; i < bytes; ++i) part.code[i] = code[i];
     }
@@ -169,6 +137,13 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       for (int other = 1; other < SHARING; other *= 2) largest = sycl::max(largest, from_other(largest, other));
     return largest;
   }
+
+  // The size byte of a group's magnitudes, as bits. NaN counts as infinity: some of its patterns would overflow.
+  static int32_t size_byte(int32_t largest) {
+    return sycl::clamp(byte_above(sycl::bit_cast<float>(sycl::min(largest, 0x7f800000))), 0, LARGEST);
+  }
+  // One work-item tells of a group.
+  bool tells(i64 count) const { return place.lane % SHARING == 0 && count > 0; }
 
   int32_t count_in_group(Ints own) const {
     int32_t count = sum_of(own);
@@ -213,7 +188,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   void encode(Part<Bits> part) {
     Floats predicted[PARTS], residual[PARTS];
-    Ints largest = 0, largest_of_other = 0;
+    Ints largest = 0, largest_of_other = 0, largest_of_x = 0;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
       const i64 from = i * WIDTH, left = part.count - from;
@@ -228,6 +203,8 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
         const Floats other = own - (linear ? newest : forecast);
         largest_of_other = __builtin_elementwise_max(largest_of_other, __builtin_bit_cast(Ints, other) & 0x7fffffff);
       }
+      if (of.measure)
+        largest_of_x = __builtin_elementwise_max(largest_of_x, __builtin_bit_cast(Ints, own) & 0x7fffffff);
     }
     const int32_t most_bits = largest_in_group(largest);
     const float most = sycl::bit_cast<float>(most_bits);
@@ -240,12 +217,15 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       byte = byte_of_two_bits(size, most, int32_t(sycl::min(part.count + before, i64(GROUP))));
     }
     const Scale scale(byte, most_bits < 0x7f800000);
-    const bool tells = place.lane % SHARING == 0 && part.count > 0; // one work-item of a group
+    const bool tells = this->tells(part.count);
     if (tells) *part.scale = uint8_t(scale.byte), unfit += !scale.fits;
     if (compared) {
-      const float other = sycl::bit_cast<float>(largest_in_group(largest_of_other));
-      const int32_t more = sycl::clamp(byte_above(most), 0, LARGEST) - sycl::clamp(byte_above(other), 0, LARGEST);
+      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(largest_of_other));
       if (tells) difference += linear ? more : -more;
+    }
+    if (of.measure) {
+      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(largest_of_x));
+      if (tells) error += more;
     }
     const float reciprocal = scale.reciprocal(), step = scale.step(), limit = (1 << (bits - 1)) - 1;
     const int32_t half = 1 << (bits - 1), kept = scale.codes() ? 2 * half - 1 : 0;
@@ -263,6 +243,21 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
         store_codes<bits>(part.code + from * bits / 8, __builtin_bit_cast(Words, codes), left, places);
       });
     }
+  }
+
+  void note_change(Part<Bits> part) {
+    Ints largest = 0, largest_of_x = 0;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const i64 from = i * WIDTH, left = part.count - from;
+      const Floats own = load_first<Type, WORDS>(part.x + from, left);
+      const Floats residual = own - load_first<Type, WORDS>(part.last + from, left);
+      largest = __builtin_elementwise_max(largest, __builtin_bit_cast(Ints, residual) & 0x7fffffff);
+      largest_of_x = __builtin_elementwise_max(largest_of_x, __builtin_bit_cast(Ints, own) & 0x7fffffff);
+      store_first<Type, WORDS>(part.target + from, own, left);
+    }
+    const int32_t more = size_byte(largest_in_group(largest)) - size_byte(largest_in_group(largest_of_x));
+    if (tells(part.count)) error += more;
   }
 
   void decode(Part<Bits> part) const {
@@ -296,16 +291,19 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   // What there is to tell is added by one work-item.
   void tell() const {
-    i64 all_unfit = unfit, all_difference = difference;
+    i64 all_unfit = unfit, all_difference = difference, all_error = error;
+    if (of.measure && place.row == 0 && place.lane == 0) add(of.notes[3], of.rows * ((of.numbers + GROUP - 1) / GROUP));
 #if LANES > 1
     auto lanes = place.item.get_sub_group();
-    if (!sycl::any_of_group(lanes, unfit || difference)) return;
+    if (!sycl::any_of_group(lanes, unfit || difference || error)) return;
     all_unfit = sycl::reduce_over_group(lanes, unfit, sycl::plus<int32_t>());
     all_difference = sycl::reduce_over_group(lanes, difference, sycl::plus<int32_t>());
+    all_error = sycl::reduce_over_group(lanes, error, sycl::plus<int32_t>());
 #endif
     if (place.lane) return;
     if (all_unfit) add(of.notes[0], all_unfit);
     if (all_difference) add(of.notes[1], all_difference);
+    if (all_error) add(of.notes[2], all_error);
   }
   static void add(i64 &note, i64 number) {
     sycl::atomic_ref<i64, sycl::memory_order::relaxed, sycl::memory_scope::device,
@@ -318,6 +316,14 @@ struct Encoding {
   template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
     Coder<Type, WORDS, BITS, WHAT> coder{of, place};
     coder.rows([&](auto part) { coder.staged(part, true, [&](auto part) { coder.encode(part); }); });
+    coder.tell();
+  }
+};
+
+struct Noting {
+  template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
+    Coder<Type, WORDS, BITS, WHAT> coder{of, place};
+    coder.rows([&](auto part) { coder.staged(part, true, [&](auto part) { coder.note_change(part); }); });
     coder.tell();
   }
 };
@@ -357,9 +363,18 @@ template <typename Way, typename Type> inline void residual(const Residuals &of)
 }
 #endif
 
+template <typename Type> inline void note_change(const Residuals &of) {
+  const i64 strides = of.of_x.batch | of.of_x.token | of.of_x.head | of.of_last.batch | of.of_last.token | of.of_last.head;
+  by_alignment<Type>(i64(of.x) | i64(of.last) | 2 * strides,
+                     [&](auto words) { Noting::run<Type, words, 8, NOTHING>(of, Place()); });
+}
+
 KERNEL(encode_residual_f32)(Residuals of) { residual<Encoding, F32>(of); }
 KERNEL(encode_residual_bf16)(Residuals of) { residual<Encoding, BF16>(of); }
 KERNEL(encode_residual_f16)(Residuals of) { residual<Encoding, F16>(of); }
+KERNEL(note_change_f32)(Residuals of) { note_change<F32>(of); }
+KERNEL(note_change_bf16)(Residuals of) { note_change<BF16>(of); }
+KERNEL(note_change_f16)(Residuals of) { note_change<F16>(of); }
 KERNEL(decode_residual_f32)(Residuals of) { residual<Decoding, F32>(of); }
 KERNEL(decode_residual_bf16)(Residuals of) { residual<Decoding, BF16>(of); }
 KERNEL(decode_residual_f16)(Residuals of) { residual<Decoding, F16>(of); }

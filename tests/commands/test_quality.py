@@ -1,0 +1,186 @@
+"""A bound on quality: which setting is chosen, on which slices, and that kills and replicas change nothing of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from killed_runs import Killed, results
+from warm import forked
+
+from cocodiff.cli import main
+from cocodiff.commands.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
+from cocodiff.commands.quality import Figure, Group, Quality, read_ladder
+from cocodiff.errors import UserError
+
+BOUND = "65.8dB"
+SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
+
+
+def asked(bound: str) -> Quality:
+    values = {"preset": None, "quality": bound, "exact": True, "quality_slices": 2, "quality_every": 20}
+    quality = Quality.asked(values)
+    assert quality is not None and values["preset"] == [quality.preset]
+    return quality
+
+
+@pytest.mark.parametrize(
+    ("text", "db", "against"),
+    [("50dB", 50.0, "exact"), ("20 db", 20.0, "exact"), ("62.5", 62.5, "exact"), (".3dB", 0.3, "truth")],
+)
+def test_a_bound_is_a_distance_or_a_loss(text: str, db: float, against: str) -> None:
+    assert Bound.parse(text) == Bound(db, against)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "0dB", "5dB", "19.9", "201dB", "-3dB", "nan", "1e3", "50 bits", "9" * 400])
+def test_what_is_no_bound_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(UserError, match=r"at least|20 to 200 dB \(50dB\).*below 5 dB \(0.3dB\)"):
+        Bound.parse(text)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trials(data: Any) -> None:
+    """Of settings that are the better the dearer they are, whatever the slices."""
+    rungs, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    steps = st.lists(st.floats(0, 30), min_size=rungs, max_size=rungs)
+    db = [[20 + sum(more[: rung + 1]) for rung in range(rungs)] for more in data.draw(st.tuples(*[steps] * count))]
+    slices = Slices.chosen(count, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20)))
+    bound = Bound(data.draw(st.floats(20, 120)), "exact")
+    figures: dict[int, dict[int, float | None]] = {}
+    tried = set()
+    while isinstance(found := next_trial(bound, slices, rungs, figures), Trial):
+        assert found.rung < rungs - 1, "the exact one needs no trial"
+        tried.add(found.rung)
+        figures.setdefault(found.rung, {}).update({one: db[one][found.rung] for one in found.slices})
+    needed = bound.db + slices.margin_db
+    keep = [rung for rung in range(rungs - 1) if all(db[one][rung] >= needed for one in slices.checks)]
+    assert found == (keep[0] if keep else rungs - 1)
+    calibrated = [r for r in range(rungs - 1) if all(db[one][r] >= needed for one in slices.calibration)]
+    broken = found - (calibrated[0] if calibrated else rungs - 1)
+    assert len(tried) <= math.ceil(math.log2(rungs)) + 1 + broken
+
+
+def test_fewer_checked_slices_than_enough_need_a_margin() -> None:
+    assert Slices.chosen(100, 2, 20) == Slices(100, (0, 1), (0, 1, 20, 40, 60, 80))
+    assert Slices.chosen(100, 2, 20).margin_db == MARGIN_DB
+    assert Slices.chosen(100, 2, 20, (7, 9, 11)).margin_db == 0, f"{ENOUGH} are enough"
+    assert Slices.chosen(3, 2, 1).margin_db == 0, "none is left that was not checked"
+    loss = Bound(0.3, "truth")
+    assert loss.with_margin(20).db == pytest.approx(0.03) and Bound(50, "exact").with_margin(3).db == 53
+    assert loss.keeps(-1.0) and loss.keeps(0.3) and loss.keeps(None) and not loss.keeps(0.31)
+    assert loss.worst({0: -0.2, 1: None, 2: 0.1}) == (2, 0.1)
+
+
+def test_the_ladder_ends_exactly_and_every_setting_says_all_that_it_changes() -> None:
+    quality = asked("50dB")
+    assert [config.exact for config in quality.rungs.values()] == [False] * (len(quality.rungs) - 1) + [True]
+    assert len({frozenset(change) for change in read_ladder().values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--quality", "12dB"), "--quality 12dB: neither a loss nor a distance: give the least PSNR"),
+        (("--quality", "50dB", "--preset", "flat,tapa"), "with presets flat, tapa: it chooses the setting of one"),
+        (("--quality", "50dB", "--preset", "cocodiff"), "with preset cocodiff"),
+        (("--quality", "50dB", "--codec", "int8"), "--codec int8: --quality 50dB chooses it"),
+        (("--quality", "50dB", "--no-exact"), "compares with the exact run: leave --no_exact away"),
+        (("--quality", "50dB", "--quality_every", "0"), "--quality_every 0: at least 1"),
+        (
+            ("--quality", "1dB", "--mask", "MASK"),
+            "a loss against the truth, which mask hole of synthetic_organ_1 hides",
+        ),
+    ],
+)
+def test_what_a_bound_does_not_go_with_is_refused(
+    words: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tifffile.imwrite(mask := tmp_path / "hole.tif", np.eye(96, dtype=np.uint8))
+    words = tuple(str(mask) if word == "MASK" else word for word in words)
+    code = main(["inpaint", "--input", str(SLICE), "--out", str(tmp_path / "out"), *words])
+    assert code == 2 and told in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [mask]
+
+
+def test_the_record_names_what_was_tried_and_every_slice_below_the_bound() -> None:
+    asked_for = asked("60dB")
+    kept = [*[*asked_for.rungs][:3], asked_for.exact]
+    quality = replace(asked_for, rungs={name: asked_for.rungs[name] for name in kept})
+    group = Group("mask block", Slices.chosen(30, 2, 10), {0: "a", 1: "b", 10: "k", 20: "u"}, {})
+    known = {0: {0: 64.0, 1: 65.0, 10: 59.0, 20: 62.0}, 1: {0: 70.0, 1: None, 10: 63.5, 20: 71.0}}
+    for rung, db in known.items():
+        group.figures[rung] = {place: Figure(one, 1 + rung, 10) for place, one in db.items()}
+    assert group.next(quality) is None
+    found = group.record(quality)
+    first, second = found["tried"]
+    assert (found["setting"], found["below"], found["checked"]) == (second["setting"], [], ["a", "b", "k", "u"])
+    assert (first["kept"], first["below"], first["worst"], first["worst_db"]) == (False, ["k"], "k", 59.0)
+    assert second["kept"] and second["db"]["b"] is None and second["bytes_of_whole"] == 0.2
+    assert found["changes"] == read_ladder()[found["setting"]]
+
+
+@pytest.mark.processes
+def test_a_bounded_run_checks_and_tightens_and_goes_on_after_a_kill_to_the_same_bits(tmp_path: Path) -> None:
+    """The first two slices show nothing, and any setting restores them: the checks choose."""
+    organ = tifffile.imread(SLICE)
+    tifffile.imwrite(tmp_path / "scan.tif", np.stack([organ * 0, organ * 0 + 9, organ, organ[::-1], organ.T]))
+
+    def bounded(out: str, *more: Any) -> list[str]:
+        fixed = ("--input", tmp_path / "scan.tif", "--out", tmp_path / out, "--steps", 4, "--samples", 2, "--quiet")
+        asked = ("--quality", BOUND, "--quality_every", 4, "--exact_slices", 1)
+        return [str(word) for word in ("inpaint", *fixed, *asked, *more)]
+
+    done = forked(*bounded("whole", "--ranks", 4, "--replicas", 2), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "whole" / "metrics.json").read_text())
+    (found,) = metrics["quality"]
+    setting = found["setting"]
+    cheapest = next(iter(read_ladder()))
+    assert (setting != cheapest, found["below"], found["margin_db"]) == (True, [], MARGIN_DB)
+    assert found["calibrated_on"] == ["scan[0]", "scan[1]"]
+    assert found["checked"] == ["scan[0]", "scan[1]", "scan[4]"]
+    tried = {one["setting"]: one for one in found["tried"]}
+    assert (tried[cheapest]["kept"], tried[cheapest]["worst"]) == (False, "scan[4]")
+    assert f"{cheapest} on 3 of 5 does not keep {BOUND}" in done.stdout and f"block: {setting} is taken" in done.stdout
+    assert f"<b>{setting}</b> is taken" in (tmp_path / "whole" / "report.html").read_text()
+    record = yaml.safe_load((tmp_path / "whole" / "run.yaml").read_text())
+    assert record["quality_found"] == metrics["quality"] and record["preset"] == ["coded-"]
+    rows = metrics["images"]
+    of_checks = {row["name"]: row["psnr_vs_exact_db"] for row in rows if row["exact_compared"]}
+    assert of_checks == pytest.approx(tried[setting]["db"], abs=1e-3)
+    assert len({json.dumps(row["bytes"]) for row in rows}) == 1, "one setting restored all"
+    assert all(0 < sum(row["bytes"].values()) < 0.6 * sum(row["bytes_whole"].values()) for row in rows)
+    assert all(row["psnr_db_single"] < row["psnr_db"] for row in rows[2:])
+
+    run = Killed(tmp_path, bounded("out", "--ranks", 2))
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.end()
+    header = run.journals.header()
+    assert header is not None and header["settings"]["quality"]["bound"] == BOUND  # a resumed run has to have the same
+    done = forked(*bounded("out", "--ranks", 2, "--resume"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "are there already" in done.stdout
+    assert results(tmp_path / "out") == results(tmp_path / "whole")
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["quality"] == metrics["quality"]
+
+
+@pytest.mark.processes
+def test_one_rank_alone_restores_exactly_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--input", SLICE, "--steps", 1, "--quality", "0.3dB", "--preset", "split", "--out", tmp_path / "out")
+    assert main(["inpaint", *map(str, words), "--quiet"]) == 0
+    assert "one rank alone sends nothing" in capsys.readouterr().out
+    document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert [one["setting"] for one in document["quality"]] == ["exact"]
+    assert [(row["mode"], row["psnr_vs_exact_db"]) for row in document["images"]] == [("split", None)]
