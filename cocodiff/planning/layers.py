@@ -96,7 +96,7 @@ def fractions_of(case: Case) -> list[float | None]:
     """Of every step the part of the image tokens that stay; None where all travel without looking."""
     if case.topology.size == 1:
         return [None] * case.steps
-    return coding_of(case.config).stable_fractions(case.config, case.steps, case.stable)
+    return coding_of(case.config).step_kinds(case.config, case.steps, case.stable)
 
 
 def recorded_fractions(case: Case) -> list[float | None]:

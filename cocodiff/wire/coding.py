@@ -121,10 +121,10 @@ class Coding:
         return head_dim * itemsize
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
-        """For predictions: of every step the fraction of tokens that stay behind, `typical` where the tokens themselves
-        decide; None for steps in which all travel without being looked at. A coding that leaves none behind may number
-        its kinds of steps with 0 and 1."""
+    def step_kinds(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
+        """For predictions: the kind of every step. None for steps in which all tokens travel without being looked at,
+        else the fraction of them that stays behind, `typical` where the tokens themselves decide. A coding that leaves
+        none behind may number its kinds with 0 and 1."""
         return [None] * steps
 
     @classmethod
@@ -164,7 +164,7 @@ class Coding:
         """For predictions: works out beforehand what calls of a layout need once."""
 
     def hold_at(self, fraction: float | None) -> None:
-        """For predictions: makes every call as one of this fraction, see `stable_fractions`."""
+        """For predictions: makes every call as one of this fraction, see `step_kinds`."""
 
 
 @dataclass(frozen=True)

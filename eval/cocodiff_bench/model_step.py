@@ -265,12 +265,12 @@ class Call:
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-def stable_fractions(config: Config, steps: int) -> list[float | None]:
-    """Of every step, see `Coding.stable_fractions`. For V-Major it is the paper's schedule: linear, a tenth of the
+def step_kinds(config: Config, steps: int) -> list[float | None]:
+    """Of every step, see `Coding.step_kinds`. For V-Major it is the paper's schedule: linear, a tenth of the
     steps warm, every tenth step full."""
     from cocodiff.assemble import coding_of
 
-    return coding_of(config).stable_fractions(config, steps, 0.0)
+    return coding_of(config).step_kinds(config, steps, 0.0)
 
 
 def over_schedule(of_fraction: Mapping[float | None, float], fractions: Sequence[float | None]) -> float:
@@ -320,7 +320,7 @@ def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) 
     seconds: dict[str, list[float]] = {}
     for name in values["variants"]:
         variant = ALL_VARIANTS[name]
-        schedule = stable_fractions(config_of(values, variant), values["steps"])
+        schedule = step_kinds(config_of(values, variant), values["steps"])
         turns = zip(*(slowest[key_of(name, fraction)] for fraction in variant.fractions), strict=True)
         steps = [over_schedule(dict(zip(variant.fractions, turn, strict=True)), schedule) for turn in turns]
         seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]

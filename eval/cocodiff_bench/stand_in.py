@@ -80,7 +80,7 @@ class StandIn:
         self._strategy = make_strategy(config, mesh, transport, trace, self._attention, self._kernels)
 
     def begin(self, fraction: float | None) -> None:
-        """The next step of the image, as one in which this fraction of the tokens stays (`Coding.stable_fractions`).
+        """The next step of the image, as one in which this fraction of the tokens stays (`Coding.step_kinds`).
         What ranks agree on at its beginning is once for all layers, so it is not a layer's."""
         self._step += 1
         self._strategy.coding.hold_at(fraction)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
-from cocodiff_bench.model_step import FITTED, over_schedule, stable_fractions
+from cocodiff_bench.model_step import FITTED, over_schedule, step_kinds
 from launching import assert_succeeded
 from warm import forked
 
@@ -213,7 +213,7 @@ def test_limits_lie_between_sizes():
 
 
 def test_the_schedule_is_averaged_between_fractions():
-    fractions = stable_fractions(Config(selection="v_major"), 50)
+    fractions = step_kinds(Config(selection="v_major"), 50)
     assert fractions[:6] == [None] * 5 + [0.0] and fractions[15] is None and fractions[-1] == 1.0
     mean = sum(fraction or 0.0 for fraction in fractions) / 50
     assert over_schedule({None: 2.0, 0.5: 1.0, 1.0: 0.0}, fractions) == pytest.approx(2 - 2 * mean)

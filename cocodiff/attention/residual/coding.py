@@ -63,7 +63,7 @@ class Residual(Coding):
         return coded_width(head_dim, BITS[settings.codec])
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
+    def step_kinds(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
         """None for the first step, which is whole; 1 for those with twice the bits, 0 for the others."""
         fine = settings.fine_steps if BITS[settings.codec] < FINEST else 0
         return [None, *(float(step >= steps - fine) for step in range(1, steps))][:steps]

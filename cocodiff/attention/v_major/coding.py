@@ -66,7 +66,7 @@ class VMajor(Coding):
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     @classmethod
-    def stable_fractions(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
+    def step_kinds(cls, settings: Any, steps: int, typical: float) -> list[float | None]:
         schedule, found = Schedule.of(settings), list[float | None]()
         for step in range(steps):
             part = schedule.stable_fraction(step, steps)
