@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff.commands.bound import ENOUGH, Bound, Slices, Trial, next_trial
+from cocodiff.commands.bound import Bound, Slices, Trial, next_trial
 from cocodiff.commands.options import Option, check_counts, engine_record, engine_settings, preset_configs
 from cocodiff.commands.record import lasting
 from cocodiff.config import Config, find_shipped, read_yaml
@@ -163,12 +163,10 @@ class Group:
             "bound": str(quality.bound),
             "against": quality.bound.against,
             "told": quality.bound.told,
-            "digits": quality.bound.digits,
             "preset": quality.preset,
             "setting": names[taken],
-            "changes": quality.changes[names[taken]],
+            "changes": dict(quality.changes[names[taken]]),
             "margin_db": self.slices.margin_db,
-            "enough": ENOUGH,
             "count": self.slices.count,
             "calibrated_on": [self.names[place] for place in self.slices.calibration],
             "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
