@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cocodiff.commands.samples import PartsOfSettings
     from cocodiff.commands.session import Cost
 
-PRESET = "coded-"  # that the ladder's settings go on top of, unless another one is named
+PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
 PRESET_OPTION = Option(
     "preset",
