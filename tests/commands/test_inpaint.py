@@ -215,7 +215,7 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
 def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     """Of two samples, which share calls: their mean against the exact run's mean."""
     tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
-    presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "ahead", "--samples", 2)
+    presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "ahead", "--tau", 2, "--samples", 2)
     words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
     done = forked("inpaint", *words, *presets, folder=tmp_path)
     assert done.returncode == 0, done.stderr
