@@ -148,6 +148,7 @@ def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
                 "worst_shown": worst,
                 "figures": ", ".join(f"{name} {db}" for name, db in shown),
                 "share": number(tried["bytes_of_whole"], 3),
+                "waited": number(tried["waited_of_whole"], 3),
             }
         )
     return {**record, "rows": rows}
