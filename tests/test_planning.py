@@ -184,7 +184,7 @@ def at_rates(machine, efficiency):
     return replace(machine, links=replace(machine.links, **rates))
 
 
-@pytest.mark.parametrize(("efficiency", "hidden"), [(1.0, True), (0.05, False)])
+@pytest.mark.parametrize(("efficiency", "hidden"), [(3.0, True), (0.05, False)])
 def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(efficiency, hidden):
     """Of layers that follow one another, in flat exchange and joint order, where nothing else hides a message: as long
     as they compute, or as long as their bytes are on the way."""
@@ -345,6 +345,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
     code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
+    hows = Prediction(), Prediction(1.0, linear=True), Prediction(1.0, compare=True), Prediction(1.0, True, True, True)
 
     def encoded(known, how):
         return cost_of("encode_residual", [x], (x, known, how, 2, code, notes))[0] - code.nbytes - notes.nbytes
@@ -355,6 +356,8 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
     assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
     assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
+    rows = [[cost_of("encode_residual", [x], (x, two, how, bits, code, notes))[1] for how in hows] for bits in (4, 2)]
+    assert all(row == sorted(set(row)) for row in (*rows, *map(list, zip(*rows, strict=True)))), "each takes more"
     assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cocodiff.cli import main
 from cocodiff.trace import Span, load_traces, save_traces
-from cocodiff.trace_summary import length, overlap, summarise, union
+from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
@@ -88,6 +88,31 @@ def test_modes_and_layers_are_apart_and_the_rest_is_left_out():
     gather = span("gather", "gather", 0, 400, layer="")
     spans = {"b": {0: [gather, *other, *v_first_call()]}, "a": {0: joint_call()}, "none": {0: [gather]}}
     assert [(t.mode, t.layer) for t in summarise(spans)] == [("b", LAYER), ("b", "blocks.attn2"), ("a", LAYER)]
+
+
+def displaced_call() -> list[Span]:
+    """q, k and v go late and are on their way in 40..60, a rank waits for something else in 55..70; o was waited for at
+    the next call, for half of its time."""
+    return [
+        span("encode q", "main", 30, 35),
+        Span("late qkv plane", "plane", 40, 60, LAYER, 600),
+        span("attention", "main", 40, 55),
+        Span("wait for outputs", "main", 55, 70, ""),
+        Span("late o plane", "plane", 70, 90, LAYER, 200),
+        span("wait for late o", "main", 80, 90),
+    ]
+
+
+def test_late_bytes_are_hidden_while_main_waits_for_nothing():
+    others = [Span("late qkv plane", "plane", 0, 10, "blocks.attn2", 50)]
+    spans = {"flat": {0: joint_call()}, "ahead": {0: [*displaced_call(), *others], 1: displaced_call()}}
+    by_layer = {late.layer: late for late in summarise_late(spans)}
+    assert by_layer.keys() == {LAYER, "blocks.attn2"}
+    late = by_layer[LAYER]
+    assert (late.mode, late.sent) == ("ahead", 1600)
+    assert late[2:4] == pytest.approx([80e-9, 50e-9])  # of two ranks
+    assert late.hidden_bytes == pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20))
+    assert by_layer["blocks.attn2"].hidden_bytes == by_layer["blocks.attn2"].sent == 50
 
 
 @st.composite
@@ -169,6 +194,18 @@ def test_the_command_prints_milliseconds(tmp_path, capsys):
         "20.00",
         "29",
     ]
+
+
+def test_the_command_tells_what_of_late_bytes_was_hidden(tmp_path, capsys):
+    spans = [s._replace(late_bytes=s.late_bytes * 10_000) for s in scaled(displaced_call())]
+    counts = {("attention", "plane"): 8_000_000, ("whole", "plane"): 16_000_000, ("late", "plane"): 6_000_000}
+    record = {"rank": 0, "spans": spans, "dropped": 0, "bytes": counts, "kernels": {}}
+    save_traces(tmp_path / "trace.json", {"ahead": [record]})
+    assert main(["trace", "summary", str(tmp_path / "trace.json")]) == 0
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.startswith("ahead") and "8.00" in line)
+    assert row.split() == ["ahead", LAYER, "8.00", "5.50", "69", "40.00", "25.00", "62"]
+    assert "0.500 of what whole tensors take, 0.125 that attention waited for" in printed
 
 
 def test_the_command_says_what_was_not_kept(tmp_path, capsys):

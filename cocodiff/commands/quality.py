@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff.commands.bound import ENOUGH, Bound, Slices, Trial, next_trial
+from cocodiff.commands.bound import Bound, Slices, Trial, next_trial
 from cocodiff.commands.options import Option, check_counts, engine_record, engine_settings, preset_configs
 from cocodiff.commands.record import lasting
 from cocodiff.config import Config, find_shipped, read_yaml
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cocodiff.commands.samples import PartsOfSettings
     from cocodiff.commands.session import Cost
 
-PRESET = "coded-"  # that the ladder's settings go on top of, unless another one is named
+PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
 PRESET_OPTION = Option(
     "preset",
@@ -117,15 +117,16 @@ def read_ladder() -> dict[str, dict[str, Any]]:
 
 class Figure(NamedTuple):
     """What a trial showed of a slice. db: as `Bound.keeps` takes it; sent, whole: bytes, and what they would have been
-    with everything as it is."""
+    with everything as it is; late: those of `sent` that attention did not wait for."""
 
     db: float | None
     sent: int
     whole: int
+    late: int = 0
 
     @classmethod
     def of(cls, db: float | None, cost: Cost) -> Figure:
-        return cls(db, sum(cost.sent.values()), sum(cost.whole.values()))
+        return cls(db, *(sum(of.values()) for of in (cost.sent, cost.whole, cost.late)))
 
 
 @dataclass
@@ -163,12 +164,10 @@ class Group:
             "bound": str(quality.bound),
             "against": quality.bound.against,
             "told": quality.bound.told,
-            "digits": quality.bound.digits,
             "preset": quality.preset,
             "setting": names[taken],
-            "changes": quality.changes[names[taken]],
+            "changes": dict(quality.changes[names[taken]]),
             "margin_db": self.slices.margin_db,
-            "enough": ENOUGH,
             "count": self.slices.count,
             "calibrated_on": [self.names[place] for place in self.slices.calibration],
             "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
@@ -183,13 +182,15 @@ class Group:
 
     def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
         figures = self.figures[rung]
-        worst, whole = bound.worst(self.db(rung)), sum(figure.whole for figure in figures.values())
+        worst = bound.worst(self.db(rung))
+        sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
         return {
             "setting": name,
             "slices": len(figures),
             "worst_db": None if worst is None else round(worst[1], 3),
             "worst": None if worst is None else self.names[worst[0]],
-            "bytes_of_whole": round(sum(figure.sent for figure in figures.values()) / whole, 4) if whole else None,
+            "bytes_of_whole": round(sent / whole, 4) if whole else None,
+            "waited_of_whole": round((sent - late) / whole, 4) if whole else None,
             "kept": all(bound.with_margin(self.slices.margin_db).keeps(db) for db in self.db(rung).values()),
             "below": self._below(rung, bound),
             "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(rung).items())},
@@ -203,7 +204,9 @@ class Group:
         tried = self._tried(trial.rung, [*quality.rungs][trial.rung], quality.bound)
         worst, margin = tried["worst_db"], self.slices.margin_db
         of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
-        share = "" if tried["bytes_of_whole"] is None else f", {tried['bytes_of_whole']:.3f} of the bytes"
+        sent, waited = tried["bytes_of_whole"], tried["waited_of_whole"]
+        share = "" if sent is None else f", {sent:.3f} of the bytes"
+        share += "" if waited == sent else f", {waited:.3f} waited for"
         if worst is None:
             return f"{self.about}: {of}: every bit as in the exact run{share}"
         with_margin = f" with a margin of {margin:g} dB" if margin else ""

@@ -65,12 +65,16 @@ def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) ->
     decided by tensors' errors. config: without `codec: auto`."""
     if config.arrival != "adaptive":
         return None
-    known = given or read_decisions(find_shipped("decisions", "decisions", SHIPPED))
+    known = given or _read(find_shipped("decisions", "decisions", SHIPPED))
     return min(known, key=lambda one: one.distance(config, steps))
 
 
-def read_decisions(path: Path) -> tuple[Decisions, ...]:
-    """A file of decisions, or the metrics.json of runs with `arrival: adaptive`. Raises UserError for other files."""
+def read_decisions(paths: Sequence[str]) -> tuple[Decisions, ...]:
+    """Of files of decisions, and of the metrics.json of runs with `arrival: adaptive`. Raises UserError for others."""
+    return tuple(one for path in paths for one in _read(Path(path)))
+
+
+def _read(path: Path) -> tuple[Decisions, ...]:
     try:
         if path.suffix == ".json":
             return _of_metrics(json.loads(path.read_text()))
@@ -118,7 +122,7 @@ def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
         if config.codec == "auto":
             raise ValueError(f"preset {preset} has codec auto: name the codec of a run whose decisions are replayed")
         rows = [_mean(of_step) for of_step in zip(*runs, strict=True)]
-        found.append(_decisions(about | {"about": f"{len(runs)} image(s) of a run"}, rows))
+        found.append(_decisions(about | {"about": f"{document['config']['model']} model, {len(runs)} image(s)"}, rows))
     return tuple(found)
 
 

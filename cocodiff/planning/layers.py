@@ -140,7 +140,7 @@ def recorded_kinds(case: Case) -> list[CallKind]:
     kinds = {kind for step in kinds_of_steps(case) for kind in step}
     if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
         kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
-    return sorted(kinds, key=lambda kind: (not kind.whole, *kind[1:]))
+    return sorted(kinds, key=lambda kind: (not kind.whole, kind.displaced, *kind[1:]))
 
 
 def record_layers(case: Case, kind: Kind) -> list[Segment]:
@@ -190,7 +190,7 @@ class RecordedCalls:
         self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
     ) -> None:
         self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
-        self._step = -1
+        self._step, self._settled = -1, 0  # layers whose calls are like those that follow
 
     def run(self, layers: int) -> Program:
         """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
@@ -206,9 +206,10 @@ class RecordedCalls:
     def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
         """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
         coding, layers = self._strategy.coding, SITES if kind.displaced else 1
-        coding.hold_at(kind._replace(displaced=""))  # nothing of earlier calls is in flight then
-        for _ in range(0 if kind.whole else coding.steps_to_settle):
+        coding.hold_at(kind._replace(displaced=""))
+        for _ in range(0 if kind.whole or layers == self._settled else coding.steps_to_settle):
             self.run(layers)
+        self._settled = 0 if kind.whole else layers
         self._recorder.cut()
         coding.hold_at(kind)
         for _ in range(2 if kind.displaced else 0):
@@ -218,9 +219,7 @@ class RecordedCalls:
             agreement = self.run(layers)
         sent = {link: count / layers for link, count in self._trace.bytes().items()}
         program = self._recorder.cut()
-        if kind.displaced:
-            coding.hold_at(kind._replace(displaced=""))
-            self.run(layers)
+        coding.catch_up()  # what is in flight is no part of the next program
         return program, sent, agreement
 
 

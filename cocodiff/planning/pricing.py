@@ -99,9 +99,6 @@ class PricedKernels(Kernels):
         self._pricing, self._generator = pricing, torch.Generator().manual_seed(seed)
         self._largest = threshold / stable if stable else 2 * threshold + 1.0
 
-    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
-        self._run("note_change", (x,), x, last, notes)
-
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
             self._pricing.charge(0.0, *cost_of(op, moved, arguments))
@@ -118,21 +115,24 @@ class PricedKernels(Kernels):
 def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple[float, float]:
     """Bytes that an operation of `kernels` reads and writes, and instructions that it starts. moved, arguments: as
     `Kernels` has them."""
+    parts: dict[str, bool] = {}
     if op == "encode_residual":
-        x_BLHD, known, how, _, code_BLHW, notes_N = arguments
-        traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, how.linear or how.compare)
+        x_BLHD, known, how, bits, code_BLHW, notes_N = arguments
+        both = (how.linear or how.compare) and known.before is not None
+        parts = {"int2": bits == 2, "taylor": both, "compare": both and how.compare, "measure": how.measure}
+        traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, both)
     elif op == "decode_residual":
-        code_BLHW, known, factor, _ = arguments
+        code_BLHW, known, factor, bits = arguments
+        parts = {"int2": bits == 2, "taylor": factor is not None}
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
     elif op == "note_change":
-        x, last, notes = arguments
-        traffic = bytes_of((x, last, last, notes))  # x is the last one afterwards
+        x_BLHD, last_BLHD, notes_N = arguments
+        traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # x is the last one afterwards
     else:
         traffic = bytes_of(arguments)
-        if op == "note_change":
-            traffic += moved[0].nbytes  # what was read of the last values is written as well
     itemsize = moved[0].element_size() if moved else 1
-    return traffic, started(op, traffic / (2 * itemsize) if op in COPIES else moved[0].numel())
+    numbers = traffic / (2 * itemsize) if op in COPIES else moved[0].numel()
+    return traffic, started(op, numbers, [part for part, here in parts.items() if here])
 
 
 def bytes_of_state(known: Reconstructions, both: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cocodiff.planning.memory import ModelShape
@@ -19,14 +20,21 @@ INSTRUCTIONS = {
     "l1_score": 16.6,
     "qk_norm_rope": 51.2,
     "merge_partials": 70.2,
-    "encode_residual": 46.2,  # 4 bits, from the newest reconstruction
+    "encode_residual": 46.2,
+    "note_change": 26.1,
     "decode_residual": 25.6,
+}
+# The codec's are of 4 or 8 bits and the newest reconstruction; these take so many more.
+MORE = {
+    "encode_residual": {"int2": 43.3, "taylor": 9.4, "compare": 4.9, "measure": 3.9},
+    "decode_residual": {"int2": 1.5, "taylor": 9.2},
 }
 
 
-def started(op: str, numbers: float) -> float:
-    """Instructions that an operation of `kernels` starts for a tensor of so many numbers; `select` is left out."""
-    return INSTRUCTIONS.get(op, 0.0) * numbers / LANES
+def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
+    """Instructions that an operation of `kernels` starts for a tensor of so many numbers; `select` is left out. parts:
+    of MORE."""
+    return (INSTRUCTIONS.get(op, 0.0) + sum(MORE[op][part] for part in parts)) * numbers / LANES
 
 
 def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:

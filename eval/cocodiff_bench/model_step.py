@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.part import Part
@@ -77,7 +76,7 @@ OPTIONS = common.with_common_options(
         f"split_v_first with int4 and int2",
         many=True,
     ),
-    Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model"),
+    Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model", [], many=True),
     Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
     Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
     Option("repeats", "measurements of each variant", 3, type=int),
@@ -213,8 +212,7 @@ def config_of(values: Values, variant: Variant) -> Config:
 
 def replayed(values: Values, config: Config) -> Decisions | None:
     """The recorded decisions that a variant is measured by."""
-    given = read_decisions(Path(values["decisions"])) if values["decisions"] else ()
-    return decisions_of(config, values["steps"], given)
+    return decisions_of(config, values["steps"], read_decisions(values["decisions"]))
 
 
 def schedule_of(values: Values, variant: Variant) -> list[Mapping[CallKind, float]]:

@@ -54,9 +54,6 @@ class WaitingKernels(Kernels):
         self._wait("continued", last, (last, before, last))
         return last
 
-    def note_change(self, x: Tensor, last: Tensor, notes: Tensor) -> None:
-        self._wait("note_change", x, (x, last, notes))
-
     def _wait(self, op: str, moved: Tensor, arguments: Sequence[Any]) -> None:
         device = self._device
         kernel_s = seconds(device, 0.0, *cost_of(op, [moved], arguments))

@@ -127,7 +127,7 @@ def metrics_row(
     `drift`, of a lossy run, and then the bytes of the exact run beside it: for each step, of V-Major, the mean relative
     change of v and the fraction of tokens that stayed; of a codec or displacement the fraction of attention calls that
     were coded and that of their tensors that were predicted linearly, which tensors were displaced, and of the bytes of
-    whole tensors the fractions that were sent and that attention waited for.
+    whole tensors the fractions that were sent and that attention waited for, as large models of 16 bits have them.
     `whole_bytes`: what `link_bytes` would have been with all tokens as they are, along the same routes. `late_bytes`:
     those of `link_bytes` that no call of attention waited for, said where there were any.
     `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is

@@ -63,10 +63,8 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
     areas = [*_stacked(tensors, *STRIP), *_stacked([waited, late], *BARS)]
     paths = dict(zip(("whole", "coded", "displaced", "waited", "late"), areas, strict=True))
     mean = [sum(values) / len(steps) for values in (*tensors, sent, waited)]
-    told = (
-        f"of all tensors {mean[0]:.3f} whole, {mean[1]:.3f} coded, {mean[2]:.3f} displaced; "
-        f"of whole bytes {mean[3]:.3f} sent, {mean[4]:.3f} waited for"
-    )
+    kinds = [f"{share:.3f} {kind}" for share, kind in zip(mean, ("whole", "coded", "displaced"), strict=False) if share]
+    told = f"of all tensors {', '.join(kinds)}; of whole bytes {mean[3]:.3f} sent, {mean[4]:.3f} waited for"
     return StepsFigure(mode, paths, told, steps[-1]["step"])
 
 

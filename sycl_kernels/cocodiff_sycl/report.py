@@ -1,14 +1,15 @@
 """What the kernels cost on a device that is not here: counted in the instructions that its compiler made of them.
 
 A hardware thread runs LANES work-items. Its hot loop is the innermost one whose wide messages move the most bytes;
-cases.cpp has the arithmetic kernels' path for heads of 128 channels without other paths beside it.
+cases.cpp has the arithmetic kernels' path for heads of 128 channels without other paths beside it. A case whose name
+goes on after a kernel's has a line of its own: it is another path of that kernel.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cocodiff_sycl.build import HERE, kernel_source
 from cocodiff_sycl.library import GPU_LANES
@@ -18,7 +19,7 @@ from cocodiff_sycl.ocloc import Ocloc, Usage
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
 NUMBERS = 128  # that a pass of an arithmetic loop takes: a head's
-CODE_BYTES = 68  # of a head's residual in 4 bits, with its scales
+SCALE_BYTES = 4  # of a head's residual, beside its codes
 COPIED_BYTES = 1024  # that a pass of a copy's loop takes: BATCH blocks
 ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2}
 
@@ -117,12 +118,12 @@ def _cycles(line: str) -> int:
 
 
 def report(device: str, ocloc: Ocloc) -> list[Row]:
-    """Of all kernels. Raises Unavailable."""
+    """Of all kernels and cases. Raises Unavailable."""
     cases = (HERE / "kernels" / "cases.cpp").read_text()
     _, usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc)
-    path = {one.name.removeprefix(CASE): one.assembly for one in usage if one.name.startswith(CASE)}
-    own = [one for one in usage if not one.name.startswith(CASE)]
-    return [row_of(one, path.get(one.name, one.assembly)) for one in sorted(own, key=lambda one: one.name)]
+    paths = {name: replace(one, name=name) for one in usage if (name := one.name.removeprefix(CASE)) != one.name}
+    own = {one.name: one for one in usage if not one.name.startswith(CASE)}
+    return [row_of(one, paths.get(name, one).assembly) for name, one in sorted({**paths, **own}.items())]
 
 
 def row_of(usage: Usage, path: str) -> Row:
@@ -134,9 +135,10 @@ def row_of(usage: Usage, path: str) -> Row:
         numbers = COPIED_BYTES // ITEMSIZE["bf16"]
         return Row(usage, loop, numbers, 2 * COPIED_BYTES)
     sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
-    if "residual" in usage.name:  # x and the reconstruction, read and written; the code of 4 bits
-        numbers_moved = (3 if usage.name.startswith("encode") else 2) * sizes[0] * NUMBERS
-        return Row(usage, loop, NUMBERS, numbers_moved + CODE_BYTES, sizes[0])
+    if "residual" in usage.name:  # x and one or two reconstructions read, one written; and the code
+        tensors = 2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare"))
+        code_bytes = NUMBERS * (2 if usage.name.endswith("_int2") else 4) // 8 + SCALE_BYTES
+        return Row(usage, loop, NUMBERS, tensors * sizes[0] * NUMBERS + code_bytes, sizes[0])
     if usage.name.startswith("note_change"):  # x read, the last values read and written
         return Row(usage, loop, NUMBERS, 3 * sizes[0] * NUMBERS, sizes[0])
     # merge: `out` read and written, `part` read; the others: one read and one more tensor read or written.

@@ -15,6 +15,7 @@ from cocodiff.cli import main
 from cocodiff.commands.plan.calibrate import slowed
 from cocodiff.config import load_machine
 from cocodiff.planning.calibrate import AllToAll, Constants
+from cocodiff.planning.decisions import read_decisions
 
 QWEN = ("--memory", "--model", "qwen-image", "--size", "1536", "--batch", "4", "--preset", "cocodiff")
 
@@ -115,6 +116,36 @@ def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     for part in ("a step: ", "GB sent in a step", "wait for qkv", "rank 0, tapa, phase 2 of q, k or v, lane plane:"):
         assert part in shown
     assert "to 3    plane" in (tmp_path / "plan" / "explain.txt").read_text()
+
+
+CARD = """name: a card
+cards: 1
+tiles: 2
+planes: [0, 1]
+links: {sibling_gb_s: 1, latency_us: 1}
+device: {bf16_tflop_s: 100, memory_gb_s: 1000, launch_us: 1}
+"""
+
+
+def test_displaced_calls_are_planned_as_a_run_decided(plan, tmp_path):
+    """By the metrics of a run, and by the file that a plan writes of them; more of it displaced takes less time."""
+    (tmp_path / "toy.yaml").write_text(TOY)
+    (tmp_path / "card.yaml").write_text(CARD)
+    words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "4", "--preset", "ahead", "--codec", "int2")
+    words = (*words, "--machine", tmp_path / "card.yaml")
+    steps_s = []
+    for part in (0.0, 1.0):
+        sets = [{"": 1.0}, *[{"": 1 - part, "qkvo": part}] * 2, {"": 1.0}]
+        drift = [{"step": step, "displaced_sets": of_step} for step, of_step in enumerate([*sets, {"qkvo": 1.0}])]
+        run = {"config": {"model": "a toy", "codec": "int2", "tau": 0.5}, "images": [{"mode": "ahead", "drift": drift}]}
+        (tmp_path / "metrics.json").write_text(json.dumps(run))
+        told, shown = plan(*words, "--decisions", tmp_path / "metrics.json")
+        assert "displaced as in a recorded run, a toy model, 1 image(s): codec int2, tau 0.5, 5 steps" in shown
+        steps_s.append(told["time"]["step_s"])
+    assert steps_s[1] < steps_s[0]
+    (run,) = read_decisions([tmp_path / "metrics.json"])
+    assert read_decisions([tmp_path / "plan" / "decisions.yaml"]) == (run,)
+    assert run.over(4)[1] == {"": 0.0, "qkvo": 1.0} and run.over(4)[3] == {"qkvo": 1.0}
 
 
 def test_deals_of_a_job(plan, tmp_path):

@@ -156,7 +156,7 @@ def test_a_bounded_run_checks_and_tightens_and_goes_on_after_a_kill_to_the_same_
     assert f"{cheapest} on 3 of 5 does not keep {BOUND}" in done.stdout and f"block: {setting} is taken" in done.stdout
     assert f"<b>{setting}</b> is taken" in (tmp_path / "whole" / "report.html").read_text()
     record = yaml.safe_load((tmp_path / "whole" / "run.yaml").read_text())
-    assert record["quality_found"] == metrics["quality"] and record["preset"] == ["coded-"]
+    assert record["quality_found"] == metrics["quality"] and record["preset"] == ["ahead"]
     rows = metrics["images"]
     of_checks = {row["name"]: row["psnr_vs_exact_db"] for row in rows if row["exact_compared"]}
     assert of_checks == pytest.approx(tried[setting]["db"], abs=1e-3)

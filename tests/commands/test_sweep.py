@@ -108,8 +108,8 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
             assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 15
             assert [row["coded_fraction"] for row in line["drift"]] == [0, 1, 1]
             assert [row["displaced_sets"] for row in line["drift"]] == [{"": 1}, {"qkvo": 1}, {"": 1}]
-            whole = sum(line["bytes_whole"].values()) / 3
-            assert (sent, sum(line["bytes_late"].values())) == (whole * (1 + 9 / 64 + 17 / 64), whole * 9 / 64)
+            step = sum(line["bytes_whole"].values()) / 3
+            assert (sent, sum(line["bytes_late"].values())) == (step * (1 + 9 / 64 + 17 / 64), step * 9 / 64)
         else:
             assert line["coding"] == "v_major" and sent < sum(line["bytes_whole"].values()) == exact
             assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact

@@ -26,6 +26,7 @@ from cocodiff_eval.report import (
     worst_slices,
     write_report,
 )
+from cocodiff_eval.steps import mean_profile
 from eval_helpers import phantom
 from PIL import Image
 
@@ -129,6 +130,33 @@ def test_means_appear_with_the_second_image(tmp_path: Path) -> None:
     assert "All images" in page and page.count("<tbody>") == 3 and "1, alone" in page
     assert "A dash: no exact run was made." in page and "No exact run was made to compare with." in page
     assert [one["names"] for one in Outline(page).numbers] == [["a", "b"], ["c"]]  # images share a slider
+
+
+def test_steps_are_drawn_where_tensors_were_coded_or_displaced(tmp_path: Path) -> None:
+    """Over all slices of a series: of two steps the first whole, of the second half the calls displaced in slice 1."""
+
+    def step(number: int, sent: float, exposed: float, coded: float, sets: dict[str, float]) -> dict[str, Any]:
+        late = sum(len(names) * share for names, share in sets.items()) / 4
+        of_calls = {"coded_fraction": coded, "displaced_fraction": late, "displaced_sets": sets}
+        return {"step": number, **of_calls, "sent_fraction": sent, "exposed_fraction": exposed}
+
+    first = step(0, 1.0, 1.0, 0.0, {"": 1.0})
+    profiles = [[first, step(1, 0.2, 0.2, 1.0, {"": 1.0})], [first, step(1, 0.2, 0.1, 1.0, {"": 0.5, "qkvo": 0.5})]]
+    assert mean_profile(profiles)[1] == step(1, 0.2, pytest.approx(0.15), 1.0, {"": 0.75, "qkvo": 0.25})
+    sent = {"link_bytes": {"plane": 60}, "whole_bytes": {"plane": 100}}
+    rows = [
+        metrics_row(f"s[{n}]", "block", "ahead", QUALITY, 1.0, **sent, drift=drift, late_bytes={"plane": 5 * n})
+        for n, drift in enumerate(profiles)
+    ]
+    rows.append(metrics_row("s[0]", "block", "flat", QUALITY, 1.0, {}))
+    assert "bytes_late" not in rows[0] and rows[1]["bytes_late"]["plane"] == 5
+    page = rendered(tmp_path, metrics_document({}, 2, rows), [], FACTS, slice_counts={"s": 2})
+    assert not Outline(page).open
+    (told,) = re.findall(r'<svg viewBox="[^"]*" role="img" aria-label="(ahead[^"]*)"', page)
+    assert told == (
+        "ahead: of all tensors 0.500 whole, 0.375 coded, 0.125 displaced; of whole bytes 0.600 sent, 0.575 waited for"
+    )
+    assert "<th>waited for</th>" in page and ">0.600</td><td>0.575</td>" in page
 
 
 def test_several_samples_show_how_far_they_spread(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ class SiteState:
 class CodedStep:
     """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
     predicted linearly. sets: the calls by the tensors that were displaced, as "qkv". sent, awaited: the tensors' sizes
-    on the wire, a whole one being 1, and the part of it that attention waited for."""
+    on the wire, a whole one being 1, and the part of it that attention waited for, as a model of 16 bits has them whose
+    heads are whole groups of channels: a small model's actual bytes are in the trace."""
 
     calls: int = 0
     coded: int = 0
@@ -146,8 +147,8 @@ class CodedStep:
     def merged(cls, parts: Sequence[CodedStep]) -> dict[str, Any]:
         """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
         was; "displaced_fraction" of all tensors, and "displaced_sets": the fraction of calls by the tensors that were
-        displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors take, "sent_fraction" and
-        "exposed_fraction", which attention waited for."""
+        displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits take, "sent_fraction"
+        and "exposed_fraction", which attention waited for, with heads of whole groups."""
         names = ("calls", "coded", "linear", "sent", "awaited")
         calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
         sets: Counter[str] = sum((part.sets for part in parts), Counter())

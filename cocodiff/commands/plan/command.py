@@ -53,8 +53,10 @@ OPTIONS = (
     Option("stable", "of the tokens, the part that stays where a schedule goes by a threshold", 0.7, type=float),
     Option(
         "decisions",
-        "with arrival adaptive: the metrics.json of such runs, or a file of decisions, which says what is displaced at "
-        "each step; default: recorded runs of the embedded model",
+        "with arrival adaptive: metrics.json of such runs, or files of decisions, which say what is displaced at each "
+        "step; default: recorded runs of the embedded model",
+        [],
+        many=True,
     ),
     Option("memory", "the memory part alone", False, type=bool),
     Option("compare", "all presets side by side, with plan.png; with --images all deals", False, type=bool),
@@ -180,7 +182,7 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Wo
             f"leave it away"
         )
     apart = None if negative is None else image_and_text(image, negative)
-    given = read_decisions(Path(values["decisions"])) if values["decisions"] else ()
+    given = read_decisions(values["decisions"])
     return Workload(shape, load, config, values["steps"], values["stable"], apart, given)
 
 

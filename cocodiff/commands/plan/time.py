@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import coding_of, state_sizes
+from cocodiff.assemble import coding_of, settled, state_sizes
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
@@ -40,6 +40,9 @@ def add_times(
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
     first = parts_of(topology, work, deal)[0][0]
     chosen, config = pricer.step(work, deal), first.work.config
+    codec = settled(work.config, first.topology, Work(work.shape.heads, work.shape.head_dim))[1]
+    if codec is not None:
+        say(codec)
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
     if config.selection == "full" and not config.exact:
@@ -50,7 +53,7 @@ def add_times(
     replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
-        (folder / "decisions.yaml").write_text(as_file(replayed))
+        (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
     stable = values["stable"] if config.schedule == "threshold" else None
     decided = None if replayed is None else replayed.title()
     plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}

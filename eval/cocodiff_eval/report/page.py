@@ -135,11 +135,11 @@ def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
 
 def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
     """How a bound on quality was kept, of one mask or of all images: an entry of `quality` in `metrics.json`."""
-    rows = []
+    rows, digits = [], 1 if record["against"] == "exact" else 3
     for tried in record["tried"]:
         of_slices = tried["db"].items()
-        shown = ((name, "identical" if db is None else f"{db:.{record['digits']}f} dB") for name, db in of_slices)
-        worst = "identical" if tried["worst_db"] is None else f"{tried['worst_db']:.{record['digits']}f} dB"
+        shown = ((name, "identical" if db is None else f"{db:.{digits}f} dB") for name, db in of_slices)
+        worst = "identical" if tried["worst_db"] is None else f"{tried['worst_db']:.{digits}f} dB"
         rows.append(
             {
                 **tried,
@@ -148,6 +148,7 @@ def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
                 "worst_shown": worst,
                 "figures": ", ".join(f"{name} {db}" for name, db in shown),
                 "share": number(tried["bytes_of_whole"], 3),
+                "waited": number(tried["waited_of_whole"], 3),
             }
         )
     return {**record, "rows": rows}
