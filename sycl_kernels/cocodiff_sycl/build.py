@@ -42,6 +42,7 @@ SOURCES = (
     "norm_rope.cpp",
     "merge.cpp",
     "codes.hpp",
+    "batch.hpp",
     "residual.cpp",
 )
 PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone

@@ -41,6 +41,29 @@ template <typename Type, bool WORDS> inline void store_first(typename Type::Bits
     if (i < count) to[i] = all[i];
 }
 
+template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
+template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
+inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
+template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
+  return largest_of(__builtin_elementwise_max(x.lo, x.hi));
+}
+
+// A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
+// these. It leaves functions alone.
+#if LANES == 1
+#define OUT_OF_LINE __attribute__((noinline))
+#else
+#define OUT_OF_LINE inline
+#endif
+
+// Part of a row, of one work-item: a group on a CPU.
+template <typename Bits> struct Part {
+  const Bits *x, *last, *before;
+  Bits *target;
+  uint8_t *code, *scale;
+  i64 count; // numbers that are left of the row
+};
+
 // The step of a byte, and the byte of the smallest step that is not smaller; outside of 1 to 254 there is none.
 inline float step_of(int32_t byte) { return sycl::bit_cast<float>(uint32_t(byte - 1 + LOWEST) << 20); }
 inline int32_t byte_above(float step, uint32_t round_up = 0xfffff) {
@@ -56,19 +79,14 @@ struct Scale {
   bool codes() const { return byte != 0 && byte != BAD; }
   // 0 adds nothing to a prediction: with the code 0 it makes -0.
   float step() const { return byte == 0 ? 0.0f : byte == BAD ? __builtin_nanf("") : step_of(byte); }
-  // 1 / step, rounded to nearest. A GPU picks that of the 8 significands, because it has no quick division that is exact;
-  // that of doubles is, and a CPU's is quick.
+  // 1 / step, rounded to nearest, by that of the 8 significands: a GPU has no quick division that is exact.
   float reciprocal() const {
-#if LANES == 1
-    return float(1 / double(step_of(byte)));
-#else
     const int32_t eighths = byte - 1 + LOWEST;
     const bool one = eighths & 1, two = eighths & 2, four = eighths & 4;
     const float low = two ? one ? 8 / 11.0f : 8 / 10.0f : one ? 8 / 9.0f : 1.0f;
     const float high = two ? one ? 8 / 15.0f : 8 / 14.0f : one ? 8 / 13.0f : 8 / 12.0f;
     const int32_t significand = sycl::bit_cast<int32_t>(four ? high : low);
     return sycl::bit_cast<float>(significand - ((eighths >> 3) - 127) * (1 << 23));
-#endif
   }
 };
 
@@ -102,18 +120,6 @@ template <int BITS, typename Unit, int N> inline Vector<uint32_t, N> load_codes(
 }
 
 #if LANES == 1
-// Two bytes become one, each with a code, or with several, of BITS in all.
-template <int BITS, int N> inline void store_bytes(uint8_t *to, Vector<uint8_t, N> code) {
-  if constexpr (BITS == 8)
-    reinterpret_cast<Loose<uint8_t, N> *>(to)->value = code;
-  else {
-    const auto pair = __builtin_bit_cast(Vector<uint16_t, N / 2>, code);
-    store_bytes<2 * BITS, N / 2>(to, __builtin_convertvector(pair | pair >> (8 - BITS), Vector<uint8_t, N / 2>));
-  }
-}
-template <int BITS> inline void store_codes(uint8_t *to, Words code, i64, i64) {
-  store_bytes<BITS, WIDTH>(to, __builtin_convertvector(code, Vector<uint8_t, WIDTH>));
-}
 template <int BITS> inline Words load_codes(const uint8_t *from, i64, i64) {
   return load_codes<BITS, uint8_t, WIDTH>(from);
 }

@@ -3,7 +3,8 @@
 //
 // The arithmetic is defined, operation for operation, in cocodiff/kernels/residual.py. Bound by memory: x, the
 // reconstructions that the prediction takes and the code are read or written once, and the next reconstruction is
-// written once. A group's numbers stay in registers between the look for the largest difference and their codes.
+// written once. Between the look for the largest difference and their codes a group's numbers stay in a GPU's registers;
+// a CPU, which encodes 16 groups together (batch.hpp), keeps them in its cache.
 
 struct Strides { // in numbers, or bytes of a code
   i64 batch, token, head;
@@ -30,34 +31,11 @@ template <typename T> struct Walk {
   void go(i64 batch, i64 token, i64 head) { at = first + batch * by.batch + token * by.token + head * by.head; }
 };
 
-template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
-template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
-inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
-template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
-  return largest_of(__builtin_elementwise_max(x.lo, x.hi));
-}
-
-// A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
-// these. It leaves functions alone.
-#if LANES == 1
-#define OUT_OF_LINE __attribute__((noinline))
-#else
-#define OUT_OF_LINE inline
-#endif
-
 // What of the linear continuation a launch works out.
 enum Continuation { NOTHING, PREDICTS, COMPARED, ANY };
 
-// Part of a row, of one work-item: a group on a CPU, where it is staged if it is a short one.
-template <typename Bits> struct Part {
-  const Bits *x, *last, *before;
-  Bits *target;
-  uint8_t *code, *scale;
-  i64 count; // numbers that are left of the row
-};
-
-// One tensor. BITS and WHAT are 0 and ANY on a GPU, where each more is a longer time to compile, and known there at run
-// time; a CPU is bound by instructions.
+// One tensor. BITS and WHAT are 0 and ANY on a GPU and where a CPU encodes (batch.hpp): each more is a longer time to
+// compile. A CPU's decoding is bound by instructions and knows them.
 template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   using Bits = typename Type::Bits;
   const Residuals &of;
@@ -101,24 +79,20 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   }
 
   // work(part), for a CPU's short group with copies, beside which there are zeros.
-  template <typename Work> void staged(Part<Bits> part, bool encodes, Work work) const {
+  template <typename Work> void staged(Part<Bits> part, Work work) const {
     if (LANES > 1 || part.count >= GROUP) return work(part);
     Bits x[GROUP] = {}, last[GROUP] = {}, before[GROUP] = {}, target[GROUP];
     uint8_t code[GROUP] = {};
     const i64 bytes = (part.count * bits + 7) / 8;
     for (i64 i = 0; i < part.count; ++i) {
-      if (encodes) x[i] = part.x[i];
+      if (of.x) x[i] = part.x[i];
       last[i] = part.last[i];
       if (of.before) before[i] = part.before[i];
     }
-    if (!encodes)
+    if (of.code)
       for (i64 i = 0; i < bytes; ++i) code[i] = part.code[i];
     work(Part<Bits>{x, last, before, target, code, part.scale, part.count});
     for (i64 i = 0; i < part.count; ++i) part.target[i] = target[i];
-    if (encodes && of.code) {
-      if (part.count * bits % 8) code[bytes - 1] &= (1 << part.count * bits % 8) - 1;
-      for (i64 i = 0; i < bytes; ++i) part.code[i] = code[i];
-    }
   }
 
   Floats continuation(Floats newest, const Bits *from, i64 count) const {
@@ -155,7 +129,6 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   // In the order of the definition: the upper half of 32 numbers is added to the lower one, and so on.
   float sum_in_group(const Floats (&own)[PARTS]) const {
     Floats sum = own[0];
-    if constexpr (PARTS == 2) sum += own[1];
     if constexpr (SHARING > 1)
       for (int other = SHARING / 2; other; other /= 2)
 #pragma unroll
@@ -213,7 +186,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       Floats size[PARTS];
 #pragma unroll
       for (int i = 0; i < PARTS; ++i) size[i] = __builtin_elementwise_abs(residual[i]);
-      const i64 before = LANES == 1 ? 0 : place.lane % SHARING * WIDTH; // channels of the group in other work-items
+      const i64 before = place.lane % SHARING * WIDTH; // channels of the group in other work-items
       byte = byte_of_two_bits(size, most, int32_t(sycl::min(part.count + before, i64(GROUP))));
     }
     const Scale scale(byte, most_bits < 0x7f800000);
@@ -315,7 +288,24 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 struct Encoding {
   template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
     Coder<Type, WORDS, BITS, WHAT> coder{of, place};
-    coder.rows([&](auto part) { coder.staged(part, true, [&](auto part) { coder.encode(part); }); });
+#if LANES == 1
+    Batch<Type> batch;
+    const auto encode = [&] {
+      batch.predict(of.linear, of.compare, of.measure, coder.factor);
+      batch.scales.find(coder.bits, of.linear, of.compare, of.measure);
+      const Scales &found = batch.scales;
+      coder.unfit += found.unfit, coder.difference += found.difference, coder.error += found.error;
+      coder.by_bits([&](auto bits) { batch.template write<bits>(); });
+      batch.groups = 0;
+    };
+    coder.rows([&](auto part) {
+      batch.parts[batch.groups++] = part;
+      if (batch.groups == BATCH) encode();
+    });
+    if (batch.groups) encode();
+#else
+    coder.rows([&](auto part) { coder.encode(part); });
+#endif
     coder.tell();
   }
 };
@@ -323,7 +313,7 @@ struct Encoding {
 struct Noting {
   template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
     Coder<Type, WORDS, BITS, WHAT> coder{of, place};
-    coder.rows([&](auto part) { coder.staged(part, true, [&](auto part) { coder.note_change(part); }); });
+    coder.rows([&](auto part) { coder.staged(part, [&](auto part) { coder.note_change(part); }); });
     coder.tell();
   }
 };
@@ -331,27 +321,26 @@ struct Noting {
 struct Decoding {
   template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
     Coder<Type, WORDS, BITS, WHAT> coder{of, place};
-    coder.rows([&](auto part) { coder.staged(part, false, [&](auto part) { coder.decode(part); }); });
+    coder.rows([&](auto part) { coder.staged(part, [&](auto part) { coder.decode(part); }); });
   }
 };
 
 #if LANES == 1
-template <typename Way, typename Type, int BITS> inline void of_bits(const Residuals &of, const Place &place) {
-  if (of.compare && std::is_same_v<Way, Encoding>)
-    Encoding::run<Type, false, BITS, COMPARED>(of, place);
-  else if (of.linear)
-    Way::template run<Type, false, BITS, PREDICTS>(of, place);
+template <typename Type, int BITS> inline void decode_bits(const Residuals &of) {
+  if (of.linear)
+    Decoding::run<Type, false, BITS, PREDICTS>(of, Place());
   else
-    Way::template run<Type, false, BITS, NOTHING>(of, place);
+    Decoding::run<Type, false, BITS, NOTHING>(of, Place());
 }
 template <typename Way, typename Type> inline void residual(const Residuals &of) {
-  Place place;
-  if (of.bits == 2)
-    of_bits<Way, Type, 2>(of, place);
+  if constexpr (std::is_same_v<Way, Encoding>)
+    Encoding::run<Type, false, 0, ANY>(of, Place());
+  else if (of.bits == 2)
+    decode_bits<Type, 2>(of);
   else if (of.bits == 4)
-    of_bits<Way, Type, 4>(of, place);
+    decode_bits<Type, 4>(of);
   else
-    of_bits<Way, Type, 8>(of, place);
+    decode_bits<Type, 8>(of);
 }
 #else
 template <typename Way, typename Type> inline void residual(const Residuals &of) {
