@@ -172,8 +172,8 @@ def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
 
 def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
     lines = (made / "output").read_text()
-    assert lines.count("2 rank(s) ready after") == 7 and lines.count("4 rank(s) in 2 replicas ready after") == 1
-    assert lines.count("report: ") == 8
+    assert lines.count("2 rank(s) ready after") == 8 and lines.count("4 rank(s) in 2 replicas ready after") == 1
+    assert lines.count("report: ") == 9
     errors = (made / "errors").read_text()
     assert "0 of 3 images" in errors and "3 of 3 images, " in errors and "warn" not in errors.lower()
 
