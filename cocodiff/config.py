@@ -114,7 +114,7 @@ class Config:
     )
     tau: float = setting(
         0.04,
-        "mean relative error of its prediction at the call before, below which a tensor is displaced",
+        "relative error that is expected of its prediction, below which a tensor is displaced",
         only_with=("arrival", "adaptive"),
         **POSITIVE,
     )
@@ -200,7 +200,7 @@ class Config:
             )
         if self.arrival != "now" and self.selection != "full":
             raise UserError(
-                f"arrival {self.arrival} takes tensors as the call before left them, selection {self.selection} only "
+                f"arrival {self.arrival} takes the prediction of whole tensors, selection {self.selection} sends only "
                 f"some of their tokens: choose arrival now or selection full"
             )
 

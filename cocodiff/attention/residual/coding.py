@@ -36,9 +36,8 @@ from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
-LAG = (
-    2.0  # the errors of what is taken as it was all lag behind: they cost as much as twice the error of a continuation
-)
+# What is taken as it was lags behind everywhere: it costs as much as a continuation that errs by twice as much.
+LAG = 2.0
 
 
 class Residual(Coding):
