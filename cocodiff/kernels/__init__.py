@@ -11,12 +11,13 @@ from torch import Tensor
 
 from cocodiff.kernels.dispatch import PATHS, Kernels, compile_ahead, compile_native_for, report_on, sycl_ops
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
 __all__ = [
     "NOTES",
     "PATHS",
     "Kernels",
+    "Onward",
     "Prediction",
     "Reconstructions",
     "Rows",

@@ -23,7 +23,7 @@ from torch import Tensor
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import Prediction, Reconstructions
+from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
@@ -102,12 +102,13 @@ class Kernels:
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
         self._run("note_change", (x_BLHD,), x_BLHD, last_BLHD, notes_N)
 
-    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
-        """The linear continuation of two reconstructions, in one launch."""
-        return torch.lerp(before, last, 1 + factor)
+    def decode_residual(
+        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
+    ) -> None:
+        self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits, onward)
 
-    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
-        self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits)
+    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
+        self._run("continue_linearly", (last_BLHD,), last_BLHD, before_BLHD, onward)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""

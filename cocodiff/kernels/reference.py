@@ -12,7 +12,15 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.residual import Prediction, Reconstructions, decode_residual, encode_residual, note_change
+from cocodiff.kernels.residual import (
+    Onward,
+    Prediction,
+    Reconstructions,
+    continue_linearly,
+    decode_residual,
+    encode_residual,
+    note_change,
+)
 
 
 class TorchOps:
@@ -121,9 +129,16 @@ class TorchOps:
         Both may be views of any stride but the last."""
         note_change(x_BLHD, last_BLHD, notes_N)
 
-    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
-        """Writes the next reconstruction from a code, with the bits that `encode_residual` wrote."""
-        decode_residual(code_BLHW, known, factor, bits)
+    def decode_residual(
+        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
+    ) -> None:
+        """Writes the next reconstruction from a code, with the bits that `encode_residual` wrote; with `onward` the
+        operand of a call that does not wait as well, in the same pass."""
+        decode_residual(code_BLHW, known, factor, bits, onward)
+
+    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
+        """Writes that operand from two reconstructions."""
+        continue_linearly(last_BLHD, before_BLHD, onward)
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:

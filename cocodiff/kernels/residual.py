@@ -23,6 +23,8 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
                  0 where the scale byte is 0 or 255
     value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
     new state    r = p + v, rounded to the dtype of x
+    operand      r + g * (r - r1), rounded to the dtype of x: what stands for the next x where nobody waits for it, with a
+                 factor g of its own
 
     size byte    of any values of a group, for comparisons: the scale byte of the smallest step that none of their
                  magnitudes exceeds, 0 where that would be below 1, and the largest of 254 above and where some value
@@ -57,8 +59,8 @@ FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for resid
 
 class Prediction(NamedTuple):
     """How x is predicted. factor: of the linear continuation. linear: whether it is used, or the newest reconstruction
-    as it is. compare: whether encoding tells how the two predictions compare. measure: whether it tells how large the
-    residuals are beside the values."""
+    as it is. compare: whether encoding tells how the two predictions compare. measure: whether it tells how large x's
+    difference to the newest reconstruction is beside x."""
 
     factor: float = 0.0
     linear: bool = False
@@ -72,6 +74,14 @@ class Reconstructions(NamedTuple):
 
     last: Tensor
     before: Tensor | None = None
+
+
+class Onward(NamedTuple):
+    """Where decoding writes the operand of a call that does not wait, [B, L, H, D] of the reconstructions' dtype; and
+    the factor by which it continues them."""
+
+    factor: float
+    out_BLHD: Tensor
 
 
 def coded_width(head_dim: int, bits: int) -> int:
@@ -92,9 +102,10 @@ def encode_residual(
         [0]  the number of groups that no scale fits (not finite, or larger than the largest step)
         [1]  with `how.compare` the sum over groups of the size byte of the residual to the linear continuation, less
              that to the newest reconstruction: below 0 where the continuation predicts better
-        [2]  with `how.measure` the sum over groups of the size byte of the coded residual, less that of x
+        [2]  with `how.measure` the sum over groups of the size byte of x's difference to the newest reconstruction,
+             whatever predicts x, less that of x
         [3]  with `how.measure` the number of groups
-    So 2 ** ([2] / (8 * [3])) is the prediction's relative error: the geometric mean over groups.
+    So 2 ** ([2] / (8 * [3])) is by how much x has changed, relatively: the geometric mean over groups.
     """
     x = x_BLHD.float()
     predicted = _predicted(known, how.factor if how.linear else None)
@@ -107,7 +118,7 @@ def encode_residual(
         difference = (_size_byte(residual_GC) - _size_byte(other_GC)).sum()
         notes_N[1] += difference if how.linear else -difference
     if how.measure:
-        _note_sizes(residual_GC, x, notes_N)
+        _note_sizes(_in_groups(x - known.last.float()), x, notes_N)
     half, step_G = 2 ** (bits - 1), _steps(scale_G)
     # Of a group without scale this gives numbers of no meaning; the next line replaces them.
     magnitude_GC = (residual_GC.abs() * (1 / step_G)[..., None]).clamp_(max=half - 1).to(torch.int32)
@@ -127,13 +138,24 @@ def note_change(x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
     last_BLHD.copy_(x_BLHD)
 
 
-def decode_residual(code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
-    """Writes the next reconstruction from a code. factor: of the linear continuation, None for the newest one."""
+def decode_residual(
+    code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
+) -> None:
+    """Writes the next reconstruction from a code and, with `onward`, the operand that continues it. factor: of the
+    linear continuation that predicted it, None for the newest one."""
     D = known.last.shape[-1]
     width = math.ceil(D * bits / 8)
     code_GC = _in_groups(_unpacked(code_BLHW[..., :width], D, bits))
     scale_G = code_BLHW[..., width:]
+    newest = known.last.clone() if onward else known.last
     _write_state(known, _predicted(known, factor), _values(code_GC, _steps(scale_G), scale_G, bits))
+    if onward:
+        onward.out_BLHD.copy_(_predicted(Reconstructions(_target(known), newest), onward.factor))
+
+
+def continue_linearly(last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
+    """Writes the operand that continues two reconstructions."""
+    onward.out_BLHD.copy_(_predicted(Reconstructions(last_BLHD, before_BLHD), onward.factor))
 
 
 def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
@@ -144,8 +166,12 @@ def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
 
 
 def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
-    target = known.last if known.before is None else known.before
+    target = _target(known)
     target.copy_(predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
+
+
+def _target(known: Reconstructions) -> Tensor:
+    return known.last if known.before is None else known.before
 
 
 def _in_groups(x_BLHD: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import Site
 from cocodiff.config import Config
-from cocodiff.kernels import Kernels, Prediction, Reconstructions
+from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions
 from cocodiff.planning.layers import SITES
 from cocodiff.planning.pricing import cost_of, prefer_linear
 from cocodiff.planning.roofline import seconds
@@ -47,12 +47,13 @@ class WaitingKernels(Kernels):
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
         self._wait("note_change", x_BLHD, (x_BLHD, last_BLHD, notes_N))
 
-    def decode_residual(self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int) -> None:
-        self._wait("decode_residual", known.last, (code_BLHW, known, factor, bits))
+    def decode_residual(
+        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
+    ) -> None:
+        self._wait("decode_residual", known.last, (code_BLHW, known, factor, bits, onward))
 
-    def continued(self, last: Tensor, before: Tensor, factor: float) -> Tensor:
-        self._wait("continued", last, (last, before, last))
-        return last
+    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
+        self._wait("continue_linearly", last_BLHD, (last_BLHD, before_BLHD, onward))
 
     def _wait(self, op: str, moved: Tensor, arguments: Sequence[Any]) -> None:
         device = self._device
