@@ -26,6 +26,7 @@ ONE_THREAD: dict[str, Switches] = {
     "encode_residual": (MIB // 4,),
     "note_change": (MIB // 4,),
     "decode_residual": (MIB // 4,),
+    "continue_linearly": (MIB // 4,),
 }
 OPS = tuple(ONE_THREAD)
 # device -> operation -> sizes

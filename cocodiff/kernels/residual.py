@@ -23,8 +23,8 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
                  0 where the scale byte is 0 or 255
     value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
     new state    r = p + v, rounded to the dtype of x
-    operand      r + g * (r - r1), rounded to the dtype of x: what stands for the next x where nobody waits for it, with a
-                 factor g of its own
+    operand      r + g * (r - r1), rounded to the dtype of x: what stands for the next x where nobody waits for it, with
+                 a factor g of its own
 
     size byte    of any values of a group, for comparisons: the scale byte of the smallest step that none of their
                  magnitudes exceeds, 0 where that would be below 1, and the largest of 254 above and where some value

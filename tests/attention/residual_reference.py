@@ -95,9 +95,10 @@ class Reference:
     sigmas: list[float] = field(default_factory=list)
     last: Any = None
     unfit: bool = False
+    plain: bool = False
     better: set[str] = field(default_factory=set)
     follows: bool = False
-    errors: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     whole_calls: list[int] = field(default_factory=list)
     displaced: list[str] = field(default_factory=list)
@@ -111,16 +112,16 @@ class Reference:
         where tensors travel as they are."""
         form = (run, [tuple(x.shape) for x in tensors])
         self.follows = self.last == (form, step - 1) and not self.unfit
-        self.last, self.unfit = (form, step), False
+        self.last, self.plain, self.unfit = (form, step), self.unfit, False
         if not self.follows:
-            self.known, self.sigmas, self.better, self.errors = {}, [], set(), {}
+            self.known, self.sigmas, self.better, self.changes = {}, [], set(), {}
             self.whole_calls.append(self.calls)
         self.calls += 1
         self.sigmas.append(sigma)
         before, self.better = self.better, set()
         late = self.not_awaited(before)
         self.displaced.append("".join(late))
-        self.errors = {}
+        self.changes = {}
         q, k, v = (self.through(name, x, before, late, sampled) for name, x in zip("qkv", tensors, strict=True))
         return self.through("o", attend(q, k, v), before, late, sampled)
 
@@ -131,17 +132,24 @@ class Reference:
         if len(self.sigmas) > 2:
             now, last = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
             pace = min(max(now / last, 0.25), 4.0) if now and last else 1.0
-        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 2) for name in "qkvo"}
-        return [name for name in "qkvo" if self.arrival == "displaced" or self.errors.get(name, math.inf) < tau[name]]
+        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 1.5) for name in "qkvo"}
+        return [name for name in "qkvo" if self.arrival == "displaced" or self.changes.get(name, math.inf) < tau[name]]
 
     def through(self, name: str, x: Tensor, before: set[str], late: list[str], sampled: Sampled) -> Tensor:
         """What the tensor's receiver has of it in this call."""
         known = self.known.setdefault(name, [])
-        known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else x)
+        known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else self.first(x))
         if name not in late:
             return known[-1]
-        linear = self.linear(name, before)
-        return torch.lerp(known[-3], known[-2], 1 + linear) if linear else known[-2]
+        return predicted(x, known[:-1], self.linear(name, before) / 2).to(x.dtype)
+
+    def first(self, x: Tensor) -> Tensor:
+        """What is had of a tensor of which nothing was known: with 2 bits later, 8 of the whole tensor now."""
+        if self.bits != 2 or self.plain:
+            return x
+        new, unfit, _ = recoded(x, torch.zeros_like(x).float(), 8)
+        self.unfit = self.unfit or unfit > 0
+        return new
 
     def linear(self, name: str, before: set[str]) -> float:
         """The factor by which a tensor is continued, 0 where it is not."""
@@ -151,7 +159,7 @@ class Reference:
         if self.bits is None:
             if self.arrival == "adaptive":
                 rows = sampled(name)
-                self.errors[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
+                self.changes[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
             return x
         factor = self.factor()
         linear = self.linear(name, before)
@@ -163,7 +171,7 @@ class Reference:
                 self.better.add(name)
         self.unfit = self.unfit or unfit > 0
         if self.arrival == "adaptive":
-            self.errors[name] = mean_error(x.float(), prediction)
+            self.changes[name] = mean_error(x.float(), known[-1].float())
         return new
 
     def factor(self) -> float:

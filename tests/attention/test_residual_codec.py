@@ -51,6 +51,18 @@ def test_equals_one_process(codec, predictor, exchange, order, dtype, table):
     assert reference.whole_calls == [0, 5, 7, 9, 11, 13, 15]
 
 
+@pytest.mark.parametrize("codec", ["int2", "int4"])
+def test_a_first_call_that_no_scale_fits_is_followed_by_a_whole_one(codec):
+    run = [
+        Call(0, spoilt=math.inf),
+        *map(Call, range(1, 5)),
+        Call(0, 1, spoilt=1e7),
+        *(Call(step, 1) for step in (1, 2)),
+    ]
+    whole_calls = {"int2": [0, 1, 5, 6], "int4": [0, 2, 5, 7]}  # int4's first calls travel as they are
+    assert check(World(2), run, codec=codec).whole_calls == whole_calls[codec]
+
+
 @pytest.mark.parametrize(("codec", "fine_steps"), [("int2", 2), ("int4", 3), ("int8", 2)])
 def test_the_last_steps_have_twice_the_bits(codec, fine_steps):
     run = [replace(call, steps=len(RUN)) for call in RUN]
@@ -114,20 +126,23 @@ def test_bytes_are_those_of_the_codes(world, exchange):
 
     of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in RUN[:3]])
     formulas = Formulas(topology, world.layout(RUN[0]))
-    u = world.batch * coded_width(world.channels, 2)
+    first, coded = (world.batch * coded_width(world.channels, bits) for bits in (8, 2))
     for rank, (_, (one, two, three), _) in enumerate(of_ranks):
-        ways = formulas.sent(exchange, "forward", rank, 3 * u), formulas.sent(exchange, "back", rank, u)
         for link, count in one["attention"].items():
-            assert two["attention"][link] - count == sum(way[link] for way in ways)
-            assert three["attention"][link] - count == 2 * sum(way[link] for way in ways)
-        assert sum(two["notes"].values()) == 0 and sum(three["notes"].values()) == 128 * (world.size - 1)
+            both = [
+                formulas.sent(exchange, "forward", rank, 3 * u)[link] + formulas.sent(exchange, "back", rank, u)[link]
+                for u in (first, coded)
+            ]
+            assert [count, two["attention"][link] - count, three["attention"][link] - count] == [*both, 2 * both[1]]
+        for calls, sent in enumerate((one, two, three)):  # before each, the notes of those before it
+            assert sum(sent["notes"].values()) == 128 * (world.size - 1) * calls
 
 
 @pytest.mark.parametrize(("bits", "coded", "run"), [(2, 0.15, 0.17), (4, 0.28, 0.30)])
 @pytest.mark.parametrize("channels", [64, 128])
 def test_shares_of_the_bytes_of_bf16(bits, coded, run, channels):
-    share = coded_width(channels, bits) / (2 * channels)
-    assert share <= coded and (1 + 49 * share) / 50 <= run
+    first, share = (coded_width(channels, of) / (2 * channels) if of <= 8 else 1 for of in (4 * bits, bits))
+    assert share <= coded and (first + 49 * share) / 50 <= run
 
 
 def test_states_are_given_back():

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.state import TENSORS, SiteState, kept
+from cocodiff.attention.residual.state import TENSORS, End, SiteState, kept
 from cocodiff.attention.strategy import Site
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import Prediction, coded_width
+from cocodiff.kernels.residual import Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.wire.coding import CodedCall, Encoded
 from cocodiff.wire.exchange import Arriving, Exchange, Together, Transfer
@@ -24,10 +24,11 @@ SAMPLING = 16  # of so many rows one tells how tensors change that travel as the
 
 
 class ResidualCall(CodedCall):
-    """state, number, bits, predictions, displaced: known once q, k or v was sent. number: of the call among those that
-    follow one another, 0 for the first, which is whole. bits: of a channel; None where tensors travel as they are.
+    """state, number, bits, predictions, displaced, operands: known once q, k or v was sent. number: of the call among
+    those that follow one another, 0 for the first. bits: of a channel; None where tensors travel as they are.
     predictions: by name, none in a call that is not coded. displaced: the tensors in whose place attention, or the
-    model, takes their predictions; what is sent of them is received before the site's next call."""
+    model, takes operands made of what the last call left; what is sent of them is received before the site's next call.
+    operands: by name, of displaced tensors that are continued; the others' are the newest reconstructions."""
 
     begun = False
     state: SiteState
@@ -35,6 +36,7 @@ class ResidualCall(CodedCall):
     bits: int | None
     predictions: dict[str, Prediction]
     displaced: frozenset[str]
+    operands: dict[str, Onward]
     notes: Tensor | None = None
 
     def __init__(self, coding: Residual, exchange: Exchange, layout: Layout, site: Site) -> None:
@@ -46,20 +48,35 @@ class ResidualCall(CodedCall):
     def _begin(self, like_BLHD: Tensor) -> None:
         self.begun = True
         self.state = state = self.coding.begin_call(self.site, like_BLHD, self.layout)
-        self.number, self.bits = state.follows, self.coding.bits
+        self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
+        self.number, self.bits = state.follows, self.coding.bits(state)
         self.predictions, self.displaced = self.coding.predictions(state), self.coding.displaced(state)
         self.awaited = not self.displaced
-        if self.number and (self.coded or self.coding.measures):
+        self._take_up()
+        if self.coded or (self.number and self.coding.measures):
             self.notes = self.coding.notes_of(state, like_BLHD.device)
         self.coding.note_step(self)
 
+    def _take_up(self) -> None:
+        """Receives what the last call left. Where this call continues that, the operand is written in the same pass."""
+        state, self.operands = self.state, {}
+        for name in self.displaced:
+            factor = self.coding.damped(self.predictions.get(name))
+            if factor is not None:
+                newest_BTHD = state.received[name].newest(self.number)
+                self.operands[name] = Onward(factor, torch.empty_like(newest_BTHD))
+        for name, onward in state.catch_up(self.operands).items():
+            last_BTHD, before_BTHD = state.received[name].known(self.number, slice(None))
+            assert before_BTHD is not None, "what is continued has one before"
+            self.kernels.continue_linearly(last_BTHD, before_BTHD, onward)
+
     @property
     def coded(self) -> bool:
-        return bool(self.predictions)
+        return self.bits is not None
 
     def width(self, x_BLHD: Tensor) -> int:
         """Bytes of one head of one token on the wire."""
-        return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits if self.coded else None)
+        return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return len(x_BLHD) * self.width(x_BLHD)
@@ -71,7 +88,7 @@ class ResidualCall(CodedCall):
             self._begin(next(iter(tensors_BLHD.values())))
         awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in self.displaced}
         parts: list[Arriving] = [transfer.post(awaited, wait_next)] if awaited else []
-        known = {name: self._predicted(name) for name in tensors_BLHD if name in self.displaced}
+        known = {name: self._operand(name) for name in tensors_BLHD if name in self.displaced}
         if known:
             parts.append(Known(known))
             self._late |= {name: tensors_BLHD[name] for name in known}
@@ -85,7 +102,7 @@ class ResidualCall(CodedCall):
         if "o" not in self.displaced:
             return super().back(transfer, out_BSGD)
         self.state.owe(transfer.post_back(out_BSGD, late=True).wait, self._in_flight(out_BSGD))
-        return self._predicted("o")
+        return self._operand("o")
 
     def _in_flight(self, x: Tensor) -> int:
         """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
@@ -93,15 +110,11 @@ class ResidualCall(CodedCall):
         cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
         return self.cell_bytes(x) * cells
 
-    def _predicted(self, name: str) -> Tensor:
-        """All rows that are received of a tensor, by what the last call left: the newest reconstruction, or its
-        continuation in one launch."""
-        last, before = self.state.received[name].known(self.number, slice(None))
-        how = self.predictions.get(name)
-        if how is None or not how.linear:
-            return last
-        assert before is not None, "what is continued has one before"
-        return self.kernels.continued(last, before, how.factor)
+    def _operand(self, name: str) -> Tensor:
+        """All rows of a displaced tensor that attention, or the model, goes on with."""
+        if name in self.operands:
+            return self.operands[name].out_BLHD
+        return self.state.received[name].known(self.number, slice(None)).last
 
     # On the wire ------------------------------------------------------------------------------------------------------
 
@@ -121,15 +134,14 @@ class ResidualCall(CodedCall):
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
         """What travels in the place of `rows` of a tensor's `length` rows."""
         used_on_current_stream(x_BTHD)
-        if self.bits is None:
+        if not self.coding.codes:
             if self.coding.measures:
                 self._measure(name, x_BTHD, rows, length)
             return x_BTHD
         ends = self.state.sent
-        if not self.coded:
-            if name not in ends:
-                B, _, H, D = x_BTHD.shape
-                ends[name] = kept(x_BTHD.new_empty(B, length, H, D), self.coding.kept)
+        if name not in ends:
+            ends[name] = self._end(x_BTHD, length)
+        if self.bits is None:
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
@@ -138,6 +150,14 @@ class ResidualCall(CodedCall):
             how, notes = self.predictions[name], self._notes_of(name)
             self.kernels.encode_residual(x_BTHD, known, how, self.bits, code_BTHW, notes)
         return code_BTHW
+
+    def _end(self, like_BTHW: Tensor, length: int) -> End:
+        """The reconstructions of a tensor of so many rows, in a first call: where it is coded, what it is predicted by
+        is zero."""
+        B, _, H, _ = like_BTHW.shape
+        new = like_BTHW.new_zeros if self.coded else like_BTHW.new_empty
+        last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
+        return End([*(torch.empty_like(last_BTHD) for _ in range(self.coding.kept - 1)), last_BTHD])
 
     def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
         """Notes by some rows how a tensor that travels as it is has changed since the last call."""
@@ -166,15 +186,19 @@ class ResidualCall(CodedCall):
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
         """All rows of a tensor, of which `rows` have just come."""
         ends = self.state.received
-        if not self.coded:
-            if self.bits is None or name not in ends:  # else these are more rows of the same memory
+        if self.bits is None:
+            if not self.coding.codes or name not in ends:  # else these are more rows of the same memory
                 ends[name] = kept(x_BSGW, self.coding.kept)
             return x_BSGW
-        assert self.bits is not None, "a coded tensor has bits"
+        if name not in ends:
+            ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
         how, known = self.predictions[name], ends[name].known(self.number, rows)
         code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
+        onward = self.state.taken_up(name)
+        assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):
-            self.kernels.decode_residual(code_BTGW, known, how.factor if how.linear else None, self.bits)
+            factor = how.factor if how.linear else None
+            self.kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
         return ends[name].written(self.number)
 
 

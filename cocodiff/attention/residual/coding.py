@@ -6,10 +6,10 @@ sent, so errors do not add up: the next residual contains them. A code is a tens
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
 
-A displaced tensor is taken as both ends predict it, and what is sent of it is received before the site's next call:
+A displaced tensor is taken as the state foretells it, and what is sent of it is received before the site's next call:
 always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
-is displaced at a call if its prediction is expected to err by less than tau: as at the call before, which all its
-senders saw, times how much farther the noise level moves now, and twice that where it is taken as it was (LAG).
+is displaced at a call if it is expected to change by less than tau: as at the call before, which all its senders saw,
+times how much farther the noise level moves now, and LAG times that where it is taken as it was.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
-# What is taken as it was lags behind everywhere: it costs as much as a continuation that errs by twice as much.
-LAG = 2.0
+NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
+FIRST_BITS = 4  # times the bits: of a first call, which has nothing to predict by; whole above FINEST
+# The operand of a displaced tensor goes half as far as the prediction that codes are made against: what it errs by is
+# not corrected within the call.
+DAMPING = 0.5
+# What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.
+LAG = 1.5
 
 
 class Residual(Coding):
@@ -50,13 +55,13 @@ class Residual(Coding):
         """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps,
         arrival and tau, see `Config`."""
         self._settings, self.moment = settings, Moment(-1, 0, None)
-        self.kept = reconstructions(settings)
+        self.kept, self.codes = reconstructions(settings), settings.codec != "none"
         self.measures = settings.arrival == "adaptive"
         self._exchange, self._everyone = exchange, everyone
         self._held: CallKind | None = None  # the one kind of call that is predicted
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
-        self._notes: Tensor | None = None  # theirs, int64 [sites * tensors, NOTES]
+        self._notes: list[Tensor] = []  # theirs, int64 [tensors, NOTES] of so many sites each
         self._report: defaultdict[int, CodedStep] = defaultdict(CodedStep)
         self._deciding: tuple[list[SiteState], LanePending[list[Any] | None]] | None = None
 
@@ -114,10 +119,10 @@ class Residual(Coding):
         self.moment = moment
         self._settle()
         if self._coded:
-            assert self._notes is not None, "coded sites have notes"
-            own = self._notes[: len(self._coded) * len(TENSORS)]
+            noted = torch.cat(self._notes) if len(self._notes) > 1 else self._notes[0]
+            own = noted[: len(self._coded) * len(TENSORS)]
             self._deciding = self._coded, self._everyone.ranks.control.submit(partial(self._sum_notes, own))
-            self._coded, self._notes = [], None
+            self._coded, self._notes = [], []
 
     def agree(self) -> None:
         self._settle()
@@ -135,7 +140,7 @@ class Residual(Coding):
             self._settle()
             self.catch_up()
         self._sites.clear()
-        self._coded, self._notes, self._deciding = [], None, None
+        self._coded, self._notes, self._deciding = [], [], None
 
     def bytes_held(self) -> int:
         return sum(site.bytes_held() for site in self._sites.values())
@@ -157,11 +162,12 @@ class Residual(Coding):
         steps = self.moment.steps
         return steps is not None and self.moment.step >= steps - self._settings.fine_steps
 
-    @property
-    def bits(self) -> int | None:
-        """Of a channel at this step; None where tensors travel as they are."""
+    def bits(self, state: SiteState) -> int | None:
+        """Of a channel in a site's call; None where tensors travel as they are."""
         bits = BITS[self._settings.codec]
-        return bits if bits is None or not self.fine else min(2 * bits, FINEST)
+        if bits is None or state.follows:
+            return bits if bits is None or not self.fine else min(2 * bits, FINEST)
+        return None if state.plain or FIRST_BITS * bits > FINEST else FIRST_BITS * bits
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -175,15 +181,18 @@ class Residual(Coding):
         return state
 
     def predictions(self, state: SiteState) -> dict[str, Prediction]:
-        """How the call's tensors are predicted: by name, none where they travel as they are."""
-        if not state.follows or self.bits is None:
-            return {}
-        return {name: self._prediction(state, name) for name in TENSORS}
+        """How the call's tensors are predicted: by name, none where they travel as they are. In a first call what they
+        are predicted by is zero."""
+        return {name: self._prediction(state, name) for name in TENSORS} if self.bits(state) is not None else {}
 
     def _prediction(self, state: SiteState, name: str) -> Prediction:
         factor, predictor = state.factor, self._settings.predictor
         linear = factor > 0 and (predictor == "taylor" or name in state.linear)
-        return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures)
+        return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures and state.follows > 0)
+
+    def damped(self, how: Prediction | None) -> float | None:
+        """The factor by which a displaced tensor is continued; None where its newest reconstruction stands for it."""
+        return DAMPING * how.factor if how is not None and how.linear else None
 
     def displaced(self, state: SiteState) -> frozenset[str]:
         """The tensors that this call does not wait for, alike on all ranks: attention takes what the last call left."""
@@ -195,19 +204,20 @@ class Residual(Coding):
             return frozenset(TENSORS)
         limit, how = self._settings.tau / state.pace, self.predictions(state)
         limits = {name: limit if name in how and how[name].linear else limit / LAG for name in TENSORS}
-        return frozenset(name for name in TENSORS if state.errors.get(name, math.inf) < limits[name])
+        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limits[name])
 
     def note_step(self, call: ResidualCall) -> None:
         share = (call.bits + 8 / GROUP) / 16 if call.coded and call.bits is not None else 1.0
         self._report[self.moment.step].add(call.predictions.values(), call.displaced, share)
 
     def notes_of(self, state: SiteState, device: torch.device) -> Tensor:
-        """Where is noted how encoding went and how tensors change, [tensors, NOTES], for a call that follows others."""
-        if self._notes is None:  # a site is called at most once in a call of the model, and was called before that
-            self._notes = torch.zeros(len(self._sites) * len(TENSORS), NOTES, dtype=torch.int64, device=device)
-        first = len(self._coded) * len(TENSORS)
+        """Where is noted how encoding went and how tensors change, [tensors, NOTES]."""
+        first = len(self._coded) % NOTED_SITES * len(TENSORS)
+        if not first:
+            shape = NOTED_SITES * len(TENSORS), NOTES
+            self._notes.append(torch.zeros(shape, dtype=torch.int64, device=device))
         self._coded.append(state)
-        return self._notes[first : first + len(TENSORS)]
+        return self._notes[-1][first : first + len(TENSORS)]
 
     def _sum_notes(self, own: Tensor) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.device import used_on_current_stream
-from cocodiff.kernels.residual import Prediction, Reconstructions
+from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 
 TENSORS = ("q", "k", "v", "o")
 NEWEST = 3  # noise levels that a continuation needs
@@ -42,13 +42,15 @@ class End:
 @dataclass
 class SiteState:
     """form: shape, dtype, layout and inference mode of the last call, which was at `last_step`.
-    follows: the calls since the last one that began anew, whose tensors travelled whole. levels: the noise levels of
+    follows: the calls since the last one that began anew, which nothing could predict. levels: the noise levels of
     the newest of these, that one too.
     fits: whether at the last call every group that was coded had a scale, on every rank.
     linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
-    errors: of the tensors whose prediction was measured at the last call, its mean relative error.
+    plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
+    changes: of the tensors that were measured at the last call, by how much they had changed since the one before,
+    relatively.
     late: what receives the last call's tensors that this call did not wait for; in_flight: their bytes until then, at
-    most, sent and received ones.
+    most, sent and received ones. wanted: the operands that are to be written while these are received, by name.
     sent, received: both ends' reconstructions by the tensors' names: of q, k and v the sender has its own rows and all
     heads, the receiver all rows and its own heads; of the output it is the other way round.
     sampled: of tensors that travel as they are, the rows of the last call by which the change is measured."""
@@ -59,9 +61,11 @@ class SiteState:
     levels: list[float] = field(default_factory=list)
     fits: bool = True
     linear: frozenset[str] = frozenset()
-    errors: Mapping[str, float] = field(default_factory=dict)
+    plain: bool = False
+    changes: Mapping[str, float] = field(default_factory=dict)
     late: list[Callable[[], object]] = field(default_factory=list)
     in_flight: int = 0
+    wanted: dict[str, Onward] = field(default_factory=dict)
     sent: dict[str, End] = field(default_factory=dict)
     received: dict[str, End] = field(default_factory=dict)
     sampled: dict[str, Tensor] = field(default_factory=dict)
@@ -69,11 +73,12 @@ class SiteState:
     def begin(self, form: tuple[Any, ...], step: int, level: float, anew: bool) -> None:
         """A call begins. It follows the last one if that was at the step before, of the same form, and all groups had a
         scale. anew: it does not in any case."""
-        self.catch_up()
         anew = anew or self.form != form or self.last_step != step - 1 or not self.fits
         self.form, self.last_step = form, step
         if anew:
-            self.follows, self.fits, self.linear, self.levels, self.errors = 0, True, frozenset(), [level], {}
+            self.catch_up()
+            self.plain, self.fits = not self.fits, True
+            self.follows, self.linear, self.levels, self.changes = 0, frozenset(), [level], {}
             self.sent, self.received, self.sampled = {}, {}, {}
         else:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
@@ -83,11 +88,19 @@ class SiteState:
         self.late.append(receive)
         self.in_flight += in_flight
 
-    def catch_up(self) -> None:
-        """Receives what the last call did not wait for."""
+    def catch_up(self, wanted: Mapping[str, Onward] | None = None) -> dict[str, Onward]:
+        """Receives what the last call did not wait for, and writes the wanted operands while it is decoded. Returns
+        those of tensors that are here already."""
+        self.wanted = dict(wanted or {})
         late, self.late, self.in_flight = self.late, [], 0
         for receive in late:
             receive()
+        left, self.wanted = self.wanted, {}
+        return left
+
+    def taken_up(self, name: str) -> Onward | None:
+        """What is to be written beside a tensor that is decoded now."""
+        return self.wanted.pop(name, None)
 
     @property
     def factor(self) -> float:
@@ -105,13 +118,13 @@ class SiteState:
 
     def settle(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale; how the two predictions compared; and, in eighths of an octave, the sizes of the residuals less those of
-        the values, and over how many groups."""
+        scale; how the two predictions compared; and, in eighths of an octave, the sizes of changes less those of the
+        values, and over how many groups."""
         of_tensors = dict(zip(TENSORS, notes, strict=True))
         self.fits = not any(unfit for unfit, *_ in of_tensors.values())
         self.linear = frozenset(name for name, (_, compared, *_) in of_tensors.items() if compared < 0)
         measured = {name: (size, groups) for name, (_, _, size, groups) in of_tensors.items() if groups}
-        self.errors = {name: 2 ** (size / (8 * groups)) for name, (size, groups) in measured.items()}
+        self.changes = {name: 2 ** (size / (8 * groups)) for name, (size, groups) in measured.items()}
 
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
