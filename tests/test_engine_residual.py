@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_coded_and_displaced(family):
-    """Alike on all ranks and close to exact; the first step is exact, and all steps on one rank."""
+    """Alike on all ranks and close to exact; the first step is exact, with int2 in 8 bits; all steps on one rank."""
     make, inputs_of = FAMILIES[family]
     model, inputs = make(6), inputs_of(1, 6, 7, 5)
 
@@ -34,7 +34,8 @@ def test_every_family_is_coded_and_displaced(family):
                 profile = engine.drift_profile()
                 shares = [(row["coded_fraction"], row["linear_fraction"]) for row in profile]
                 if codec != "none":
-                    assert shares == ([(0, None), (1, 0), (1, 0), (1, shares[3][1])] if lossy else [])
+                    first = (1, 0) if codec == "int2" else (0, None)
+                    assert shares == ([first, (1, 0), (1, 0), (1, shares[3][1])] if lossy else [])
                 sets = [row["displaced_sets"] for row in profile]
                 those = "qkvo" if arrival == "displaced" else ""
                 assert sets == ([{"": 1.0}, *[{those: 1.0}] * 3] if lossy else [])
@@ -48,8 +49,9 @@ def test_every_family_is_coded_and_displaced(family):
     exact, fine, coarse, displaced = of_ranks[0]
     for other in of_ranks[1:]:
         assert all(torch.equal(one, two) for one, two in zip(of_ranks[0], other, strict=True))
-    assert torch.equal(exact[0], fine[0]) and torch.equal(exact[0], coarse[0])
-    assert torch.equal(exact[0], displaced[0]) and not torch.equal(exact[1], displaced[1])
+    assert torch.equal(exact[0], fine[0]) and torch.equal(exact[0], displaced[0])
+    assert 0 < (coarse[0] - exact[0]).norm() / exact[0].norm() < 0.005
+    assert not torch.equal(exact[1], displaced[1])
     far = [float((x[1:] - exact[1:]).norm() / exact[1:].norm()) for x in (fine, coarse)]
     assert 0 < far[0] < far[1] < 0.1 and far[0] < 0.005
 
