@@ -109,12 +109,12 @@ class Config:
         "now",
         "when what is sent is needed: now (attention waits for it), displaced (attention takes q, k, v and the output "
         "as they are predicted, and the next call what is sent now) or adaptive (each layer's tensors displaced "
-        "where their prediction errs by less than tau); lossy but for now",
+        "where they change by less than tau from call to call); lossy but for now",
         choices=lambda: ("now", *ARRIVALS),
     )
     tau: float = setting(
-        0.04,
-        "relative error that is expected of its prediction, below which a tensor is displaced",
+        0.03,
+        "relative change from call to call, as it is expected by the last one, below which a tensor is displaced",
         only_with=("arrival", "adaptive"),
         **POSITIVE,
     )

@@ -15,6 +15,8 @@ from cocodiff.files import read_json
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
+from cocodiff.planning.placement import Work
+from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
@@ -88,6 +90,14 @@ def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -
         name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=deal.guidance)
         for name, config in presets.items()
     }
+
+
+def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, Work]:
+    """Where the first ranks sit that share a sequence, and what heads they share."""
+    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+    config = read_json(transformer_config(request.model))
+    return topology.part(axes.branch(0)), Work(config["num_attention_heads"], config["attention_head_dim"])
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:

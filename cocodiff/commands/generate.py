@@ -67,9 +67,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
-        if job.quality is not None:
-            say(job.quality.line("images"))
     job = deal(job, ranks)
+    if launch.speaks and job.quality is not None:
+        say(job.quality.line("images"))
     return 0 if values["dry_run"] else run_job(job, launch, work)
 
 
@@ -96,7 +96,7 @@ def deal(job: Job, ranks: int) -> Job:
     images, compares = max(1, len(values["prompt"])), job.quality is None
     chosen = deal_of(values, job.request, [*modes.values()], ranks, images=images, compares=compares)
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return job.dealt(chosen)
+    return job.dealt(chosen, ranks)
 
 
 @dataclass(frozen=True)

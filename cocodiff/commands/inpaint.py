@@ -87,14 +87,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
-        if job.quality is not None:
-            say(job.quality.line("slices"))
     tasks = find_tasks(values)
     if job.quality is not None:
         from cocodiff.commands.quality_stack import check_truth
 
         check_truth(job.quality.bound, tasks)
     job = deal(job, tasks, ranks)
+    if launch.speaks and job.quality is not None:
+        say(job.quality.line("slices"))
     if values["dry_run"]:
         return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
@@ -140,7 +140,7 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
         compares=job.quality is None,
     )
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return job.dealt(chosen)
+    return job.dealt(chosen, ranks)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:

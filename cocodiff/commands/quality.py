@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from cocodiff.commands.replicas import Queue
     from cocodiff.commands.samples import PartsOfSettings
     from cocodiff.commands.session import Cost
+    from cocodiff.planning.placement import Work
+    from cocodiff.topology.machine import Topology
 
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
+CODED, UNCODED = "coded", "uncoded"  # ladders, for links that are slow or of which nothing is known, and for quick ones
 PRESET_OPTION = Option(
     "preset",
     f"how ranks exchange tokens: one or more presets, as A,B or A B (default: {USUAL_PRESET}; with quality {PRESET})",
@@ -43,15 +46,17 @@ BOUND_OPTIONS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """What `--quality` asks for. preset: as the run's results are named; rungs: the settings of the ladder by their
-    names, from the cheapest to the exact one; changes: what each of them says on top of the preset."""
+    """What `--quality` asks for. preset: as the run's results are named, settings: what flags say on top of it;
+    changes: what each setting of the ladder says besides, by its name, from the cheapest to the exact one; rungs: these
+    settings."""
 
     bound: Bound
     slices: int
     every: int
     preset: str
-    rungs: dict[str, Config]
+    settings: dict[str, Any]
     changes: dict[str, dict[str, Any]]
+    rungs: dict[str, Config]
 
     @classmethod
     def asked(cls, values: dict[str, Any]) -> Quality | None:
@@ -77,10 +82,28 @@ class Quality:
         for key in dict.fromkeys(key for change in changes.values() for key in change):
             if values.get(key) is not None:
                 raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
-        settings = engine_settings(values)
-        rungs = {name: engine_record().preset(preset, **settings, **change) for name, change in changes.items()}
-        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {preset} too"
-        return cls(bound, values["quality_slices"], values["quality_every"], preset, rungs, changes)
+        asked = cls(
+            bound, values["quality_slices"], values["quality_every"], preset, engine_settings(values), changes, {}
+        )
+        return asked._with(changes)
+
+    def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
+        """With another ladder."""
+        rungs = {
+            name: engine_record().preset(self.preset, **self.settings, **change) for name, change in changes.items()
+        }
+        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
+        return replace(self, changes=changes, rungs=rungs)
+
+    def for_links(self, topology: Topology, work: Work) -> Quality:
+        """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
+        machine file tells, those without one. work: of a model's heads."""
+        from cocodiff.assemble import settled
+
+        config = next(iter(self.rungs.values())).with_(codec="auto")
+        if topology.machine.untold or settled(config, topology, work)[0].codec != "none":
+            return self
+        return self._with(read_ladder(UNCODED))
 
     @property
     def exact(self) -> str:
@@ -108,10 +131,10 @@ class Quality:
         return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": rungs}
 
 
-def read_ladder() -> dict[str, dict[str, Any]]:
-    """What each setting of the shipped ladder says on top of a preset, by its name, from the cheapest to the exact
+def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
+    """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact
     one."""
-    rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))["rungs"]
+    rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
     return {rung["name"]: {key: value for key, value in rung.items() if key != "name"} for rung in rungs}
 
 

@@ -17,7 +17,7 @@ from cocodiff_eval.steps import mean_profile
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.commands.deal import with_guidance
+from cocodiff.commands.deal import sequence_of, with_guidance
 from cocodiff.commands.engines import Engines
 from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.outputs import FOUND, OutputFolder, write_settings
@@ -63,10 +63,11 @@ class Job:
     deal: Deal = field(default=Deal())
     quality: Quality | None = None
 
-    def dealt(self, deal: Deal) -> Job:
+    def dealt(self, deal: Deal, ranks: int) -> Job:
         """With a deal of its ranks, whose guidance goes into the presets."""
         presets, quality = with_guidance(self.presets, deal, self.request), self.quality
         if quality is not None:
+            quality = quality.for_links(*sequence_of(self.values, self.request, deal, ranks))
             quality = replace(quality, rungs=with_guidance(quality.rungs, deal, self.request))
         return replace(self, presets=presets, deal=deal, quality=quality)
 

@@ -60,8 +60,9 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
 class CallKind(NamedTuple):
     """How calls of attention are made, for predictions, which know each kind by one recording.
 
-    whole: all tensors as they are, and nothing is looked at. stable: the part of the tokens that stays behind. fine:
-    with the bits of the last steps. displaced: names of the tensors that no call waits for, as "qkv"."""
+    whole: as a run's first ones, which have nothing to go by: tensors as they are, or as nearly as a code can. stable:
+    the part of the tokens that stays behind. fine: with the bits of the last steps. displaced: names of the tensors
+    that no call waits for, as "qkv"."""
 
     whole: bool = False
     stable: float = 0.0

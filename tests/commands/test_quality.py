@@ -21,10 +21,14 @@ from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.commands.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff.commands.quality import Figure, Group, Quality, read_ladder
+from cocodiff.commands.quality import CODED, UNCODED, Figure, Group, Quality, read_ladder
+from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
+from cocodiff.planning.placement import Work
+from cocodiff.topology.machine import Topology
 
 BOUND = "65.8dB"
+CODECS = {"int2", "int4", "int8", "none"}
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
 
 
@@ -83,10 +87,24 @@ def test_fewer_checked_slices_than_enough_need_a_margin() -> None:
     assert loss.worst({0: -0.2, 1: None, 2: 0.1}) == (2, 0.1)
 
 
-def test_the_ladder_ends_exactly_and_every_setting_says_all_that_it_changes() -> None:
-    quality = asked("50dB")
+@pytest.mark.parametrize(
+    ("machine", "ranks", "codecs"),
+    [("aurora", 12, {"none"}), ("slow", 12, CODECS), ("local", 12, CODECS), ("local", 1, CODECS)],
+)
+def test_the_ladder_suits_the_links_and_ends_exactly(machine, ranks, codecs, tmp_path: Path) -> None:
+    """Where links are quick no codec is tried, as its passes would take longer than the bytes that it saves; where they
+    are slow, or nothing is known, codes come first. Every setting says all that it changes."""
+    if machine == "slow":
+        slow = yaml.safe_load(find_shipped("machine", "machines", "aurora").read_text())
+        slow["links"] |= {link: rate / 10 for link, rate in slow["links"].items() if link.endswith("gb_s")}
+        machine = str(tmp_path / "slow.yaml")
+        Path(machine).write_text(yaml.safe_dump(slow))
+    topology = Topology.build(load_machine(machine), ranks)
+    quality = asked("50dB").for_links(topology, Work(heads=24))
     assert [config.exact for config in quality.rungs.values()] == [False] * (len(quality.rungs) - 1) + [True]
-    assert len({frozenset(change) for change in read_ladder().values()}) == 1
+    assert {config.codec for config in quality.rungs.values()} == codecs
+    assert [*quality.changes] == [*quality.rungs]
+    assert len({frozenset(change) for name in (CODED, UNCODED) for change in read_ladder(name).values()}) == 1
 
 
 @pytest.mark.parametrize(
