@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocodiff.kernels.choices import OPS
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
 B, L, H, D = 1, 70, 3, 128
@@ -45,6 +45,10 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return _moved(op, ops, x_BLHD, other_BLHD)
     if op in ("encode_residual", "decode_residual"):
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
+    if op == "continue_linearly":
+        operand_BLHD = torch.zeros_like(x_BLHD)
+        ops.continue_linearly(x_BLHD, other_BLHD, Onward(0.5, operand_BLHD))
+        return [operand_BLHD]
     if op == "note_change":
         notes_N = torch.zeros(NOTES, dtype=torch.int64, device=device)
         ops.note_change(x_BLHD, other_BLHD, notes_N)
@@ -86,7 +90,8 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
         encoder = ops if op == "encode_residual" else TorchOps()
         how = Prediction(0.75, linear=True, compare=True, measure=True)
         encoder.encode_residual(x_BLHD, ends[0], how, bits, code_BLHW, notes_N)
+        operand_BLHD = torch.zeros_like(x_BLHD)
         if op == "decode_residual":
-            ops.decode_residual(code_BLHW, ends[1], 0.75, bits)
-        found += [code_BLHW, notes_N, *(end.before for end in ends if end.before is not None)]
+            ops.decode_residual(code_BLHW, ends[1], 0.75, bits, Onward(0.5, operand_BLHD))
+        found += [code_BLHW, notes_N, operand_BLHD, *(end.before for end in ends if end.before is not None)]
     return found

@@ -122,9 +122,9 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         parts = {"int2": bits == 2, "taylor": both, "compare": both and how.compare, "measure": how.measure}
         traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, both)
     elif op == "decode_residual":
-        code_BLHW, known, factor, bits = arguments
-        parts = {"int2": bits == 2, "taylor": factor is not None}
-        traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None)
+        code_BLHW, known, factor, bits, *onward = arguments
+        parts = {"int2": bits == 2, "taylor": factor is not None, "onward": any(onward)}
+        traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None) + bytes_of(onward)
     elif op == "note_change":
         x_BLHD, last_BLHD, notes_N = arguments
         traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # x is the last one afterwards

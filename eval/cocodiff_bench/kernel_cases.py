@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.kernels import NOTES, Prediction, Reconstructions, Rows, coded_width
+from cocodiff.kernels import NOTES, Onward, Prediction, Reconstructions, Rows, coded_width
 
 CODE_BITS = 2
 HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node
@@ -47,6 +47,8 @@ def make_case(op: str, size: int, dtype: torch.dtype) -> Case:
         "note_change": _note_change,
         "decode_residual": partial(_decode, linear=False),
         "decode_residual_taylor": partial(_decode, linear=True),
+        "decode_residual_onward": partial(_decode, linear=True, onward=True),
+        "continue_linearly": _continue,
     }
     return cases[op](max(1, size // row), PEERS if size else 1, dtype)
 
@@ -159,8 +161,16 @@ def _note_change(L: int, _peers: int, dtype: torch.dtype) -> Case:
     return Case(lambda ops: ops.note_change(x_BLHD, last_BLHD, notes_N), 3 * size, copied=size)
 
 
-def _decode(L: int, _peers: int, dtype: torch.dtype, linear: bool) -> Case:
-    _, known, code_BLHW = _known(L, dtype, linear)
-    moved = (3 if linear else 2) * known.last.nbytes + code_BLHW.nbytes
-    factor = 1.0 if linear else None
-    return Case(lambda ops: ops.decode_residual(code_BLHW, known, factor, CODE_BITS), moved, copied=known.last.nbytes)
+def _decode(L: int, _peers: int, dtype: torch.dtype, linear: bool, onward: bool = False) -> Case:
+    x_BLHD, known, code_BLHW = _known(L, dtype, linear)
+    moved = (2 + linear + onward) * known.last.nbytes + code_BLHW.nbytes
+    factor, further = 1.0 if linear else None, Onward(0.5, x_BLHD) if onward else None
+    return Case(
+        lambda ops: ops.decode_residual(code_BLHW, known, factor, CODE_BITS, further), moved, copied=x_BLHD.nbytes
+    )
+
+
+def _continue(L: int, _peers: int, dtype: torch.dtype) -> Case:
+    x_BLHD, known, _ = _known(L, dtype, linear=True)
+    onward = Onward(0.5, x_BLHD)
+    return Case(lambda ops: ops.continue_linearly(*known, onward), 3 * x_BLHD.nbytes, copied=x_BLHD.nbytes)

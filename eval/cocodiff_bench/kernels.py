@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 OPS = (
     *("pack", "unpack", "gather_pack", "scatter_rows", "l1_score", "select", "qk_norm_rope", "merge_partials"),
     *("encode_residual", "encode_residual_taylor", "note_change", "decode_residual", "decode_residual_taylor"),
+    *("decode_residual_onward", "continue_linearly"),
 )
 OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
 BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them

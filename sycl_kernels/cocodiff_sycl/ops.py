@@ -199,22 +199,35 @@ class SyclOps:
         notes_N: Tensor,
     ) -> None:
         factor, linear, compare, measure = how
-        tensors = x_BLHD, *known, code_BLHW, notes_N
+        tensors = x_BLHD, *known, code_BLHW, None, notes_N
         plan, addresses = self._plans.of("encode_residual", tensors, bits, linear, compare, measure)
         if plan.groups:
-            self._launch(plan, addresses + FACTOR.pack(factor))
+            self._launch(plan, addresses + FACTOR.pack(factor) + NOWHERE)
 
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-        plan, addresses = self._plans.of("note_change", (x_BLHD, last_BLHD, None, None, notes_N))
+        plan, addresses = self._plans.of("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N))
         if plan.groups:
-            self._launch(plan, addresses + NOWHERE)
+            self._launch(plan, addresses + 2 * NOWHERE)
 
     def decode_residual(
-        self, code_BLHW: Tensor, known: tuple[Tensor, Tensor | None], factor: float | None, bits: int
+        self,
+        code_BLHW: Tensor,
+        known: tuple[Tensor, Tensor | None],
+        factor: float | None,
+        bits: int,
+        onward: tuple[float, Tensor] | None = None,
     ) -> None:
-        plan, addresses = self._plans.of("decode_residual", (*known, code_BLHW), bits, factor is not None)
+        further, out_BLHD = onward or (0.0, None)
+        plan, addresses = self._plans.of("decode_residual", (*known, code_BLHW, out_BLHD), bits, factor is not None)
         if plan.groups:
-            self._launch(plan, NOWHERE + addresses + NOWHERE + FACTOR.pack(factor or 0.0))
+            factors = FACTOR.pack(factor or 0.0) + FACTOR.pack(further)
+            self._launch(plan, NOWHERE + addresses + NOWHERE + factors)
+
+    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: tuple[float, Tensor]) -> None:
+        factor, out_BLHD = onward
+        plan, addresses = self._plans.of("continue_linearly", (last_BLHD, before_BLHD, None, out_BLHD))
+        if plan.groups:
+            self._launch(plan, NOWHERE + addresses + 2 * NOWHERE + FACTOR.pack(factor))
 
     def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
         """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""

@@ -55,6 +55,7 @@ class Plans:
             "encode_residual": self._encode_residual,
             "note_change": self._note_change,
             "decode_residual": self._decode_residual,
+            "continue_linearly": self._continue_linearly,
         }
 
     def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
@@ -148,6 +149,7 @@ class Plans:
         last_BLHD: Tensor,
         before_BLHD: Tensor | None,
         code_BLHW: Tensor,
+        _out: None,
         notes_N: Tensor,
         bits: int,
         linear: bool,
@@ -157,19 +159,31 @@ class Plans:
         op = "encode_residual"
         self._check_noted(op, x_BLHD, notes_N)
         check_no_overlap(op, "code", code_BLHW)
-        return self._residual(op, x_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear, compare, measure)
+        known = last_BLHD, before_BLHD
+        return self._residual(op, x_BLHD, known, code_BLHW, None, bits, linear, compare, measure)
 
     def _decode_residual(
-        self, last_BLHD: Tensor, before_BLHD: Tensor | None, code_BLHW: Tensor, bits: int, linear: bool
+        self,
+        last_BLHD: Tensor,
+        before_BLHD: Tensor | None,
+        code_BLHW: Tensor,
+        out_BLHD: Tensor | None,
+        bits: int,
+        linear: bool,
     ) -> Plan:
-        op = "decode_residual"
-        return self._residual(op, last_BLHD, last_BLHD, before_BLHD, code_BLHW, bits, linear)
+        return self._residual("decode_residual", last_BLHD, (last_BLHD, before_BLHD), code_BLHW, out_BLHD, bits, linear)
 
-    def _note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, _before: None, _code: None, notes_N: Tensor) -> Plan:
+    def _note_change(
+        self, x_BLHD: Tensor, last_BLHD: Tensor, _before: None, _code: None, _out: None, notes_N: Tensor
+    ) -> Plan:
         """A launch of the codec's struct, without a code: 8 bits stand for any."""
         op = "note_change"
         self._check_noted(op, x_BLHD, notes_N)
-        return self._residual(op, x_BLHD, last_BLHD, None, None, 8, linear=False, measure=True)
+        return self._residual(op, x_BLHD, (last_BLHD, None), None, None, 8, linear=False, measure=True)
+
+    def _continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, _code: None, out_BLHD: Tensor) -> Plan:
+        known = last_BLHD, before_BLHD
+        return self._residual("continue_linearly", last_BLHD, known, None, out_BLHD, 8, linear=False)
 
     def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
         check_dims(op, "x", x_BLHD, 4)
@@ -185,19 +199,21 @@ class Plans:
         self,
         op: str,
         x_BLHD: Tensor,
-        last_BLHD: Tensor,
-        before_BLHD: Tensor | None,
+        known: tuple[Tensor, Tensor | None],
         code_BLHW: Tensor | None,
+        out_BLHD: Tensor | None,
         bits: int,
         linear: bool,
         compare: bool = False,
         measure: bool = False,
     ) -> Plan:
+        last_BLHD, before_BLHD = known
         check_dims(op, "the last reconstruction", last_BLHD, 4)
         B, L, H, D = shape = x_BLHD.shape
-        known = {"last": last_BLHD} if before_BLHD is None else {"last": last_BLHD, "before": before_BLHD}
-        check_rows(op, self._device, x_BLHD.dtype, shape, **known)
-        for name, tensor in known.items():
+        named = {"last": last_BLHD, "before": before_BLHD, "out": out_BLHD}
+        there = {name: tensor for name, tensor in named.items() if tensor is not None}
+        check_rows(op, self._device, x_BLHD.dtype, shape, **there)
+        for name, tensor in there.items():
             check_no_overlap(op, name, tensor)
         if bits not in CODE_BITS:
             raise ValueError(f"{op}: {bits} bits: choose from {', '.join(map(str, CODE_BITS))}")
@@ -209,12 +225,12 @@ class Plans:
         each = self._rows_each(rows, max(1, D) * x_BLHD.element_size(), H)
         strides = [
             number
-            for tensor in (x_BLHD, last_BLHD, before_BLHD, code_BLHW)
+            for tensor in (x_BLHD, last_BLHD, before_BLHD, code_BLHW, out_BLHD)
             for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])
         ]
         two = before_BLHD is not None
         values = rows, each, L, H, D, *strides, bits, int(linear and two), int(compare and two), int(measure)
-        return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 6, rows, each, values, self._like(torch.uint8))
+        return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 8, rows, each, values, self._like(torch.uint8))
 
     def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:
         if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:

@@ -136,10 +136,13 @@ def row_of(usage: Usage, path: str) -> Row:
         return Row(usage, loop, numbers, 2 * COPIED_BYTES)
     sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
     if "residual" in usage.name:  # x and one or two reconstructions read, one written; and the code
-        tensors = 2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare"))
+        tensors = (
+            2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare", "_measure", "_onward"))
+        )
         code_bytes = NUMBERS * (2 if usage.name.endswith("_int2") else 4) // 8 + SCALE_BYTES
         return Row(usage, loop, NUMBERS, tensors * sizes[0] * NUMBERS + code_bytes, sizes[0])
-    if usage.name.startswith("note_change"):  # x read, the last values read and written
+    # x read, the last values read and written; two reconstructions read, what continues them written
+    if usage.name.startswith(("note_change", "continue_linearly")):
         return Row(usage, loop, NUMBERS, 3 * sizes[0] * NUMBERS, sizes[0])
     # merge: `out` read and written, `part` read; the others: one read and one more tensor read or written.
     moved = 2 * sizes[0] + sizes[1] if usage.name.startswith("merge") else 2 * sizes[0]

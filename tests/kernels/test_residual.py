@@ -11,7 +11,7 @@ from kernel_helpers import DTYPES, batches, dtypes, forms, heads, random_BLHD, s
 from torch import Tensor
 
 from cocodiff.kernels import Prediction, Reconstructions, TorchOps, coded_width
-from cocodiff.kernels.residual import GROUP, NOTES
+from cocodiff.kernels.residual import GROUP, NOTES, Onward
 
 TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,17 +104,58 @@ def test_changes_are_noted_as_torch_notes_them(sycl: SyclOps, shape, dtype, seed
     assert same_bits(found, x_BLHD) and same_bits(expected, x_BLHD) and torch.equal(*notes)
 
 
-def test_notes_tell_the_relative_error_of_a_prediction(sycl: SyclOps):
-    """Of values that are off by an eighth and by a thirty-second, in as many groups: the geometric mean."""
+@given(
+    shape=shapes,
+    dtype=dtypes,
+    bits=bit_counts,
+    seed=seeds,
+    form=forms,
+    out_form=forms,
+    two=st.booleans(),
+    factor=st.none() | st.floats(0, 2),
+    further=st.floats(0, 2),
+    special=st.lists(st.sampled_from(SPECIAL), max_size=4),
+)
+@quick
+def test_what_is_decoded_is_continued_in_the_same_pass(
+    sycl: SyclOps, shape, dtype, bits, seed, form, out_form, two, factor, further, special
+):
+    """As torch does it, and as it is done from two reconstructions; what is decoded stays as it is without."""
+    x_BLHD, last_BLHD, before_BLHD = (random_BLHD(seed + n, shape, dtype, form) for n in range(3))
+    code_BLHW = torch.empty(*shape[:3], coded_width(shape[3], bits), dtype=torch.uint8)
+    known = Reconstructions(with_special(last_BLHD, seed, special), before_BLHD if two else None)
+    how = Prediction(factor or 0.0, factor is not None)
+    start = Reconstructions(*(None if one is None else one.clone() for one in known))
+    TORCH.encode_residual(x_BLHD, start, how, bits, code_BLHW, torch.zeros(NOTES, dtype=torch.int64))
+    found = []
+    for ops in (sycl, TORCH):
+        ends = [Reconstructions(*(None if one is None else placed(one, form) for one in known)) for _ in range(2)]
+        newest = ends[0].last.clone()
+        outs = [placed(x_BLHD, out_form) for _ in range(2)]
+        ops.decode_residual(code_BLHW, ends[0], factor, bits, Onward(further, outs[0]))
+        ops.decode_residual(code_BLHW, ends[1], factor, bits)
+        next_BLHD = ends[0].before if two else ends[0].last
+        ops.continue_linearly(next_BLHD, newest, Onward(further, outs[1]))
+        assert all(map(same_bits, ends[0], ends[1])) and same_bits(*outs)
+        found.append((*ends[0], *outs))
+    assert all(map(same_bits, *found))
+
+
+def test_notes_tell_how_a_tensor_has_changed(sycl: SyclOps):
+    """Of values that are off by an eighth and by a thirty-second, in as many groups: the geometric mean, also where
+    something else predicts them."""
     last_BLHD = random_BLHD(1, (1, 6, 2, 2 * GROUP), torch.float32).sign()
     x_BLHD = last_BLHD * torch.tensor([8 / 7, 32 / 33]).repeat_interleave(GROUP)
+    before_BLHD = random_BLHD(2, tuple(x_BLHD.shape), torch.float32)
     for ops in (sycl, TORCH):
-        coded_N, changed_N = torch.zeros(2, NOTES, dtype=torch.int64)
+        coded_N, predicted_N, changed_N = torch.zeros(3, NOTES, dtype=torch.int64)
         code_BLHW = torch.empty(1, 6, 2, coded_width(2 * GROUP, 8), dtype=torch.uint8)
-        known = Reconstructions(last_BLHD.clone())
-        ops.encode_residual(x_BLHD, known, Prediction(measure=True), 8, code_BLHW, coded_N)
+        known = Reconstructions(last_BLHD.clone()), Reconstructions(last_BLHD, before_BLHD.clone())
+        ops.encode_residual(x_BLHD, known[0], Prediction(measure=True), 8, code_BLHW, coded_N)
+        ops.encode_residual(x_BLHD, known[1], Prediction(1.0, linear=True, measure=True), 8, code_BLHW, predicted_N)
         ops.note_change(x_BLHD, last_BLHD.clone(), changed_N)
-        assert coded_N.tolist() == changed_N.tolist() == [0, 0, -8 * 12 * (3 + 5), 24]
+        for notes_N in (coded_N, predicted_N, changed_N):
+            assert notes_N.tolist() == [0, 0, -8 * 12 * (3 + 5), 24]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

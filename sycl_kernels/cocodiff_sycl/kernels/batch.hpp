@@ -81,12 +81,13 @@ template <int BITS> inline void store_group(uint8_t *to, Ints low, Ints high) {
 
 // Of a batch: what the steps of encoding hand on. Groups that are not there have zeros.
 struct Scales {
-  // The largest magnitudes in a group's two halves, as bits: of the residual, of the other prediction's, and of x.
-  Ints largest[BATCH], of_other[BATCH], of_x[BATCH];
+  // The largest magnitudes in a group's two halves, as bits: of the residual, of the other prediction's, of what has
+  // changed since the newest reconstruction, and of x.
+  Ints largest[BATCH], of_other[BATCH], of_change[BATCH], of_x[BATCH];
   Floats residual[BATCH][PARTS], predicted[BATCH][PARTS];
   Each<int32_t> channels, byte, kept; // kept: the bits of a code, none where the scale makes none
   Each<float> reciprocal, step;
-  int32_t unfit, difference, error; // what the notes are to be told of all groups
+  int32_t unfit, difference, change; // what the notes are to be told of all groups
 
   // The byte of the step with which 2 bits err least, as the definition has it.
   Ints of_two_bits(Floats most) {
@@ -125,7 +126,7 @@ struct Scales {
     const Ints size = size_bytes(most_bits);
     const int32_t more = compared ? sum_of<int32_t>(size - size_bytes(largest_across(of_other))) : 0;
     difference = linear ? more : -more;
-    error = measured ? sum_of<int32_t>(size - size_bytes(largest_across(of_x))) : 0;
+    change = measured ? sum_of<int32_t>(size_bytes(largest_across(of_change)) - size_bytes(largest_across(of_x))) : 0;
     const Ints none = byte == 0, bad = byte == BAD;
     const Floats regular = steps_of(byte);
     step = none ? Floats(0) : bad ? Floats(__builtin_nanf("")) : regular;
@@ -143,7 +144,8 @@ template <typename Type> struct Batch {
 
   OUT_OF_LINE void predict(bool linear, bool compared, bool measured, float factor) {
     for (int i = 0; i < BATCH; ++i) {
-      scales.largest[i] = scales.of_other[i] = scales.of_x[i] = 0, scales.channels.of[i] = GROUP;
+      scales.largest[i] = scales.of_other[i] = scales.of_change[i] = scales.of_x[i] = 0;
+      scales.channels.of[i] = GROUP;
       if (i >= groups) {
         for (int n = 0; n < PARTS; ++n) scales.residual[i][n] = scales.predicted[i][n] = 0;
         continue;
@@ -159,7 +161,8 @@ template <typename Type> struct Batch {
         scales.predicted[i][n] = predicted, scales.residual[i][n] = residual;
         scales.largest[i] = larger(scales.largest[i], residual);
         if (compared) scales.of_other[i] = larger(scales.of_other[i], own - (linear ? newest : forecast));
-        if (measured) scales.of_x[i] = larger(scales.of_x[i], own);
+        if (!measured) continue;
+        scales.of_change[i] = larger(scales.of_change[i], own - newest), scales.of_x[i] = larger(scales.of_x[i], own);
       }
       if (part.count < GROUP) scales.channels.of[i] = int32_t(part.count);
     }

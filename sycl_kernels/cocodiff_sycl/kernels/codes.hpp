@@ -26,6 +26,9 @@ template <typename Type> inline auto narrow(Floats x) {
     return Type::template narrow<WIDTH>(x);
 }
 
+// As it is after rounding.
+template <typename Type> inline Floats rounded(Floats x) { return Type::template widen<WIDTH>(narrow<Type>(x)); }
+
 template <typename Type, bool WORDS> inline void store_first(typename Type::Bits *to, Floats x, i64 count) {
   using Bits = typename Type::Bits;
   const auto all = narrow<Type>(x);
@@ -59,7 +62,7 @@ template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
 // Part of a row, of one work-item: a group on a CPU.
 template <typename Bits> struct Part {
   const Bits *x, *last, *before;
-  Bits *target;
+  Bits *target, *out;
   uint8_t *code, *scale;
   i64 count; // numbers that are left of the row
 };

@@ -1,5 +1,6 @@
 // encode_residual and decode_residual: a tensor's difference to its prediction as codes of 2, 4 or 8 bits, and back.
-// note_change: how large the difference to the last values is, of a tensor that is not coded.
+// note_change: how large the difference to the last values is, of a tensor that is not coded. continue_linearly, and
+// decode_residual where it has `out`: what stands for the next tensor in a call that does not wait for it.
 //
 // The arithmetic is defined, operation for operation, in cocodiff/kernels/residual.py. Bound by memory: x, the
 // reconstructions that the prediction takes and the code are read or written once, and the next reconstruction is
@@ -13,15 +14,16 @@ struct Strides { // in numbers, or bytes of a code
 struct Residuals {
   const char *x;       // not for decoding
   char *last, *before; // before: null where one is kept
-  uint8_t *code;       // null for note_change
-  i64 *notes;          // not for decoding
-  i64 factor_bits; // of a float
+  uint8_t *code;       // null for note_change and continue_linearly
+  char *out;           // null where nothing is continued
+  i64 *notes;          // of encoding and note_change
+  i64 factor_bits, onward_bits; // of floats: of what predicts, and of what is continued
   i64 rows, rows_each; // of [B, L, H]; rows_each: consecutive rows of one group of LANES work-items
   i64 tokens, heads, numbers;
-  Strides of_x, of_last, of_before, of_code;
+  Strides of_x, of_last, of_before, of_code, of_out;
   i64 bits;
   i64 linear, compare; // whether the linear continuation predicts; whether the two predictions are compared
-  i64 measure;         // whether the residuals' sizes are compared with those of x
+  i64 measure;         // whether the differences to the newest values are compared with x
 };
 
 // A tensor's rows one after the other: places are counted on, because 64-bit products take a GPU many instructions.
@@ -44,13 +46,15 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   const bool linear = WHAT == NOTHING ? false : WHAT == PREDICTS ? true : of.linear;
   const bool compared = WHAT == ANY ? of.compare : WHAT == COMPARED;
   const float factor = sycl::bit_cast<float>(uint32_t(of.factor_bits)), middle = (1 << (bits - 1)) - 0.5f;
+  const float onward = sycl::bit_cast<float>(uint32_t(of.onward_bits));
   const i64 width = (of.numbers * bits + 7) / 8; // bytes of a row's codes; scales follow
   const i64 places = i64(of.code) | of.of_code.batch | of.of_code.token | of.of_code.head;
   Walk<const Bits> x{reinterpret_cast<const Bits *>(of.x), nullptr, of.of_x};
   Walk<Bits> last{reinterpret_cast<Bits *>(of.last), nullptr, of.of_last};
   Walk<Bits> before{reinterpret_cast<Bits *>(of.before), nullptr, of.of_before};
   Walk<uint8_t> code{of.code, nullptr, of.of_code};
-  int32_t unfit = 0, difference = 0, error = 0; // of this work-item's groups: what the notes are to be told
+  Walk<Bits> out{reinterpret_cast<Bits *>(of.out), nullptr, of.of_out};
+  int32_t unfit = 0, difference = 0, change = 0; // of this work-item's groups: what the notes are to be told
 
   template <typename Work> void rows(Work work) {
     const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
@@ -63,10 +67,11 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       Bits *const target = of.before ? before.at : last.at;
       for (i64 group = 0; group < of.numbers; group += LANES == 1 ? GROUP : LANES * WIDTH) {
         const i64 at = group + place.lane * WIDTH;
-        work(Part<Bits>{x.at + at, last.at + at, before.at + at, target + at, code.at + at * bits / 8,
-                        code.at + width + at / GROUP, of.numbers - at});
+        work(Part<Bits>{x.at + at, last.at + at, before.at + at, target + at, out.at + at,
+                        code.at + at * bits / 8, code.at + width + at / GROUP, of.numbers - at});
       }
       x.at += of.of_x.head, last.at += of.of_last.head, before.at += of.of_before.head, code.at += of.of_code.head;
+      out.at += of.of_out.head;
       if (++head < of.heads) continue;
       head = 0;
       if (++token == of.tokens) token = 0, ++batch;
@@ -76,12 +81,13 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   void go(i64 batch, i64 token, i64 head) {
     x.go(batch, token, head), last.go(batch, token, head), before.go(batch, token, head), code.go(batch, token, head);
+    out.go(batch, token, head);
   }
 
   // work(part), for a CPU's short group with copies, beside which there are zeros.
   template <typename Work> void staged(Part<Bits> part, Work work) const {
     if (LANES > 1 || part.count >= GROUP) return work(part);
-    Bits x[GROUP] = {}, last[GROUP] = {}, before[GROUP] = {}, target[GROUP];
+    Bits x[GROUP] = {}, last[GROUP] = {}, before[GROUP] = {}, target[GROUP], out[GROUP];
     uint8_t code[GROUP] = {};
     const i64 bytes = (part.count * bits + 7) / 8;
     for (i64 i = 0; i < part.count; ++i) {
@@ -91,12 +97,19 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
     }
     if (of.code)
       for (i64 i = 0; i < bytes; ++i) code[i] = part.code[i];
-    work(Part<Bits>{x, last, before, target, code, part.scale, part.count});
-    for (i64 i = 0; i < part.count; ++i) part.target[i] = target[i];
+    work(Part<Bits>{x, last, before, target, out, code, part.scale, part.count});
+    for (i64 i = 0; i < part.count; ++i) {
+      if (of.code || of.notes) part.target[i] = target[i];
+      if (of.out) part.out[i] = out[i];
+    }
   }
 
   Floats continuation(Floats newest, const Bits *from, i64 count) const {
     return newest + (newest - load_first<Type, WORDS>(from, count)) * factor;
+  }
+  // What stands for the next tensor, by the newest two.
+  void go_on(Bits *to, Floats newest, Floats older, i64 count) const {
+    store_first<Type, WORDS>(to, newest + (newest - older) * onward, count);
   }
 
   // Another work-item's number.
@@ -161,7 +174,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   void encode(Part<Bits> part) {
     Floats predicted[PARTS], residual[PARTS];
-    Ints largest = 0, largest_of_other = 0, largest_of_x = 0;
+    Ints largest = 0, largest_of_other = 0, largest_change = 0, largest_of_x = 0;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
       const i64 from = i * WIDTH, left = part.count - from;
@@ -176,8 +189,10 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
         const Floats other = own - (linear ? newest : forecast);
         largest_of_other = __builtin_elementwise_max(largest_of_other, __builtin_bit_cast(Ints, other) & 0x7fffffff);
       }
-      if (of.measure)
+      if (of.measure) {
+        largest_change = __builtin_elementwise_max(largest_change, __builtin_bit_cast(Ints, own - newest) & 0x7fffffff);
         largest_of_x = __builtin_elementwise_max(largest_of_x, __builtin_bit_cast(Ints, own) & 0x7fffffff);
+      }
     }
     const int32_t most_bits = largest_in_group(largest);
     const float most = sycl::bit_cast<float>(most_bits);
@@ -197,8 +212,8 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       if (tells) difference += linear ? more : -more;
     }
     if (of.measure) {
-      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(largest_of_x));
-      if (tells) error += more;
+      const int32_t more = size_byte(largest_in_group(largest_change)) - size_byte(largest_in_group(largest_of_x));
+      if (tells) change += more;
     }
     const float reciprocal = scale.reciprocal(), step = scale.step(), limit = (1 << (bits - 1)) - 1;
     const int32_t half = 1 << (bits - 1), kept = scale.codes() ? 2 * half - 1 : 0;
@@ -230,7 +245,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       store_first<Type, WORDS>(part.target + from, own, left);
     }
     const int32_t more = size_byte(largest_in_group(largest)) - size_byte(largest_in_group(largest_of_x));
-    if (tells(part.count)) error += more;
+    if (tells(part.count)) change += more;
   }
 
   void decode(Part<Bits> part) const {
@@ -240,17 +255,29 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
       const i64 from = i * WIDTH, left = part.count - from;
-      Floats predicted = load_first<Type, WORDS>(part.last + from, left);
-      if (linear) predicted = continuation(predicted, part.before + from, left);
+      const Floats newest = load_first<Type, WORDS>(part.last + from, left);
+      const Floats predicted = linear ? continuation(newest, part.before + from, left) : newest;
       Words codes;
       by_bits([&](auto bits) { codes = load_codes<bits>(part.code + from * bits / 8, left, places); });
-      renew(part.target + from, left, predicted, __builtin_bit_cast(Ints, codes), step);
+      const Floats next = renew(part.target + from, left, predicted, __builtin_bit_cast(Ints, codes), step);
+      if (of.out) go_on(part.out + from, rounded<Type>(next), newest, left);
     }
   }
 
-  void renew(Bits *target, i64 count, Floats predicted, Ints codes, float step) const {
-    const Floats value = (__builtin_convertvector(codes, Floats) - middle) * step;
-    store_first<Type, WORDS>(target, predicted + value, count);
+  void continue_linearly(Part<Bits> part) const {
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const i64 from = i * WIDTH, left = part.count - from;
+      const Floats older = load_first<Type, WORDS>(part.before + from, left);
+      go_on(part.out + from, load_first<Type, WORDS>(part.last + from, left), older, left);
+    }
+  }
+
+  // The next reconstruction, before it is rounded.
+  Floats renew(Bits *target, i64 count, Floats predicted, Ints codes, float step) const {
+    const Floats next = predicted + (__builtin_convertvector(codes, Floats) - middle) * step;
+    store_first<Type, WORDS>(target, next, count);
+    return next;
   }
 
   template <typename Work> void by_bits(Work work) const {
@@ -264,19 +291,19 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   // What there is to tell is added by one work-item.
   void tell() const {
-    i64 all_unfit = unfit, all_difference = difference, all_error = error;
+    i64 all_unfit = unfit, all_difference = difference, all_change = change;
     if (of.measure && place.row == 0 && place.lane == 0) add(of.notes[3], of.rows * ((of.numbers + GROUP - 1) / GROUP));
 #if LANES > 1
     auto lanes = place.item.get_sub_group();
-    if (!sycl::any_of_group(lanes, unfit || difference || error)) return;
+    if (!sycl::any_of_group(lanes, unfit || difference || change)) return;
     all_unfit = sycl::reduce_over_group(lanes, unfit, sycl::plus<int32_t>());
     all_difference = sycl::reduce_over_group(lanes, difference, sycl::plus<int32_t>());
-    all_error = sycl::reduce_over_group(lanes, error, sycl::plus<int32_t>());
+    all_change = sycl::reduce_over_group(lanes, change, sycl::plus<int32_t>());
 #endif
     if (place.lane) return;
     if (all_unfit) add(of.notes[0], all_unfit);
     if (all_difference) add(of.notes[1], all_difference);
-    if (all_error) add(of.notes[2], all_error);
+    if (all_change) add(of.notes[2], all_change);
   }
   static void add(i64 &note, i64 number) {
     sycl::atomic_ref<i64, sycl::memory_order::relaxed, sycl::memory_scope::device,
@@ -294,7 +321,7 @@ struct Encoding {
       batch.predict(of.linear, of.compare, of.measure, coder.factor);
       batch.scales.find(coder.bits, of.linear, of.compare, of.measure);
       const Scales &found = batch.scales;
-      coder.unfit += found.unfit, coder.difference += found.difference, coder.error += found.error;
+      coder.unfit += found.unfit, coder.difference += found.difference, coder.change += found.change;
       coder.by_bits([&](auto bits) { batch.template write<bits>(); });
       batch.groups = 0;
     };
@@ -325,6 +352,21 @@ struct Decoding {
   }
 };
 
+struct Continuing {
+  template <typename Type, bool WORDS, int BITS, int WHAT> static OUT_OF_LINE void run(const Residuals &of, Place place) {
+    Coder<Type, WORDS, BITS, WHAT> coder{of, place};
+    coder.rows([&](auto part) { coder.staged(part, [&](auto part) { coder.continue_linearly(part); }); });
+  }
+};
+
+template <typename Way, typename Type, int BITS, int WHAT> inline void aligned(const Residuals &of) {
+  i64 strides = 0;
+  for (const Strides *one : {&of.of_x, &of.of_last, &of.of_before, &of.of_out})
+    strides |= one->batch | one->token | one->head;
+  by_alignment<Type>(i64(of.x) | i64(of.last) | i64(of.before) | i64(of.out) | 2 * strides,
+                     [&](auto words) { Way::template run<Type, words, BITS, WHAT>(of, Place()); });
+}
+
 #if LANES == 1
 template <typename Type, int BITS> inline void decode_bits(const Residuals &of) {
   if (of.linear)
@@ -344,19 +386,12 @@ template <typename Way, typename Type> inline void residual(const Residuals &of)
 }
 #else
 template <typename Way, typename Type> inline void residual(const Residuals &of) {
-  const Strides &x = of.of_x, &last = of.of_last, &before = of.of_before;
-  const i64 strides = x.batch | x.token | x.head | last.batch | last.token | last.head | before.batch | before.token |
-                      before.head;
-  by_alignment<Type>(i64(of.x) | i64(of.last) | i64(of.before) | 2 * strides,
-                     [&](auto words) { Way::template run<Type, words, 0, ANY>(of, Place()); });
+  aligned<Way, Type, 0, ANY>(of);
 }
 #endif
 
-template <typename Type> inline void note_change(const Residuals &of) {
-  const i64 strides = of.of_x.batch | of.of_x.token | of.of_x.head | of.of_last.batch | of.of_last.token | of.of_last.head;
-  by_alignment<Type>(i64(of.x) | i64(of.last) | 2 * strides,
-                     [&](auto words) { Noting::run<Type, words, 8, NOTHING>(of, Place()); });
-}
+template <typename Type> inline void note_change(const Residuals &of) { aligned<Noting, Type, 8, NOTHING>(of); }
+template <typename Type> inline void continue_linearly(const Residuals &of) { aligned<Continuing, Type, 8, NOTHING>(of); }
 
 KERNEL(encode_residual_f32)(Residuals of) { residual<Encoding, F32>(of); }
 KERNEL(encode_residual_bf16)(Residuals of) { residual<Encoding, BF16>(of); }
@@ -367,3 +402,6 @@ KERNEL(note_change_f16)(Residuals of) { note_change<F16>(of); }
 KERNEL(decode_residual_f32)(Residuals of) { residual<Decoding, F32>(of); }
 KERNEL(decode_residual_bf16)(Residuals of) { residual<Decoding, BF16>(of); }
 KERNEL(decode_residual_f16)(Residuals of) { residual<Decoding, F16>(of); }
+KERNEL(continue_linearly_f32)(Residuals of) { continue_linearly<F32>(of); }
+KERNEL(continue_linearly_bf16)(Residuals of) { continue_linearly<BF16>(of); }
+KERNEL(continue_linearly_f16)(Residuals of) { continue_linearly<F16>(of); }
