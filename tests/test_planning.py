@@ -156,23 +156,25 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
         assert plan.bytes["cross_plane"] == 0 < plan.bytes["plane"]
 
 
-@pytest.mark.parametrize(("preset", "channel_bits"), [("coded", 4 + 8 / 32), ("coded-", 2 + 8 / 32)])
-def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, channel_bits):
-    """The first step whole, of the others a scale byte for 32 channels and the codes, twice as long in the last two, in
-    every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
+@pytest.mark.parametrize(
+    ("preset", "first_bits", "channel_bits"), [("coded", 16, 4 + 8 / 32), ("coded-", 8 + 8 / 32, 2 + 8 / 32)]
+)
+def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, first_bits, channel_bits):
+    """The first step whole or in 8 bits, of the others a scale byte for 32 channels and the codes, twice as long in the
+    last two, in every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
     recorded, exact = (Recording(case(name)) for name in (preset, "split"))
     network = Network(recorded.case.topology)
     coded, whole = (one.plan(network, Latencies()) for one in (recorded, exact))
-    part = (1 + (17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16) / 20
+    part = (first_bits + 17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16 / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    first, settled, _ = (segment.programs for segment in recorded.kinds[0][1])
+    uncoded, settled = exact.kinds[0][1][0].programs, recorded.kinds[0][1][1].programs
     launches = [
         sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
-        for programs in (exact.kinds[0][1][0].programs, settled)
+        for programs in (uncoded, settled)
     ]
     assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
     assert launches[1] - launches[0] == 2 * 4 + 1
-    assert charged(settled[0], 0) > charged(first[0], 0)  # and attention reads where it was decoded
+    assert charged(settled[0], 0) > charged(uncoded[0], 0)  # and attention reads where it was decoded
 
 
 LINKS = replace(AURORA.machine.links, nic_of=())

@@ -190,14 +190,15 @@ class RecordedCalls:
         self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
     ) -> None:
         self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
-        self._step, self._settled = -1, 0  # layers whose calls are like those that follow
+        self._image, self._step = 0, -1
+        self._settled = 0  # layers whose calls are like those that follow
 
     def run(self, layers: int) -> Program:
         """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
         self._step += 1
         coding = self._strategy.coding
         with self._recorder.apart() as agreement:
-            coding.begin_step(Moment(0, self._step, self._case.steps))
+            coding.begin_step(Moment(self._image, self._step, self._case.steps))
             coding.agree()
         for number in range(layers):
             self._layer.run(self._strategy, number)
@@ -210,6 +211,8 @@ class RecordedCalls:
         for _ in range(0 if kind.whole or layers == self._settled else coding.steps_to_settle):
             self.run(layers)
         self._settled = 0 if kind.whole else layers
+        if kind.whole and coding.steps_to_settle:  # it begins a run: nothing came before it
+            self._image += 1
         self._recorder.cut()
         coding.hold_at(kind)
         for _ in range(2 if kind.displaced else 0):

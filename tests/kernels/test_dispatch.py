@@ -19,7 +19,7 @@ from worlds import back, forward, topology_of
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
-from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps, coded_width, dispatch
+from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions, Rows, TorchOps, coded_width, dispatch
 from cocodiff.kernels.choices import CHOICES, OPS
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
@@ -86,6 +86,7 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
         kernels.encode_residual(x_BLHD, Reconstructions(x_BLHD.clone()), Prediction(), 4, code_BLHW, notes_N)
         kernels.note_change(x_BLHD, x_BLHD.clone(), notes_N)
         kernels.decode_residual(code_BLHW, Reconstructions(x_BLHD.clone()), None, 4)
+        kernels.continue_linearly(x_BLHD, x_BLHD.clone(), Onward(0.5, torch.empty_like(x_BLHD)))
     assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
 
