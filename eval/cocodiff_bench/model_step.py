@@ -27,20 +27,20 @@ from cocodiff.commands.emulate.command import emulated
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
-from cocodiff.config import Config, load_machine
+from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.planning.decisions import Decisions, decisions_of, read_decisions, without_seldom
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import WHOLE, CallKind, Typical
+from cocodiff.trace import Trace, save_traces
+from cocodiff.wire.coding import WHOLE, CallKind
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, STABLE, USUAL_VARIANTS, VARIANTS, Variant
+from cocodiff_bench.step_rows import OUTPUTS, Late, Measured, config_of, key_of, measured_kinds, more_words, rows_of
+from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -54,7 +54,6 @@ FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
 
 
-OUTPUTS = "exchange of outputs"
 OUTPUT_CHANNELS = 64  # of a token, of all families: 16 latent channels of 2 x 2
 OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image", required=True),
@@ -154,16 +153,22 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             last = {key_of(name, kind): one.last_s for (name, kind), one in built.items() if kind.displaced}
             seconds |= {key: of_key[-values["repeats"] :] for key, of_key in last.items()}
             slowest = common.of_slowest_rank(seconds, transport)
+            own = {key_of(name, kind): one.record for (name, kind), one in built.items() if kind.displaced}
+            records = {key: transport.gather_object(record) for key, record in own.items()}
             computing = {name: statistics.mean(call.layer.total for call in of_name) for name, of_name in calls.items()}
             if transport.rank == 0:
-                case = Measured(shape, topology, size, values["batch"], efficiency, texts, dilation, computing)
+                hidden = {key: Late.of(records[key]) for key in own}
+                case = Measured(shape, topology, size, values["batch"], efficiency, texts, dilation, computing, hidden)
                 of_case = rows_of(values, case, slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += of_case
     if transport.rank == 0:
         from cocodiff_bench.plots import plot_steps
 
-        common.publish(output, values, measured, {"step.png": partial(plot_steps, measured)})
+        pictures: dict[str, Callable[[Any], Any]] = {"step.png": partial(plot_steps, measured)}
+        if records:
+            pictures["trace.json"] = partial(save_traces, records=records)
+        common.publish(output, values, measured, pictures)
 
 
 @dataclass(frozen=True)
@@ -199,42 +204,6 @@ def stand_ins(values: Values, sharing: Mapping[str, Sharing]) -> dict[tuple[str,
             known = found.get((name, WHOLE)) if variant.selection == "v_major" else None
             found[name, kind] = known or StandIn(config, mesh, over, Trace(over.rank))
     return found
-
-
-def config_of(values: Values, variant: Variant) -> Config:
-    chosen = {name: getattr(variant, name) for name in ("exchange", "order", "selection", "chunks", "codec", "arrival")}
-    if variant.codec != "none":
-        chosen["predictor"] = values["predictor"]
-    if values["tau"] is not None:
-        chosen["tau"] = values["tau"]
-    return common.engine_config(values, **chosen)
-
-
-def replayed(values: Values, config: Config) -> Decisions | None:
-    """The recorded decisions that a variant is measured by."""
-    return decisions_of(config, values["steps"], read_decisions(values["decisions"]))
-
-
-def schedule_of(values: Values, variant: Variant) -> list[Mapping[CallKind, float]]:
-    """Of every step the parts of its calls by their kind. For V-Major it is the paper's schedule: linear, a tenth of
-    the steps warm, every tenth step full."""
-    from cocodiff.assemble import coding_of
-
-    config, steps = config_of(values, variant), values["steps"]
-    decisions = replayed(values, config)
-    displaced = without_seldom(decisions.over(steps)) if decisions else ()
-    return coding_of(config).kinds_of_steps(config, steps, Typical(0.0, displaced))
-
-
-def measured_kinds(values: Values, variant: Variant) -> list[CallKind]:
-    if variant.selection == "v_major":
-        return list(STABLE)
-    return sorted({kind for step in schedule_of(values, variant) for kind in step}, key=lambda kind: not kind.whole)
-
-
-def key_of(name: str, kind: CallKind) -> str:
-    """Of a variant's layers in calls of a kind."""
-    return f"{name}@{kind}"
 
 
 def begin_step(steps: Mapping[str, Callable[[], None]], key: str) -> None:
@@ -299,82 +268,6 @@ class Call:
         qk = after(self.layer.project_qk / 2 * dilation, self.x_BLHD)
         v = after(self.layer.project_v * dilation, self.x_BLHD)
         return LazyQKV(qk, qk, v, tuple(part.segment for part in self.layout.parts), sum(self.layout.heads))
-
-
-# Results --------------------------------------------------------------------------------------------------------------
-
-
-def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """The mean over all steps; between measured fractions, straight lines. Where 0 is not measured, all tokens travel
-    there as in a whole step."""
-    from cocodiff.planning.layers import over_steps
-
-    return over_steps({CallKind(): of_kind[WHOLE], **of_kind}, steps)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A case. texts: tokens of both branches' prompts; computing: seconds of a mean layer of rank 0, by variant."""
-
-    shape: ModelShape
-    topology: Topology
-    size: int
-    batch: int
-    efficiency: float
-    texts: Sequence[int]
-    dilation: float
-    computing: Mapping[str, float]
-
-    def layers(self, name: str) -> int:
-        """Of a step, one after the other: a part of the ranks has those of its own branch."""
-        branches = self.shape.branches if ALL_VARIANTS[name].parts == 1 else 1
-        return (self.shape.joint_layers + self.shape.parallel_layers) * branches
-
-    def step_s(self, name: str, measured_s: float) -> float:
-        """Seconds of a step's layers on the real machine. measured_s: of one layer, or of one for each text."""
-        apart = len(set(self.texts)) if ALL_VARIANTS[name].parts == 1 else 1
-        return measured_s / apart * self.layers(name) / self.dilation
-
-    @property
-    def title(self) -> str:
-        texts = f", texts of {self.texts[0]} and {self.texts[1]} tokens" if len(set(self.texts)) > 1 else ""
-        return (
-            f"{self.shape.name} {self.size}x{self.size} batch {self.batch}, {self.topology.size} ranks on "
-            f"{self.topology.nodes} node(s), link efficiency {self.efficiency:g}{texts}"
-        )
-
-
-def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
-    """Seconds of a step on the real machine. slowest: of one layer, by variant and fraction."""
-    seconds: dict[str, list[float]] = {}
-    for name in values["variants"]:
-        variant = ALL_VARIANTS[name]
-        schedule, kinds = schedule_of(values, variant), measured_kinds(values, variant)
-        turns = zip(*(slowest[key_of(name, kind)] for kind in kinds), strict=True)
-        steps = [over_schedule(dict(zip(kinds, turn, strict=True)), schedule) for turn in turns]
-        seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
-        if variant.parts > 1:
-            once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
-            seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
-    references = common.compared_with(seconds, "flat_serial", "flat")
-    exact = [name for name in seconds if ALL_VARIANTS[name].exact]
-    if exact and len(exact) < len(seconds):
-        best = min(exact, key=lambda name: statistics.median(seconds[name]))
-        references = {name: of | {"best_exact": best} for name, of in references.items()}
-    found = common.rows(case.title, seconds, {}, references)
-    for row in found:
-        row["compute_s"] = case.computing[row["variant"]] * case.layers(row["variant"])
-        row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
-        decisions = replayed(values, config_of(values, ALL_VARIANTS[row["variant"]]))
-        row["decisions"] = None if decisions is None else decisions.title()
-    return found
-
-
-def more_words(row: Row) -> list[str]:
-    ratios = {name: row[f"ratio_vs_{name}"] for name in ("flat_serial", "flat")}
-    faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
-    replays = [f"displaced as in {row['decisions']}"] if row["decisions"] else []
-    return [f"communication {row['communication_share']:.1%}", *faster, *replays]
 
 
 BENCHMARK = Benchmark(

@@ -83,11 +83,13 @@ class StandIn:
     """An exchange in an order, of all tokens, of V-Major's, coded or displaced. Between two calls of `begin` are the
     layers of one step, one for each guidance branch.
 
-    last_s: seconds that a layer has taken in every call of `run_behind`."""
+    last_s: seconds that a layer has taken in every call of `run_behind`; record: what the trace has of the last one."""
 
     def __init__(self, config: Config, mesh: Mesh, transport: Any, trace: Trace) -> None:
         self._step, self._attention = 0, Timed()
         self.last_s: list[float] = []
+        self.record: dict[str, Any] = {}
+        self._trace = trace
         self._kernels = WaitingKernels(mesh.topology.machine.device, config.kernels, trace.note_kernel)
         self._strategy = make_strategy(config, mesh, transport, trace, self._attention, self._kernels)
 
@@ -111,6 +113,7 @@ class StandIn:
     def run_behind(self, calls: Sequence[Call], kind: CallKind, dilation: float) -> None:
         """Three calls of a model of some layers that do not wait for what they send, of which the last one counts, as
         in plans (`record_layers`); then nothing is left in flight."""
+        self._trace.clear()
         for _ in range(3):
             self.begin(kind)
             started = time.perf_counter()
@@ -118,6 +121,7 @@ class StandIn:
                 for branch, call in enumerate(calls):
                     self.run(call, branch, dilation, number)
         self.last_s.append((time.perf_counter() - started) / SITES)
+        self.record = self._trace.record()
         self._strategy.coding.catch_up()
 
     def run(self, call: Call, branch: int, dilation: float, number: int = 0) -> None:

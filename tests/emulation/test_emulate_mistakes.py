@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
-from cocodiff_bench.model_step import FITTED, over_schedule
+from cocodiff_bench.model_step import FITTED
+from cocodiff_bench.step_rows import over_schedule
 from launching import assert_succeeded
 from warm import forked
 
