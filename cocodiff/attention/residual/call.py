@@ -113,7 +113,7 @@ class ResidualCall(CodedCall):
     def _operand(self, name: str) -> Tensor:
         """All rows of a displaced tensor that attention, or the model, goes on with."""
         if name in self.operands:
-            return self.operands[name].out_BLHD
+            return self.operands.pop(name).out_BLHD  # what is owed keeps this call until the next one, and not these
         return self.state.received[name].known(self.number, slice(None)).last
 
     # On the wire ------------------------------------------------------------------------------------------------------
