@@ -1,16 +1,20 @@
 """Sums over spans: what is hidden, what is exposed, and the same from a saved trace on the command line."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from cocodiff_bench.step_rows import Late, Measured, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodiff.cli import main
 from cocodiff.trace import Span, load_traces, save_traces
 from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union
+from cocodiff.wire.coding import WHOLE, CallKind
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
@@ -113,6 +117,18 @@ def test_late_bytes_are_hidden_while_main_waits_for_nothing():
     assert late[2:4] == pytest.approx([80e-9, 50e-9])  # of two ranks
     assert late.hidden_bytes == pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20))
     assert by_layer["blocks.attn2"].hidden_bytes == by_layer["blocks.attn2"].sent == 50
+
+
+def test_a_step_tells_how_much_of_what_it_sends_late_is_hidden():
+    """Of calls of several kinds, each by its part of the steps."""
+    records = [{"spans": displaced_call()}, {"spans": displaced_call()}]
+    qkv, qkvo = CallKind(displaced="qkv"), CallKind(displaced="qkvo")
+    late = {key_of("ahead", qkvo): Late.of(records), key_of("ahead", qkv): Late(1200, 1200.0)}
+    assert late[key_of("ahead", qkvo)] == (1600, pytest.approx(1100))
+    steps = [{WHOLE: 1.0}, {qkvo: 0.5, qkv: 0.25, CallKind(): 0.25}, {qkvo: 1.0}]
+    share = partial(Measured.hidden_share, Mock(late=late))
+    assert share("ahead", steps) == pytest.approx((1.5 * 1100 + 0.25 * 1200) / (1.5 * 1600 + 0.25 * 1200))
+    assert share("ahead", steps[:1]) is None and share("another", steps) is None
 
 
 @st.composite
