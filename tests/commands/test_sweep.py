@@ -18,6 +18,7 @@ from launching import end_group
 from warm import Started
 
 from cocodiff.cli import main
+from cocodiff.commands.quality import read_ladder
 from cocodiff.commands.sweep.lines import Key, LineWriter, count_lines, read_results
 from cocodiff.commands.sweep.points import read_grid
 from cocodiff.config import Config
@@ -308,3 +309,7 @@ def test_the_shipped_sweeps_are_well_formed() -> None:
     coded = grid(**yaml.safe_load(path.with_name("codec.yaml").read_text())).points
     assert sum(point.config.codec != "none" for point in coded) == 9
     assert {point.config.exchange for point in coded} == {"flat"}  # so that bytes compare
+    ladder = read_ladder()
+    ladder.pop("exact")
+    points = yaml.safe_load(path.with_name("ladder.yaml").read_text())["points"]
+    assert points == [{"name": name, **settings} for name, settings in ladder.items()]
