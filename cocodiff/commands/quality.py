@@ -123,8 +123,8 @@ class Quality:
         uncoded = all(config.codec == "none" for config in self.rungs.values())
         why = ", none with a codec, as its passes would take longer than these links," if uncoded else ""
         return (
-            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset}{why} the cheapest "
-            f"is taken that keeps it on {self.slices} {unit}, and on those that are checked"
+            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset}{why} the "
+            f"cheapest is taken that keeps it on {self.slices} {unit}, and on those that are checked"
         )
 
     def lasting(self) -> dict[str, Any]:
