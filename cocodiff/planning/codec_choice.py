@@ -27,7 +27,7 @@ FROM_THE_FINEST = ("none", "int8", "int4", "int2")
 GAIN = 1.02  # a coarser codec is chosen where a finer one takes more than so many times as long
 # Of a run's tensors, the part that attention waits for: the first step and the last ones of 50, and with `adaptive` as
 # many as the embedded model's controller has waited for.
-AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.25}
+AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 
 
 class CodecChoice(NamedTuple):

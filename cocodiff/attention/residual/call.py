@@ -60,7 +60,7 @@ class ResidualCall(CodedCall):
     def _take_up(self) -> None:
         """Receives what the last call left. Where this call continues that, the operand is written in the same pass."""
         state, self.operands = self.state, {}
-        for name in self.displaced:
+        for name in filter(self.displaced.__contains__, TENSORS):
             factor = self.coding.damped(self.predictions.get(name))
             if factor is not None:
                 newest_BTHD = state.received[name].newest(self.number)

@@ -6,10 +6,11 @@ sent, so errors do not add up: the next residual contains them. A code is a tens
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
 
-A displaced tensor is taken as the state foretells it, and what is sent of it is received before the site's next call:
-always by the state of exactly one call before, so that results depend on no timing. With `arrival: adaptive` a tensor
-is displaced at a call if it is expected to change by less than tau: as at the call before, which all its senders saw,
-times how much farther the noise level moves now, and LAG times that where it is taken as it was.
+In a displaced tensor's place the newest reconstruction is taken, or a continuation of the last two, and what is sent of
+it is received before the site's next call: always the state of exactly one call before, so that results depend on no
+timing. With `arrival: adaptive` a tensor is displaced at a call if it is expected to change by less than tau: as at the
+call before, which all its senders saw, times how much farther the noise level moves now, and LAG times that where it is
+taken as it was.
 """
 
 from __future__ import annotations
@@ -165,8 +166,10 @@ class Residual(Coding):
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a site's call; None where tensors travel as they are."""
         bits = BITS[self._settings.codec]
-        if bits is None or state.follows:
-            return bits if bits is None or not self.fine else min(2 * bits, FINEST)
+        if bits is None:
+            return None
+        if state.follows:
+            return min(2 * bits, FINEST) if self.fine else bits
         return None if state.plain or FIRST_BITS * bits > FINEST else FIRST_BITS * bits
 
     # Deciding ---------------------------------------------------------------------------------------------------------
