@@ -170,7 +170,7 @@ class Residual(Coding):
             return None
         if state.follows:
             return min(2 * bits, FINEST) if self.fine else bits
-        return None if state.plain or FIRST_BITS * bits > FINEST else FIRST_BITS * bits
+        return FIRST_BITS * bits if codes_first_calls(self._settings.codec) and not state.plain else None
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -246,6 +246,12 @@ class Residual(Coding):
         of_sites = [notes[first : first + len(TENSORS)] for first in range(0, len(notes), len(TENSORS))]
         for state, of_site in zip(states, of_sites, strict=bool(of_sites)):
             state.settle(of_site)
+
+
+def codes_first_calls(codec: str) -> bool:
+    """Whether a run's first calls, which nothing predicts, are coded; else their tensors travel as they are."""
+    bits = BITS.get(codec)
+    return bits is not None and FIRST_BITS * bits <= FINEST
 
 
 def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
