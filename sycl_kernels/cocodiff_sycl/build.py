@@ -43,6 +43,7 @@ SOURCES = (
     "merge.cpp",
     "codes.hpp",
     "batch.hpp",
+    "coder.hpp",
     "residual.cpp",
 )
 PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
