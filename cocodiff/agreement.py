@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cocodiff.comm.transport import Transport
 from cocodiff.device import used_on_current_stream
@@ -21,6 +21,8 @@ from cocodiff.errors import UserError
 ROWS = 32  # of the table: more than any call has arguments
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = -0x61C8864680B583EB  # odd, of 64 bits: 2^64 over the golden ratio
+WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
+SAMPLED = 2**10  # numbers of each tensor of a larger model
 NAMED_RANKS = 8  # in an error; of more only the number
 SHOWN_VALUES = 4  # of a tensor, in an error
 
@@ -65,7 +67,8 @@ def disagreement(names: Sequence[str], digests: Sequence[Sequence[int]], words: 
     how = f"{other} instead of {most}" if other != most else f"{most} with other values"
     return (
         f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {', '.join(names)} than "
-        f"the rest (on rank {others[0]} {names[0]} is {how}): give every rank the same inputs, seeds and settings"
+        f"the rest (on rank {others[0]} {names[0]} is {how}): give every rank the same inputs, seeds, weights and "
+        f"settings"
     )
 
 
@@ -91,6 +94,23 @@ def digest(x: Tensor) -> Tensor:
     bits = flat.view(INTEGERS[size]).to(torch.int64)
     mixed = (bits + torch.arange(1, len(bits) + 1, device=x.device) * MULTIPLIER) * MULTIPLIER
     return ((mixed ^ (mixed >> 32)) * MULTIPLIER).sum()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A model's parameters and buffers in one word: ranks whose weights differ, by adapters that each of them
+    initialised at random for instance, would make one mixed image. It waits for the device.
+
+    A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
+    (quantised, sharded or offloaded ones) are left out."""
+    stored = [*model.named_parameters(), *model.named_buffers()]
+    plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
+    each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
+    sampled: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in plain.values():
+        numbers = x.flatten()
+        sampled.setdefault((x.dtype, x.device), []).append(numbers[:: -(-len(numbers) // each)])
+    bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
+    return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits}') % 2**64:016x}"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -16,24 +16,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cocodiff.agreement import check_agreement
+from cocodiff import checks
+from cocodiff.agreement import check_agreement, weights_digest
 from cocodiff.assemble import state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.checks import cache_on, called_often, check_no_deciding_cache, check_no_gradients, check_not_compiled
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
-from cocodiff.device import free_memory, rank_device
+from cocodiff.device import rank_device
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.guidance import Call, Guidance, Parts, Way
+from cocodiff.guidance import Call, Guidance, Parts, Way, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Adapter, Arguments, Hook, replace_attention, replace_forward
-from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
+from cocodiff.models.adapter import Adapter, Arguments, replace_attention, replace_forward
+from cocodiff.planning.memory import Load
 from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
 from cocodiff.results import Results
@@ -79,20 +79,6 @@ def open_transport(
     return connect(launch, config.transport, device, alike | (settings or {}), limits, on_loss)
 
 
-def _register(hook: Hook) -> Any:
-    """Registers an adapter's hook; arguments are passed on by name."""
-    if hook.output is not None:
-        change_output = hook.output
-        return hook.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
-    signature, change = inspect.signature(hook.module.forward), hook.arguments
-    assert change is not None, "a hook changes arguments or output"
-
-    def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
-        return (), change(signature.bind(*args, **kwargs).arguments)
-
-    return hook.module.register_forward_pre_hook(rewrite, with_kwargs=True)
-
-
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
@@ -103,7 +89,7 @@ class Engine:
         self.model: nn.Module = model
         self._pipe = target if target is not model else None
         self.config = config
-        check_not_compiled(self.model.named_modules())
+        checks.check_not_compiled(self.model.named_modules())
         self.family = family_of(self.model)
         self.adapter: Adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
@@ -122,7 +108,8 @@ class Engine:
         self._sized: set[tuple[SequenceRanks, Load]] = set()
         self._kernels = Kernels(config.kernels, self.trace.note_kernel)
         family, guidance = self.family, config.guidance_parallel
-        if guidance == "auto" and self._pipe is None:  # a bare transformer's calls have to be told that they guide
+        # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
+        if guidance == "auto" and (self._pipe is None or not parts_fit(self.topology, self._mesh_on)):
             guidance = 1
         self._guidance = Guidance(guidance, self.size, family.rows_per_image > 1, family.branches)
         self._set_up_exchange()
@@ -153,6 +140,10 @@ class Engine:
         shape: Any = self.model.config
         work = Work(shape.num_attention_heads, shape.attention_head_dim)
         return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
+
+    def _mesh_on(self, topology: Topology) -> Mesh:
+        """Raises UserError for ranks that cannot have the mesh that the settings ask for."""
+        return self._sequence_of(topology, self.transport, self.trace).mesh
 
     @property
     def mesh(self) -> Mesh:
@@ -190,7 +181,7 @@ class Engine:
         self._restore.append(replace_attention(self.adapter, model, self, kernels))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
-            hooks += [_register(hook) for hook in self.adapter.hooks(model, self)]
+            hooks += [hook.register() for hook in self.adapter.hooks(model, self)]
             layer, segment = self.adapter.exit(model)
             hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._ranks.gather(x_BLC, segment)))
         self._restore += [hook.remove for hook in hooks]
@@ -219,6 +210,13 @@ class Engine:
         if self._owns_transport and error is None:
             self.transport.close()
 
+    def __reduce__(self) -> Any:
+        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
+        name = type(self._pipe or self.model).__name__
+        raise UserError(
+            f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"
+        )
+
     def new_run(self) -> None:
         """The next call of the transformer begins a new image: nothing of the last one is used for it, and its steps
         count from 0. A pipeline tells this by itself. A bare transformer is taken to begin anew where the timestep
@@ -229,10 +227,10 @@ class Engine:
 
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
-        check_not_compiled(found)
+        checks.check_not_compiled(found)
         if self.size > 1:
-            check_no_deciding_cache(found)
-            if cache := cache_on(found):
+            checks.check_no_deciding_cache(found)
+            if cache := checks.cache_on(found):
                 # It counts the calls that a part of the ranks computes, and would miss those of the other part.
                 self._guidance.stay_together(f"the cache hook {cache}")
 
@@ -241,10 +239,10 @@ class Engine:
     ) -> tuple[tuple[()], Arguments] | None:
         """Before each call of the model. Returns the arguments where this rank computes some rows of the batch."""
         arguments = self._signature.bind(*args, **kwargs).arguments
-        self._check_model(called_often(self.model))
+        self._check_model(checks.called_often(self.model))
         self.adapter.check_call(arguments)
         if self.size > 1:
-            check_no_gradients(self.model, arguments)
+            checks.check_no_gradients(self.model, arguments)
         scheduler = getattr(self._pipe, "scheduler", None)
         sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
         self.counter.call(arguments.get("timestep"), sample, text, scheduler)
@@ -269,12 +267,12 @@ class Engine:
         way = self._guidance.way(self.counter, len(sample), form, guided)
         if way is Way.TOGETHER and self.rank == 0:
             self._guidance.warn_together(self.counter.step)
-        if self._parts is not None and self.counter.branch == 0:
-            self._parts.drain()
-        if way is Way.TOGETHER:
+        parts = self._parts if way is Way.TOGETHER else self._split()
+        if parts is not None and self.counter.branch == 0:
+            parts.begin_step(self._guidance.expected)
+        if parts is None or way is Way.TOGETHER:
             self._ranks, self._call = self._together, Call(way, True, form)
         else:
-            parts = self._split()
             own = way is Way.ROWS or parts.keeps(self.counter.branch)
             self._ranks, self._call = parts.sequence, Call(way, own, form)
         return self._ranks, self._call
@@ -282,24 +280,34 @@ class Engine:
     def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""
         call = self._call
-        if call.way is Way.CALLS and not call.own:
-            return self._split().awaited(self._guidance.outputs[call.form], self.transport.device)
-        output = forward(*args, **kwargs)
-        self._guidance.note(call.form, output)
+        parts = self._split() if call.way in (Way.ROWS, Way.CALLS) else None
+        like = self._guidance.outputs.get(call.form)
+        if parts is not None and not call.own:
+            return parts.awaited(like)
+        try:
+            output = forward(*args, **kwargs)
+        except Exception as error:
+            if parts is not None and not isinstance(error, PeerLost):
+                parts.fail(call.way, like)
+            raise
+        self._guidance.note(call, output)
+        if parts is None:
+            return output
         if call.way is Way.ROWS:
-            return self._split().all_rows(output)
-        if call.way is Way.CALLS:
-            self._split().send(output)
+            return parts.all_rows(output)
+        parts.send(output)
         return output
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
-        facts = {
+        facts: dict[str, Any] = {
             "settings": repr(self.config),
             "number of steps": self._steps(),
             "guidance_scale": getattr(self._pipe, "guidance_scale", None),
             "step and branch": (self.counter.step, self.counter.branch),
         }
+        if self.counter.calls == 1:
+            facts["digest of weights"] = weights_digest(self.model)
         device = arguments["hidden_states"].device
         # A part that does not compute a call does not wait for the one that does: each compares its own.
         apart = self._call.way is Way.CALLS and self.counter.branch > 0
@@ -313,17 +321,9 @@ class Engine:
         if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
             branches = (branches + 1) // 2
         load = Load(ranks.segments, len(hidden), hidden.element_size(), branches, state_sizes(ranks.config))
-        known = (ranks, load) in self._sized
-        self._sized.add((ranks, load))
-        free = None if known else free_memory(hidden.device, self._ranks_on_node)
-        if free is None:
-            return
-        stored = [*self.model.parameters(), *self.model.buffers()]
-        weights = sum(x.nbytes for x in stored if x.device == hidden.device)
-        model: Any = self.model
-        shape = shape_of_config(self.family, model.config, sum(x.numel() for x in stored))
-        need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
-        check_fits(need, free + weights + ranks.strategy.coding.bytes_held(), f"rank {self.rank} on {hidden.device}")
+        if (ranks, load) not in self._sized:
+            self._sized.add((ranks, load))
+            checks.check_memory(self.model, self.family, ranks, load, hidden.device, self._ranks_on_node)
 
     def _steps(self) -> int | None:
         """How many steps run, from the pipeline or the settings."""

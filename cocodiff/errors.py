@@ -23,6 +23,10 @@ class PeerLost(RuntimeError):
         self.rank = rank
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str]]:
+        """Exceptions are pickled with their `args`, which is the whole line."""
+        return type(self), (self.rank, self.reason)
+
 
 def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
     known = list(known)

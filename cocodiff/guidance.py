@@ -6,9 +6,14 @@ half of the rows, and the halves of the output are exchanged. *Sequential* (Qwen
 each; the parts take them in turns. A call that is the other part's returns at once, with a tensor that waits for its
 values when these are asked for (`Awaited`), so that nothing depends on what a pipeline does between the calls.
 
-The first step of sequential guidance is computed by both parts, each on its own ranks: it tells how many calls a step
-has and what the model returns. Later steps go by the step before: where the second call no longer comes, or has just
-begun to come, all ranks compute the calls together until the next step shows another number.
+The first step of sequential guidance is computed by each part on its own ranks. In the engine's first image both parts
+compute all of its calls: they tell how many calls a step has and what the model returns. Later steps go by the step
+before: where the second call no longer comes, or has just begun to come, all ranks compute the calls together until the
+next step shows another number. The images before it decide who computes an image's first step, but not its bits.
+
+A call may fail in one part, for want of memory say, and not in the other. So each result travels with a flag that says
+whether there is one, and a part that fails, or hears that the other one did, makes up the messages that are left of
+the step: what one part sends the other receives, and a caller who catches the error may go on with another image.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 from cocodiff.progress import StepCounter
 from cocodiff.sequence import SequenceRanks
-from cocodiff.topology.axes import Axes
+from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 
@@ -74,8 +79,8 @@ class Guidance:
         self.begin()
         self.outputs: dict[Form, Any] = {}
         self._batched, self._usual = batched, branches > 1
-        self._first: int | None = None  # calls in the first step of the last run
-        self._expected: int | None = None  # calls of the current step
+        self._first = 1  # calls in the first step of the last run that had a second one
+        self.expected = 1  # calls of the current step, as far as can be known
 
     def begin(self) -> None:
         """The engine is entered, perhaps with another model than before."""
@@ -109,27 +114,40 @@ class Guidance:
         if self._batched:
             split = rows % PARTS == 0 and (self.pinned if guided is None else guided)
             return Way.ROWS if split else Way.TOGETHER
-        self._count(counter, guided)
-        if self._expected is None:
-            return Way.ALIKE if self.pinned or self._usual or guided else Way.TOGETHER
-        if self._expected == 1:
+        self._count(counter)
+        # Nothing of an earlier image decides whether a first step is split: the bits would depend on that image.
+        apart = self.expected > 1 if counter.step else self.pinned or self._usual or bool(guided)
+        if guided is False or not apart:
             return Way.TOGETHER
-        return Way.CALLS if form in self.outputs else Way.ALIKE
+        # Both parts computing a call, and one of them for both, give the same bits.
+        return Way.CALLS if self.expected > 1 and form in self.outputs else Way.ALIKE
 
-    def _count(self, counter: StepCounter, guided: bool | None) -> None:
+    def _count(self, counter: StepCounter) -> None:
         """Notes the call; at the first one of a step, how many this step will have."""
         at = counter.run, counter.step
         if at != self._at:
-            if self._at[1] == 0:
+            if at == (self._at[0], 1):  # a first step that failed or was interrupted tells nothing
                 self._first = self._calls
-            self._expected = 1 if guided is False else self._calls if counter.step else self._first
+            self.expected = self._calls if counter.step else self._first
             self._at, self._calls = at, 0
         self._calls += 1
 
-    def note(self, form: Form, output: Any) -> None:
-        """Keeps what a call returned, without its values. Every rank that computed it notes it."""
-        if self.possible and not self._batched and form not in self.outputs:
-            self.outputs[form] = mapped(output, lambda x: torch.empty_like(x, device="meta"))
+    def note(self, call: Call, output: Any) -> None:
+        """Keeps what a call returned, without its values; of a call in one batch this part's rows. Every rank that
+        computed it notes it."""
+        if self.possible and call.form not in self.outputs and (call.way is Way.ROWS or not self._batched):
+            self.outputs[call.form] = mapped(output, lambda x: torch.empty_like(x, device="meta"))
+
+
+def parts_fit(topology: Topology, mesh_on: Callable[[Topology], Mesh]) -> bool:
+    """Whether ranks can be cut into parts of which each has a mesh. mesh_on: of some ranks; it raises UserError where
+    they cannot have one."""
+    try:
+        for ranks in Axes.build(topology, guidance=PARTS).branches[0]:
+            mesh_on(topology.part(ranks))
+    except UserError:
+        return False
+    return True
 
 
 class Parts:
@@ -154,8 +172,15 @@ class Parts:
         self._lane, self._health = transport.lane("guidance"), transport.health
         self._among = tuple(transport.run_ranks[member] for member in sorted(pair))
         self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
+        self._device = transport.device
         self._sent: list[LanePending[None]] = []
         self._awaited: list[Arrival] = []
+        self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
+
+    def begin_step(self, calls: int) -> None:
+        """calls: that the step should have, as both parts know alike."""
+        self.drain()
+        self._next, self._calls = 0, calls
 
     def keeps(self, branch: int) -> bool:
         """Whether this part computes a branch that is computed by one of them."""
@@ -172,44 +197,84 @@ class Parts:
 
     def all_rows(self, output: Any) -> Any:
         """A call's result with both parts' rows, from this part's."""
+        own = self._message(output)
+        others = [torch.empty_like(x) for x in own]
+        self._begin(own)
+        self._lane.submit_inline(self._job("exchange halves", own, others)).wait()
+        self._check(others[0])
+        pairs = iter([(x, used_on_current_stream(y)) for x, y in zip(own, others, strict=True)][1:])
+        return mapped(output, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]))
 
-        def join(x: Tensor) -> Tensor:
-            other = torch.empty_like(x, memory_format=torch.contiguous_format)
-            own = x.contiguous()
-            self._begin([own])
-            self._lane.submit_inline(self._job("exchange halves", [own], [other])).wait()
-            used_on_current_stream(other)
-            return torch.cat([own, other] if self.number == 0 else [other, own])
-
-        return mapped(output, join)
-
-    def send(self, output: Any) -> None:
+    def send(self, output: Any, failed: bool = False) -> None:
         """Starts sending a call's result to the other part. What the caller does to it afterwards changes nothing."""
-        copies: list[Tensor] = []
-        mapped(output, lambda x: copies.append(x.clone(memory_format=torch.contiguous_format)))
+        self._next += 1
+        copies = self._message(mapped(output, torch.clone), failed)
         self._begin(copies)
         self._sent.append(self._lane.submit(self._job("send the output", copies, [])))
 
-    def awaited(self, like: Any, device: torch.device) -> Any:
-        """The result of a call that the other part computes, with tensors that wait for their values when asked."""
-        buffers: list[Tensor] = []
+    def awaited(self, like: Any) -> Any:
+        """The result of a call that the other part computes, with tensors that wait for their values when asked. These
+        raise RuntimeError where the other part has failed."""
+        self._next += 1
+        result = self._without_values(like)
+        buffers = self._message(result)
+        receive = self._lane.submit(self._job("receive the output", [], buffers))
 
-        def allocate(x: Tensor) -> Tensor:
-            buffers.append(torch.empty(x.shape, dtype=x.dtype, device=device))
-            return buffers[-1]
+        def check() -> None:
+            self._check(buffers[0], like)
 
-        result = mapped(like, allocate)
-        arrival = Arrival(self._lane.submit(self._job("receive the output", [], buffers)), lambda: self._begin(()))
+        arrival = Arrival(receive, lambda: self._begin(()), check)
         self._awaited.append(arrival)
         return mapped(result, lambda x: Awaited.over(x, arrival))
+
+    def fail(self, way: Way, like: Any) -> None:
+        """This part could not compute a call of the current step: it sends that in place of the result. like: what the
+        model returns for such calls, None where that is not known yet."""
+        if like is None:
+            return
+        nothing = self._without_values(like)
+        if way is Way.ROWS:
+            own = self._message(nothing, failed=True)
+            self._begin(own)
+            others = [torch.empty_like(x) for x in own]
+            self._sent.append(self._lane.submit(self._job("exchange halves", own, others)))
+        else:
+            self.send(nothing, failed=True)
+            self._make_up(like)
 
     def drain(self) -> None:
         """Waits for all messages under way, those that nobody asked for too."""
         for arrival in self._awaited:
-            arrival.wait()
+            arrival.receive()
         for sent in self._sent:
             sent.wait()
         self._awaited, self._sent = [], []
+
+    def _make_up(self, like: Any) -> None:
+        """The messages of the step's calls that this part will not come to: the other part sends and receives them."""
+        while self._next < self._calls:
+            if self.keeps(self._next):
+                self.send(self._without_values(like), failed=True)
+            else:
+                self.awaited(like)
+
+    def _check(self, failed: Tensor, like: Any = None) -> None:
+        """Raises where the other part's result says that there is none. like: of the calls that are left."""
+        if not used_on_current_stream(failed).item():
+            return
+        if like is not None:
+            self._make_up(like)
+        error = "the ranks that compute the other guidance branch could not: their error says why"
+        raise self._health.blame(RuntimeError(error))
+
+    def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
+        """What travels of a result: whether there is none, and its tensors."""
+        tensors = [torch.full((1,), failed, dtype=torch.uint8, device=self._device)]
+        mapped(output, lambda x: tensors.append(x.contiguous()))
+        return tensors
+
+    def _without_values(self, like: Any) -> Any:
+        return mapped(like, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device))
 
     def _job(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], None]:
         """For the lane: one call on both sides, and both make theirs in the same order."""
@@ -228,12 +293,22 @@ class Parts:
 
 
 class Arrival:
-    """A message on its way here. before: called when somebody first waits."""
+    """A message on its way here. before: called when somebody first waits. check: called when the message is here and
+    somebody asks for what it brings; it may raise."""
 
-    def __init__(self, pending: LanePending[None], before: Callable[[], None]) -> None:
-        self._pending, self._before, self._here = pending, before, False
+    def __init__(
+        self, pending: LanePending[None], before: Callable[[], None], check: Callable[[], None] | None = None
+    ) -> None:
+        self._pending, self._before, self._check, self._here = pending, before, check, False
 
     def wait(self) -> None:
+        self.receive()
+        if self._check is not None:
+            self._check()  # raises again where somebody asks again
+            self._check = None
+
+    def receive(self) -> None:
+        """Waits for the message, whatever it brings."""
         if not self._here:
             self._before()
             self._pending.wait()

@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
+from cocodiff import agreement
 from cocodiff.agreement import digest, form
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
@@ -145,3 +146,20 @@ def test_forms_hold_no_addresses():
     assert form({"scale": 1.5, "more": [None, torch.ones(2), object()]}) == (
         "{'scale': 1.5, 'more': [None, float32 [2], object]}"
     )
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_other_weights_on_one_rank(large, monkeypatch):
+    """An adapter that each rank initialises at random, after an image with the weights that all have."""
+    if large:  # a model that is sampled
+        monkeypatch.setattr(agreement, "WHOLE_MODEL", 0)
+
+    def paint(pipe: Any, differs: bool) -> None:
+        painting({})(pipe, False)
+        weight = pipe.transformer.transformer_blocks[0].attn.to_k.weight
+        if differs:
+            weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        painting({})(pipe, False)
+
+    errors = refusals(paint, PIPELINES["flux"](), differing=2)
+    assert len(set(errors)) == 1 and "1 of 3 ranks (2) call the transformer with another digest of weights" in errors[0]

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.topology", "cocodiff.kernels"),
     "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.device"),
     "cocodiff.progress": (),
-    "cocodiff.checks": (),
+    "cocodiff.checks": ("cocodiff.device", "cocodiff.models.family", "cocodiff.planning.memory", "cocodiff.sequence"),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device"),
     "cocodiff.results": ("cocodiff.wire",),
     "cocodiff.assemble": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tiny_models import sd3_inputs, sd3_transformer
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.errors import PeerLost, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -67,3 +69,19 @@ def test_an_engine_that_opened_its_transport_opens_another_when_entered_again():
             assert not engine.transport.closed
             engine.model(**sd3_inputs(1, 4, 4, 3))
         assert engine.transport.closed
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_parallel_pipeline_is_not_copied(copied):
+    model = sd3_transformer(4)
+    with (
+        parallelize(model, transport=LoopbackTransport(LoopbackWorld(1), 0)),
+        pytest.raises(UserError, match="this SD3Transformer2DModel is parallel and can be neither copied nor pickled"),
+    ):
+        copied(model)
+    copied(model)
+
+
+def test_a_lost_rank_is_pickled_with_its_number():
+    lost = pickle.loads(pickle.dumps(PeerLost(3, "died")))
+    assert (lost.rank, lost.reason, str(lost)) == (3, "died", "rank 3 died")

@@ -257,7 +257,7 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         slot = members.index(rank)
         ways = [formulas.sent("tapa", "forward", slot, 3 * u), formulas.sent("tapa", "back", slot, u)]
         assert own == {link: calls * sum(way[link] for way in ways) for link in LINK_CLASSES}
-        output_bytes = case.height * case.width * 4 * 4
+        output_bytes = case.height * case.width * 4 * 4 + 1  # and one that says whether there is an output
         assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
 
 
@@ -310,6 +310,64 @@ def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
     for outputs in run_ranks(4, work):
         for output, expected in zip(outputs, plain, strict=True):
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+@pytest.mark.parametrize("family", ["qwen", "sd3"])
+def test_a_branch_that_fails_on_its_ranks_alone(family, branch):
+    """For want of memory, say. The caller catches the error and makes another image in the same engine."""
+    model, steps = FAMILIES[family][0](6), calls_of("qwen", [2, 2, 2])
+    if family == "sd3":  # both branches in one call
+        inputs = [FAMILIES["sd3"][1](2, 6, 7, 5) for _ in range(3)]
+        moments = [torch.full((2,), 0.9 - 0.1 * step) for step in range(3)]
+        steps = [[one | {"timestep": moment}] for one, moment in zip(inputs, moments, strict=True)]
+    with torch.no_grad():
+        plain = [model(**call)[0] for calls in steps for call in calls]
+
+    def work(transport: Any) -> tuple[str, list[torch.Tensor]]:
+        own = copy.deepcopy(model)
+        fails = transport.rank // 2 == branch
+
+        def image() -> list[torch.Tensor]:
+            made = []
+            for calls in steps:
+                made += [output * 1 for output in [own(**call)[0] for call in calls]]
+            return made
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("there is no memory")
+
+        with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2, steps=3) as engine:
+            image()
+            hook = own.transformer_blocks[0].register_forward_pre_hook(fail) if fails else None
+            with pytest.raises(RuntimeError) as caught:
+                image()
+            if hook is not None:
+                hook.remove()
+            engine.new_run()
+            return str(caught.value), image()
+
+    for rank, (error, outputs) in enumerate(run_ranks(4, work, timeout_s=60.0)):
+        expected = "there is no memory" if rank // 2 == branch else "the other guidance branch could not"
+        assert expected in error
+        for output, one in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(output, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
+def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, splits):
+    pipe, arguments = guiding("qwen")
+    plain = restored(pipe, arguments)
+
+    def work(transport: Any) -> torch.Tensor:
+        own = copy.deepcopy(pipe)
+        with parallelize(own, transport=transport, ring=ring) as engine:
+            image = restored(own, arguments)
+        assert (sum(engine.bytes("guidance").values()) > 0) == splits
+        return image
+
+    for image in run_ranks(ranks, work):
+        torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
 
 
 def test_an_odd_number_of_ranks_has_no_two_parts():

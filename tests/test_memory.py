@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
-from cocodiff import engine as engine_module
+from cocodiff import checks
 from cocodiff.assemble import build_strategy, state_sizes
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
@@ -288,7 +288,7 @@ def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
 def run_on(monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, **settings: Any) -> int:
     """Runs V-Major on 3 ranks that have `free` bytes; returns how often memory was asked for."""
     asked: list[int] = []
-    monkeypatch.setattr(engine_module, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
+    monkeypatch.setattr(checks, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
     make, inputs_of = FAMILIES["sd3"]
     model, inputs = make(4), inputs_of(2, 6, 7, 5)
 

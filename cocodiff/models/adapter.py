@@ -4,6 +4,7 @@ enter and gathered where they leave. `docs/new-model.md` tells how one is writte
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -39,6 +40,19 @@ class Hook:
     module: nn.Module
     arguments: Callable[[Arguments], Arguments] | None = None
     output: Callable[[Any], Any] | None = None
+
+    def register(self) -> Any:
+        """Puts it on the module; arguments are passed on by name. Returns torch's handle, which removes it."""
+        if self.output is not None:
+            change_output = self.output
+            return self.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
+        signature, change = inspect.signature(self.module.forward), self.arguments
+        assert change is not None, "a hook changes arguments or output"
+
+        def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
+            return (), change(signature.bind(*args, **kwargs).arguments)
+
+        return self.module.register_forward_pre_hook(rewrite, with_kwargs=True)
 
 
 class Host(Protocol):

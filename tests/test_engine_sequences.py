@@ -1,0 +1,180 @@
+"""One transport and one model through random sequences of what users do: presets change, guidance comes and goes,
+images have other sizes, end early or fail and the error is caught. Every image has the bits of a fresh engine."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_engine_pipelines import inpainting
+from test_guidance import guiding
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.engine import parallelize
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+STEPS = 4
+PRESETS = {
+    "tapa": {},
+    "split": {"chunks": 2},
+    "v_first": {"ring": 2},
+    "cocodiff+": {},
+    "coded": {},
+    "ahead": {"codec": "int4", "tau": 0.5},
+}
+FAULTS = ("none", "none", "callback", "interrupt", "model", "branch")
+
+
+class Failure(Exception):
+    """What a test raises and a caller catches."""
+
+
+class Image(NamedTuple):
+    """A call of the pipeline. fault: what ends it early; step: when; layer: the number of the module that raises."""
+
+    guided: bool
+    side: int
+    seed: int
+    fault: str
+    step: int
+    layer: int
+
+
+def random_image(draw: random.Random) -> Image:
+    numbers = draw.randrange(STEPS - 1), draw.randrange(10**6)
+    return Image(draw.random() < 0.6, draw.choice((32, 48)), draw.randrange(2), draw.choice(FAULTS), *numbers)
+
+
+def made(pipe: Any, arguments: dict[str, Any], image: Image) -> torch.Tensor | None:
+    """The image; None where its fault is an error."""
+    off = {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
+    generator = torch.Generator().manual_seed(image.seed)
+    mask_BCHW = torch.zeros(1, 1, image.side, image.side)
+    mask_BCHW[..., 8:24, 8:24] = 1
+    hook = failing(pipe.transformer, image)
+    try:
+        with torch.no_grad():
+            return pipe(
+                image=torch.rand(1, 3, image.side, image.side, generator=generator),
+                mask_image=mask_BCHW,
+                height=image.side,
+                width=image.side,
+                strength=1.0,
+                num_inference_steps=STEPS,
+                generator=generator,
+                output_type="pt",
+                callback_on_step_end=ending(image),
+                **(arguments if image.guided else arguments | off),
+            ).images
+    except (Failure, RuntimeError) as error:
+        told = "the other guidance branch could not" in str(error) and image.fault == "branch"
+        assert isinstance(error, Failure) or told, error
+        return None
+    finally:
+        hook()
+
+
+def ending(image: Image) -> Callable[..., dict[str, Any]]:
+    """The callback of a step, which stops the image or fails on all ranks alike."""
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == image.step and image.fault == "interrupt":
+            pipe._interrupt = True
+        if step == image.step and image.fault == "callback":
+            raise Failure
+        return tensors
+
+    return callback
+
+
+def failing(model: Any, image: Image) -> Callable[[], None]:
+    """Has a layer of the model raise in the calls of one step; with "branch" only where the text is the shorter one,
+    which the ranks of one guidance branch compute. Returns what ends that."""
+    if image.fault not in ("model", "branch"):
+        return lambda: None
+    layers = [module for name, module in model.named_modules() if not list(module.children()) and "blocks" in name]
+    timesteps: list[float] = []
+    texts: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        timestep = float(kwargs["timestep"].flatten()[0])
+        if timestep not in timesteps:
+            timesteps.append(timestep)
+        texts.append(kwargs["encoder_hidden_states"].shape[1])
+
+    def fail(*_: Any) -> None:
+        if len(timesteps) == image.step + 1 and (image.fault == "model" or texts[-1] == min(texts)):
+            raise Failure
+
+    hooks = [
+        model.register_forward_pre_hook(note, with_kwargs=True),
+        layers[image.layer % len(layers)].register_forward_pre_hook(fail),
+    ]
+    return lambda: [hook.remove() for hook in hooks] and None
+
+
+def settings_of(preset: str) -> dict[str, Any]:
+    return PRESETS[preset] | {"steps": STEPS}
+
+
+def sequence_of(family: str, seed: int) -> tuple[int, list[tuple[str, list[Image]]]]:
+    """The ranks, and the images of each preset in turn."""
+    draw = random.Random(f"{family} {seed}")
+    return draw.choice((2, 4)), [
+        (draw.choice([*PRESETS]), [random_image(draw) for _ in range(draw.randint(1, 4))])
+        for _ in range(draw.randint(1, 3))
+    ]
+
+
+def check_sequence(family: str, seed: int, known: dict[Any, torch.Tensor | None]) -> None:
+    """known: what fresh engines have made."""
+    pipe, arguments = guiding(family) if family == "flux" else inpainting(family)
+    ranks, sequence = sequence_of(family, seed)
+
+    def work(transport: Any) -> list[torch.Tensor | None]:
+        own, images = copy.deepcopy(pipe), []
+        for preset, calls in sequence:
+            with parallelize(own, preset, transport=transport, **settings_of(preset)):
+                images += [made(own, arguments, call) for call in calls]
+        return images
+
+    def alone(preset: str, call: Image) -> torch.Tensor | None:
+        def work_alone(transport: Any) -> torch.Tensor | None:
+            own = copy.deepcopy(pipe)
+            with parallelize(own, preset, transport=transport, **settings_of(preset)):
+                return made(own, arguments, call)
+
+        return run_ranks(ranks, work_alone, timeout_s=120.0)[0]
+
+    of_ranks = run_ranks(ranks, work, timeout_s=120.0)
+    expected = []
+    for preset, calls in sequence:
+        for call in calls:
+            key = family, ranks, preset, call
+            if key not in known:
+                known[key] = alone(preset, call)
+            expected.append((key, known[key]))
+    for images in of_ranks:
+        for image, (key, one) in zip(images, expected, strict=True):
+            assert (image is None) == (one is None), key
+            assert one is None or torch.equal(image, one), key
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen"])
+def test_every_image_has_the_bits_of_a_fresh_engine(family):
+    known: dict[Any, torch.Tensor | None] = {}
+    for seed in range(2):
+        check_sequence(family, seed, known)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
+def test_hundred_sequences(family):
+    known: dict[Any, torch.Tensor | None] = {}
+    for seed in range(25):
+        check_sequence(family, seed, known)
