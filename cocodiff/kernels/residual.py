@@ -4,7 +4,8 @@ Everything is float32, one rounding (to nearest, ties to even) for each operatio
 and no fused multiply-add, so that every implementation has the same bits (of NaN: that it is one). For one channel of x
 with the reconstructions r1 (newest) and r0 (the one before it), all of one dtype:
 
-    prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation
+    prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation; limited to +- 2**102, NaN
+                 becoming - 2**102, so that no difference to a finite number overflows
     residual     d = x - p
 
 A group is 32 channels of one head, the last group of a head what is left. Of the group's largest |d|, a:
@@ -15,16 +16,17 @@ A group is 32 channels of one head, the last group of a head what is left. Of th
                  the group are there, A is the sum of their |d|, m of them are large and B is the sum of those; large
                  is |d| >= a * 13/32, the second time |d| * K >= T. The quotient is rounded once, to a significand of 4
                  bits, the smaller one in the middle
-    scale byte   0: every |d| is so small that s < 2**-20; the reconstruction is p
-                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1; larger steps become the largest
-                 255: some d is not finite; the reconstruction is NaN in the whole group
+    scale byte   0: every |d| is so small that s < 2**-20, or s is larger than the largest step, which is told (see
+                 encode_residual): the next call does without a code; the reconstruction is p
+                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1
+                 255: some x is not finite; the reconstruction is NaN in the whole group
     magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it
     code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k where d has its sign bit set;
                  0 where the scale byte is 0 or 255
     value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
-    new state    r = p + v, rounded to the dtype of x
-    operand      r + g * (r - r1), rounded to the dtype of x: what stands for the next x where nobody waits for it, with
-                 a factor g of its own
+    new state    r = p + v, rounded to the dtype of x; of float16 limited to +- 65504, NaN staying
+    operand      r + g * (r - r1), rounded and limited likewise: what stands for the next x where nobody waits for it,
+                 with a factor g of its own
 
     size byte    of any values of a group, for comparisons: the scale byte of the smallest step that none of their
                  magnitudes exceeds, 0 where that would be below 1, and the largest of 254 above and where some value
@@ -54,6 +56,7 @@ GROUP = 32
 NOTES = 4  # of the coding of a tensor: see encode_residual
 LOWEST = -20  # exponent of the smallest step
 BAD, LARGEST = 255, 254
+LIMIT = 2.0**102  # of a prediction: any finite float32 less that is finite
 FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for residuals like noise
 
 
@@ -150,24 +153,36 @@ def decode_residual(
     newest = known.last.clone() if onward else known.last
     _write_state(known, _predicted(known, factor), _values(code_GC, _steps(scale_G), scale_G, bits))
     if onward:
-        onward.out_BLHD.copy_(_predicted(Reconstructions(_target(known), newest), onward.factor))
+        continue_linearly(_target(known), newest, onward)
 
 
 def continue_linearly(last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
     """Writes the operand that continues two reconstructions."""
-    onward.out_BLHD.copy_(_predicted(Reconstructions(last_BLHD, before_BLHD), onward.factor))
+    _write(onward.out_BLHD, _continued(Reconstructions(last_BLHD, before_BLHD), onward.factor))
 
 
 def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
+    forecast = _continued(known, factor)
+    low = torch.tensor(-LIMIT, device=forecast.device)
+    return torch.fmin(torch.fmax(forecast, low), -low)
+
+
+def _continued(known: Reconstructions, factor: float | None) -> Tensor:
     last = known.last.float()
     if factor is None or known.before is None:
         return last
     return last + (last - known.before.float()) * torch.tensor(factor, dtype=torch.float32, device=last.device)
 
 
+def _write(target: Tensor, x: Tensor) -> None:
+    """Rounds to the target's dtype."""
+    most = torch.finfo(target.dtype).max
+    target.copy_(x.clamp(-most, most) if target.dtype == torch.float16 else x)
+
+
 def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
     target = _target(known)
-    target.copy_(predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
+    _write(target, predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
 
 
 def _target(known: Reconstructions) -> Tensor:
@@ -190,9 +205,9 @@ def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor
         byte_G = _best_of_two_bits(size_GC, largest_G, D)
     else:
         byte_G = _byte_above(largest_G / 2 ** (bits - 1))
-    too_large_G = not_finite_G | (byte_G > LARGEST)
-    byte_G = byte_G.clamp_(0, LARGEST).masked_fill_(not_finite_G, BAD)
-    return byte_G, too_large_G.sum()
+    too_large_G = byte_G > LARGEST
+    byte_G = byte_G.clamp_(min=0).masked_fill_(too_large_G, 0).masked_fill_(not_finite_G, BAD)
+    return byte_G, (too_large_G | not_finite_G).sum()
 
 
 def _note_sizes(residual_GC: Tensor, x_BLHD: Tensor, notes_N: Tensor) -> None:

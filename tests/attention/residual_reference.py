@@ -22,6 +22,15 @@ def predicted(x: Tensor, known: list[Tensor], factor: float) -> Tensor:
     return newest + (newest - known[-2].float()) * torch.tensor(factor, dtype=torch.float32)
 
 
+def limited(prediction: Tensor) -> Tensor:
+    """So that finite numbers have finite differences to it."""
+    return prediction.nan_to_num(-(2.0**102)).clamp(-(2.0**102), 2.0**102)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.clamp(-65504, 65504) if dtype == torch.float16 else x).to(dtype)
+
+
 def sizes(residual: Tensor) -> list[Tensor]:
     """Of every group of channels the largest size, infinite where one is not finite."""
     return [torch.where(one.isfinite(), one.abs(), math.inf).amax(-1) for one in residual.split(32, -1)]
@@ -57,20 +66,20 @@ def fitted(group: Tensor, largest: Tensor) -> Tensor:
 
 def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int, int]:
     """What both ends have of x afterwards; how many groups no scale fits; the residual's size, as a sum of bytes."""
-    parts, unfit, total = [], 0, 0
+    parts, unfit, total, prediction = [], 0, 0, limited(prediction)
     residual = x.float() - prediction
     for group, largest in zip(residual.split(32, -1), sizes(residual), strict=True):
         step = fitted(group, largest) if bits == 2 else largest / 2 ** (bits - 1)
         byte = byte_of(step, round_up=bits != 2).clamp(min=0)
         unfit += int((byte >= 255).sum())
         total += int(byte_of(largest, True).clamp(0, 254).sum())
-        sent = torch.where(largest.isfinite(), byte.clamp(max=254), 255.0)
+        sent = torch.where(largest.isfinite(), torch.where(byte > 254, 0.0, byte), 255.0)
         step = ((1 + (sent - 1) % 8 / 8) * 2.0 ** ((sent - 1) // 8 - 20)).float()[..., None]
         magnitude = (group.abs() * (1 / step)).nan_to_num(0, 1e9, 0).trunc().clamp(max=2 ** (bits - 1) - 1)
         value = torch.where(group < 0, -magnitude - 0.5, magnitude + 0.5) * step
         value = torch.where(sent[..., None] == 0, 0.0, value)
         parts.append(torch.where(sent[..., None] == 255, math.nan, value))
-    return (prediction + torch.cat(parts, -1)).to(x.dtype), unfit, total
+    return rounded(prediction + torch.cat(parts, -1), x.dtype), unfit, total
 
 
 def mean_error(x: Tensor, prediction: Tensor) -> float:
@@ -141,7 +150,7 @@ class Reference:
         known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else self.first(x))
         if name not in late:
             return known[-1]
-        return predicted(x, known[:-1], self.linear(name, before) / 2).to(x.dtype)
+        return rounded(predicted(x, known[:-1], self.linear(name, before) / 2), x.dtype)
 
     def first(self, x: Tensor) -> Tensor:
         """What is had of a tensor of which nothing was known: with 2 bits later, 8 of the whole tensor now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cocodiff_sycl import SyclOps
@@ -17,7 +19,7 @@ TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 shapes = st.tuples(batches, tokens, heads, st.sampled_from((1, 6, 8, 24, 32, 40, 64, 100, 128, 130)))
 bit_counts = st.sampled_from((2, 4, 8))
-SPECIAL = (float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 7e4, -0.0, 1e-40, -1e-40, 2.0**-20, 2.0**-24)
+SPECIAL = (math.nan, math.inf, -math.inf, 3e38, -3e38, 7e4, -6e4, -0.0, 1e-40, -1e-40, 2.0**-20, 2.0**-24)
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
@@ -190,6 +192,43 @@ def test_a_closed_loop_comes_nearer(sycl: SyclOps, dtype):
         assert same_bits(ends[0][0], ends[1][0])
         errors.append(float((ends[0][0] - x_BLHD).abs().max()))
     assert errors[-1] < errors[0] / 8 and not notes_N.any()
+
+
+ILL_CONDITIONED = {
+    "all large": lambda x, step: x * 1e30,
+    "one large": lambda x, step: x.index_fill(-1, torch.tensor([step]), 1e30 * (-1) ** step),
+    "at both ends": lambda x, step: x.sign() * 3.4e38 * (-1) ** step,
+    "outliers": lambda x, step: x.index_fill(-1, torch.tensor([5]), 1e4 * math.sin(2 * step + 1)),
+    "nearly too large for float16": lambda x, step: x.sign() * 65504 / (1 + step % 2),
+    "growing": lambda x, step: x * 10.0 ** (step - 2),
+}
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ILL_CONDITIONED)
+def test_finite_tensors_stay_finite(kind, dtype, bits):
+    """Whatever predicts them; so does what stands for the next one. After a group without a scale a tensor is whole."""
+    most = torch.finfo(dtype).max
+    start, drift = (random_BLHD(seed, (1, 3, 2, 40), torch.float32) for seed in (1, 2))
+    steps = [ILL_CONDITIONED[kind](start + 0.1 * step * drift, step).clamp(-most, most).to(dtype) for step in range(8)]
+    for factor in (None, 2.0):
+        ends = [steps[0], steps[0].clone()]
+        for x_BLHD in steps[1:]:
+            code_BLHW = torch.empty(1, 3, 2, coded_width(40, bits), dtype=torch.uint8)
+            notes_N, out_BLHD, how = (
+                torch.zeros(NOTES, dtype=torch.int64),
+                torch.empty_like(x_BLHD),
+                Prediction(factor or 0.0, factor is not None),
+            )
+            TORCH.encode_residual(
+                x_BLHD, Reconstructions(*(end.clone() for end in ends)), how, bits, code_BLHW, notes_N
+            )
+            TORCH.decode_residual(code_BLHW, Reconstructions(*ends), factor, bits, Onward(1.0, out_BLHD))
+            ends.reverse()
+            assert bool(ends[0].isfinite().all()) and bool(out_BLHD.isfinite().all())
+            if notes_N[0]:
+                ends = [x_BLHD, x_BLHD.clone()]
 
 
 def test_errors_come_before_a_launch(sycl: SyclOps):

@@ -121,7 +121,7 @@ struct Scales {
     const Ints found = bits == 2 ? of_two_bits(most) : bytes_above(most * (1.0f / (1 << (bits - 1))));
     const Ints fits = finite & (found <= LARGEST);
     unfit = BATCH + sum_of<int32_t>(fits);
-    const Ints byte = finite ? clamped(found) : Ints(BAD);
+    const Ints scaled = fits ? __builtin_elementwise_max(found, Ints(0)) : Ints(0), byte = finite ? scaled : Ints(BAD);
     this->byte = byte;
     const Ints size = size_bytes(most_bits);
     const int32_t more = compared ? sum_of<int32_t>(size - size_bytes(largest_across(of_other))) : 0;
@@ -155,12 +155,14 @@ template <typename Type> struct Batch {
       for (int n = 0; n < PARTS; ++n) {
         const i64 from = n * WIDTH, left = part.count - from;
         const Floats own = load_some<Type>(part.x + from, left), newest = load_some<Type>(part.last + from, left);
-        Floats forecast = newest;
-        if (linear || compared) forecast += (newest - load_some<Type>(part.before + from, left)) * factor;
-        const Floats predicted = linear ? forecast : newest, residual = own - predicted;
+        const Floats same = limited(newest);
+        Floats forecast = same;
+        if (linear || compared)
+          forecast = limited(newest + (newest - load_some<Type>(part.before + from, left)) * factor);
+        const Floats predicted = linear ? forecast : same, residual = own - predicted;
         scales.predicted[i][n] = predicted, scales.residual[i][n] = residual;
         scales.largest[i] = larger(scales.largest[i], residual);
-        if (compared) scales.of_other[i] = larger(scales.of_other[i], own - (linear ? newest : forecast));
+        if (compared) scales.of_other[i] = larger(scales.of_other[i], own - (linear ? same : forecast));
         if (!measured) continue;
         scales.of_change[i] = larger(scales.of_change[i], own - newest), scales.of_x[i] = larger(scales.of_x[i], own);
       }
@@ -189,7 +191,7 @@ template <typename Type> struct Batch {
         const Ints magnitude = __builtin_convertvector(sized, Ints) | HALF_OF_ALL;
         codes[n] = (magnitude ^ __builtin_bit_cast(Ints, residual) >> 31) & kept;
         const Floats value = (__builtin_convertvector(codes[n], Floats) - MIDDLE) * step;
-        store_some(part.target + from, scales.predicted[i][n] + value, part.count - from);
+        store_some(part.target + from, kept_finite<Type>(scales.predicted[i][n] + value), part.count - from);
       }
       *part.scale = uint8_t(scales.byte.of[i]);
       if (part.count >= GROUP)

@@ -97,11 +97,11 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   }
 
   Floats continuation(Floats newest, const Bits *from, i64 count) const {
-    return newest + (newest - load_first<Type, WORDS>(from, count)) * factor;
+    return limited(newest + (newest - load_first<Type, WORDS>(from, count)) * factor);
   }
   // What stands for the next tensor, by the newest two.
   void go_on(Bits *to, Floats newest, Floats older, i64 count) const {
-    store_first<Type, WORDS>(to, newest + (newest - older) * onward, count);
+    store_first<Type, WORDS>(to, kept_finite<Type>(newest + (newest - older) * onward), count);
   }
 
   // Another work-item's number.
@@ -172,13 +172,14 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
       const i64 from = i * WIDTH, left = part.count - from;
       const Floats own = load_first<Type, WORDS>(part.x + from, left);
       const Floats newest = load_first<Type, WORDS>(part.last + from, left);
-      Floats forecast = newest;
+      const Floats same = limited(newest);
+      Floats forecast = same;
       if (linear || compared) forecast = continuation(newest, part.before + from, left);
-      predicted[i] = linear ? forecast : newest;
+      predicted[i] = linear ? forecast : same;
       residual[i] = own - predicted[i];
       largest = __builtin_elementwise_max(largest, __builtin_bit_cast(Ints, residual[i]) & 0x7fffffff);
       if (compared) {
-        const Floats other = own - (linear ? newest : forecast);
+        const Floats other = own - (linear ? same : forecast);
         largest_of_other = __builtin_elementwise_max(largest_of_other, __builtin_bit_cast(Ints, other) & 0x7fffffff);
       }
       if (of.measure) {
@@ -248,7 +249,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
     for (int i = 0; i < PARTS; ++i) {
       const i64 from = i * WIDTH, left = part.count - from;
       const Floats newest = load_first<Type, WORDS>(part.last + from, left);
-      const Floats predicted = linear ? continuation(newest, part.before + from, left) : newest;
+      const Floats predicted = linear ? continuation(newest, part.before + from, left) : limited(newest);
       Words codes;
       by_bits([&](auto bits) { codes = load_codes<bits>(part.code + from * bits / 8, left, places); });
       const Floats next = renew(part.target + from, left, predicted, __builtin_bit_cast(Ints, codes), step);
@@ -267,7 +268,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
 
   // The next reconstruction, before it is rounded.
   Floats renew(Bits *target, i64 count, Floats predicted, Ints codes, float step) const {
-    const Floats next = predicted + (__builtin_convertvector(codes, Floats) - middle) * step;
+    const Floats next = kept_finite<Type>(predicted + (__builtin_convertvector(codes, Floats) - middle) * step);
     store_first<Type, WORDS>(target, next, count);
     return next;
   }

@@ -44,6 +44,20 @@ template <typename Type, bool WORDS> inline void store_first(typename Type::Bits
     if (i < count) to[i] = all[i];
 }
 
+// A prediction, so that no difference to a finite number overflows; NaN becomes the lower limit.
+inline Floats limited(Floats x) {
+  return __builtin_elementwise_min(__builtin_elementwise_max(x, Floats(-0x1p102f)), Floats(0x1p102f));
+}
+
+// What is kept or goes on of a tensor: of half precision no larger than its largest number, NaN staying.
+template <typename Type> inline Floats kept_finite(Floats x) {
+  if constexpr (std::is_same_v<Type, F16>) {
+    const Floats low = x < -65504.0f ? Floats(-65504.0f) : x;
+    return low > 65504.0f ? Floats(65504.0f) : low;
+  } else
+    return x;
+}
+
 template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
 template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
 inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
@@ -78,7 +92,7 @@ struct Scale {
   int32_t byte;
   bool fits; // whether a scale fits the group
   Scale(int32_t found, bool finite)
-      : byte(finite ? sycl::clamp(found, 0, LARGEST) : BAD), fits(finite && found <= LARGEST) {}
+      : byte(!finite ? BAD : found > LARGEST ? 0 : sycl::max(found, 0)), fits(finite && found <= LARGEST) {}
   bool codes() const { return byte != 0 && byte != BAD; }
   // 0 adds nothing to a prediction: with the code 0 it makes -0.
   float step() const { return byte == 0 ? 0.0f : byte == BAD ? __builtin_nanf("") : step_of(byte); }
