@@ -13,16 +13,18 @@ has_sycl() {
     [ "$(uname -sm)" = "Linux x86_64" ]
 }
 
+# Whether mpi4py finds an MPI library. It is not initialised: outside a job some machines refuse that.
+loads_mpi() {
+    .venv/bin/python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI'
+}
+
 prepare_environment() {
-    local python=${COCODIFF_PYTHON:-python3} extras=test,local-mpi mpi wanted pins
+    local python=${COCODIFF_PYTHON:-python3} extras=test wanted pins
     command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer (Debian: apt install python3 python3-venv)"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$("$python" --version) is too old: Python 3.10 or newer is needed; name one with COCODIFF_PYTHON=python3.11"
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         fail "this Python cannot make virtual environments: install python3-venv (Debian: apt install python3-venv)"
-    # A machine with an MPI of its own keeps it: the one from PyPI would be picked up instead.
-    mpi=$(command -v mpiexec || true)
-    if [ -n "$mpi" ] && [ "$mpi" != "$PWD/.venv/bin/mpiexec" ]; then extras="test"; fi
     if has_sycl; then extras=$extras,sycl; fi
 
     wanted=$(cat pyproject.toml launch/constraints.txt | sha256sum | cut -c1-16)-$extras-${COCODIFF_TORCH:-pinned}
@@ -38,7 +40,10 @@ prepare_environment() {
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     {
         .venv/bin/python -m pip install -c $pins "${COCODIFF_TORCH:-torch}" &&
-            .venv/bin/python -m pip install -c $pins -e ".[$extras]"
+            .venv/bin/python -m pip install -c $pins -e ".[$extras]" &&
+            # A machine with an MPI of its own keeps it: the one from PyPI would be picked up instead. An mpiexec on PATH
+            # tells nothing, as it may be another environment's: what counts is whether mpi4py finds a library to load.
+            { loads_mpi || .venv/bin/python -m pip install -c $pins -e ".[local-mpi]"; }
     } >.venv/install.log 2>&1 || {
         tail -n 5 .venv/install.log >&2
         fail "the installation failed; the whole log is .venv/install.log"

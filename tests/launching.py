@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from cocodiff.comm import launch
 
 TESTS = Path(__file__).parent
 
@@ -24,9 +25,8 @@ def with_options(words: Sequence[str], *more: str) -> list[str]:
 
 
 def find_mpiexec() -> str:
-    """The mpiexec of this Python's environment, else the one on PATH. Raises where there is none."""
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    """As the commands find it. Raises where there is none."""
+    found = launch.find_mpiexec()
     if found is None:
         raise FileNotFoundError(f"no mpiexec beside {sys.executable} or on PATH: install the extra local-mpi")
     return found

@@ -55,10 +55,11 @@ def test_an_old_python_is_refused(checkout: Path) -> None:
     assert done.returncode == 1 and "3.10 or newer" in done.stderr
 
 
-def installed(checkout: Path) -> Path:
-    """A fake environment whose pip writes down its arguments. Returns that record."""
+def installed(checkout: Path, mpi: bool = True) -> Path:
+    """A fake environment whose pip writes down its arguments. Returns that record. mpi: mpi4py finds a library."""
     record = checkout / "pip.record"
-    fake(checkout / ".venv/bin/python", f'echo "$*" >>{record}')
+    loads = f'case "$*" in *mpi4py*) exit {int(not mpi)};; esac'
+    fake(checkout / ".venv/bin/python", f'{loads}; echo "$*" >>{record}')
     fake(checkout / ".venv/bin/cocodiff", 'echo "cocodiff $*"')
     (checkout / "cocodiff/demo_model/samples").mkdir(parents=True)
     for name in ("one.tif", "tooth.tif"):
@@ -79,6 +80,21 @@ def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path)
     assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--overwrite --steps 3")
     assert "--steps 20" in first.stdout and "--steps 20" not in second.stdout
     assert record.read_text().splitlines() == calls
+
+
+@pytest.mark.parametrize("mpi", [True, False])
+def test_an_mpi_is_brought_where_no_library_loads_whatever_mpiexec_is_on_the_path(checkout: Path, mpi: bool) -> None:
+    """An activated environment's mpiexec tells nothing. Where the system has a library PyPI's must not be beside it."""
+    record = installed(checkout, mpi)
+    fake(checkout / "another/bin/mpiexec", "true")
+    path = f"{checkout / 'another/bin'}:{os.environ['PATH']}"
+    done = launch(checkout, "launch/demo", PATH=path)
+    assert done.returncode == 0, done.stderr
+    calls = record.read_text().splitlines()
+    assert ".[test" in calls[1] and "local-mpi" not in calls[1]
+    assert [call for call in calls[2:] if "pip install" in call and call.endswith(" .[local-mpi]")] == calls[2:]
+    assert len(calls) == (2 if mpi else 3)
+    assert launch(checkout, "launch/demo", PATH=path).returncode == 0 and record.read_text().splitlines() == calls
 
 
 def test_the_full_demo_restores_all_bundled_slices(checkout: Path) -> None:

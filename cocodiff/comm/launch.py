@@ -1,12 +1,16 @@
-"""How this process was started: alone, forked by us, by torchrun, or by an MPI launcher. Reads the environment only."""
+"""How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; and where an MPI launcher is.
+Reads the environment only."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cocodiff.errors import UserError
 
@@ -71,6 +75,29 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
     if size is not None and rank >= size:
         raise UserError(f"the launcher's environment has rank {rank} of {size}: ranks go from 0 to {size - 1}")
     return Launch(kind, rank, size, _number(env, LOCAL_RANK) or 0, _number(env, LOCAL_SIZE))
+
+
+def find_mpiexec() -> str | None:
+    """The mpiexec of the MPI that mpi4py loads: this environment's own, else the system's."""
+    own = Path(sys.prefix) / "bin" / "mpiexec"
+    return str(own) if own.exists() else system_mpiexec()
+
+
+def system_mpiexec() -> str | None:
+    """The first mpiexec on PATH that is not of this or another Python environment. One that is activated beside ours,
+    by conda too, may have its own, and mpi4py does not look there for a library; of our base Python's it does."""
+    own, base = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
+
+    def is_environment(prefix: Path) -> bool:
+        marked = (prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").is_dir()
+        return prefix == own or (marked and prefix != base)
+
+    for folder in filter(None, os.environ.get("PATH", "").split(os.pathsep)):
+        found = shutil.which("mpiexec", path=folder)
+        places = [Path(folder).resolve(), Path(found).resolve().parent] if found else []
+        if found and not any(is_environment(place.parent) for place in places):
+            return found
+    return None
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from cocodiff.comm.launch import detect
 from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, load_machine
+from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.files import read_json
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import VAE_FACTOR
@@ -20,7 +21,7 @@ from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
-    from cocodiff.planning.deal_choice import Choice
+    from cocodiff.planning.deal_choice import Choice, PricedDeal
     from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import ModelShape
 
@@ -38,12 +39,14 @@ def deal_of(
     batch: int = 1,
     steps: int | None = None,
     compares: bool = True,
+    mean: Callable[[], tuple[int, int] | None] | None = None,
 ) -> Deal:
     """The deal of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared.
+    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared. mean: of
+    a dry run, how many calls of the model a call of the pipeline really takes, and of how many images or tiles each.
 
     Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
     preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
@@ -78,7 +81,7 @@ def deal_of(
         about += "; presets are compared on all ranks" if compares else ""
         say(choice.line() + about)
         if values["dry_run"]:
-            say("\n".join(dry_lines(choice)))
+            say("\n".join(dry_lines(choice, works, on_cpu(values), mean)))
     choice.check_fits()
     return choice.taken.deal
 
@@ -138,11 +141,21 @@ def workloads(
         shape = replace(shape, rows_per_image=1, branches=1)
     elif shape.rows_per_image == 1:
         shape = replace(shape, branches=2)
-    # Where a machine says what its tiles hold they are accelerators.
-    itemsize = ITEMSIZE.get(values["dtype"], 4 if values["device"] == "cpu" else 2)
-    segments = image_and_text(image_tokens(values, request.model, path, shape), shape.text_tokens)
+    itemsize = ITEMSIZE.get(values["dtype"], 4 if on_cpu(values) else 2)
+    text = PROMPT_TOKENS if request.model == EMBEDDED else shape.text_tokens
+    segments = image_and_text(image_tokens(values, request.model, path, shape), text)
     load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
     return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
+
+
+def on_cpu(values: dict[str, Any]) -> bool:
+    """Whether the ranks compute on this host's CPU, as far as it is known before they start: a device is looked for by
+    a dry run alone, and where a machine says what its tiles hold they are accelerators."""
+    if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).untold:
+        return bool(values["device"] == "cpu")
+    from cocodiff.device import rank_device
+
+    return rank_device("auto", 0).type == "cpu"
 
 
 def image_tokens(values: dict[str, Any], model: str, path: Path, shape: ModelShape) -> int:
@@ -175,8 +188,11 @@ def vae_factor(model: str) -> int:
     return int(2 ** len(levels))
 
 
-def dry_lines(choice: Choice) -> list[str]:
-    """Memory and predicted time of the deal that was taken."""
+def dry_lines(
+    choice: Choice, works: Sequence[Workload], cpu: bool, mean: Callable[[], tuple[int, int] | None] | None = None
+) -> list[str]:
+    """Memory and predicted time of the deal that was taken; where the machine file tells no rates, by some that are
+    measured here, if the ranks are on this host's CPU."""
     from cocodiff.planning.memory import mib
 
     taken, machine = choice.taken, choice.topology.machine.name
@@ -186,11 +202,58 @@ def dry_lines(choice: Choice) -> list[str]:
         lines = [f"{need}; machine {machine} does not say how much memory a rank has"]
     else:
         lines = [f"{need} of {mib(taken.tile)} MiB"]
+    how = ""
     if choice.reason:
-        lines.append(choice.reason)
-    else:
+        calls = mean() if cpu and mean is not None else None
+        if calls is not None:
+            works = [of_calls(work, *calls) for work in works]
+        here = time_here(choice, works) if cpu else None
+        if here is None:
+            lines.append(choice.reason)
+        else:
+            taken, rate = here
+            how = f" from rates measured here now, {rate:.3g} GFLOP/s a rank, as machine {machine} tells none"
+    if taken.batch_s is not None:
         lines.append(
-            f"predicted, denoising alone: {taken.batch_s:.3g} s for each of {taken.batches} call(s) of the pipeline, "
-            f"{taken.job_s:.3g} s for all, {taken.images_per_hour:.0f} images an hour"
+            f"predicted{how}, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "
+            f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
         )
     return [*lines, "dry run: nothing was started or written"]
+
+
+def of_calls(work: Workload, calls: int, images: int) -> Workload:
+    """With so many calls of the model, steps included, of so many images each."""
+    return replace(work, steps=calls, load=replace(work.load, batch=images * work.shape.rows_per_image))
+
+
+def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, float] | None:
+    """The deal that was taken with its time by rates of this host, measured in two seconds, and a rank's rate in
+    GFLOP/s; None where the ranks are on several hosts."""
+    topology, taken, launch = choice.topology, choice.taken, detect()
+    if topology.nodes > 1 or (launch.kind != "alone" and launch.local_size != topology.size):
+        return None
+    from cocodiff.planning.deal_choice import time_deal
+    from cocodiff.planning.deal_prices import Pricer
+    from cocodiff.planning.here import handling_s, measured_here
+    from cocodiff.planning.layers import kinds_of
+
+    def layers_of(work: Workload) -> int:
+        """Attention calls of a step on a rank."""
+        return work.load.branches * sum(kind.layers for kind in kinds_of(work.shape, work.load)) // taken.deal.guidance
+
+    sharing = taken.ulysses * taken.ring
+    here = measured_here(topology, works[0].shape, works[0].load, sharing)
+    timed = time_deal(Pricer(here), works, taken)
+    handled_s = sum(
+        work.steps * layers_of(work) * handling_s(topology, sharing, work.config, work.shape) for work in works
+    )
+    assert timed.batch_s is not None, "it was timed"
+    return replace(timed, batch_s=timed.batch_s + handled_s), here.machine.device.bf16_tflop_s * 1e3
+
+
+def span(seconds: float) -> str:
+    """As "53.7 s", "14.2 min" or "3.1 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -119,10 +119,13 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
 
 def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
-    from cocodiff.commands.restore_stack import SMALL_MODEL, slices_together, tiles_in_a_call
+    from cocodiff_eval.tiling import TilingSettings
+
+    from cocodiff.commands.restore_stack import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
     from cocodiff.commands.samples import count_batches
 
     values, native = job.values, own_pixels(job.request.model)
+    settings = TilingSettings(strength=values["strength"])
     modes = job.presets if job.quality is None else job.quality.rungs
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
@@ -138,6 +141,9 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * max(calls for _, calls in counts),
         compares=job.quality is None,
+        mean=partial(mean_call, tasks, native, tiles, settings, values, max(calls for _, calls in counts))
+        if values["dry_run"]
+        else None,
     )
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return job.dealt(chosen, ranks)

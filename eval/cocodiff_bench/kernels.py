@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import torch_dtype
-from cocodiff.commands.terminal import progress_bar, say
+from cocodiff.commands.terminal import note, progress_bar, say
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
 from cocodiff_bench import common
@@ -44,10 +44,10 @@ LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
 MEASURED_S = 0.02
 OPTIONS = common.with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
-    Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 1, 8, 64], type=int, many=True),
-    Option("threads", "numbers of threads", [1, 2], type=int, many=True),
+    Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 8], type=int, many=True),
+    Option("threads", "numbers of threads", [1], type=int, many=True),
     Option("dtype", "of the tensors", "fp32", choices=("fp32", "bf16", "fp16")),
-    Option("repeats", "measurements of each variant", 15, type=int),
+    Option("repeats", "measurements of each variant", 3, type=int),
 )
 
 
@@ -81,7 +81,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 def measure_apart(values: Values, threads: int) -> list[Row]:
     """The rows of a process with so many threads on so many cores."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"], "--quiet"]
+        words = ["--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"]]
+        words += ["--quiet"] if values["quiet"] else []
         words += ["--dtype", values["dtype"], "--op", *values["op"], "--sizes_mb", *values["sizes_mb"]]
         count = str(threads)
         own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
@@ -102,6 +103,8 @@ def measure_here(values: Values) -> Iterator[Row]:
     import torch
 
     torch.set_num_threads(threads)
+    if not values["quiet"]:
+        ready(threads)
     total = len(values["op"]) * len(values["sizes_mb"])
     with progress_bar("bench kernels", total, not values["quiet"]) as bar:
         for op in values["op"]:
@@ -110,6 +113,19 @@ def measure_here(values: Values) -> Iterator[Row]:
                 say_case(measured)
                 yield from measured
                 bar.update()
+
+
+def ready(threads: int) -> None:
+    """Opens the SYCL kernels and says so, as the first use compiles them for a minute or more."""
+    import torch
+
+    from cocodiff.kernels import sycl_ops
+
+    note(f"bench kernels, {threads} thread(s): SYCL kernels are compiled now, unless they are kept from an earlier use")
+    started = time.perf_counter()
+    ops = sycl_ops(torch.device("cpu"), required=True)
+    assert ops is not None, "they are required"
+    note(f"SYCL kernels on {ops.library.device_name}: ready after {time.perf_counter() - started:.1f} s")
 
 
 def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:

@@ -28,10 +28,10 @@ from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config
 from cocodiff.errors import UserError
-from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.peers_model import HEAD_DIM, LEAD_IN, Inputs, flux, in_fp32, run_inputs, step, steps_of
+from cocodiff_bench.peers_model import HEAD_DIM, LEAD_IN, Inputs, flux, in_fp32, run_inputs, step
+from cocodiff_bench.peers_ours import coded_at_first, late_bytes, our_configs, with_codecs
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -121,13 +121,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
     check_sizes(values, transport.size)
     engines: dict[str, Engine] = {}
+    configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
         model, inputs = flux(values), run_inputs(values)
         exact = copy.deepcopy(model).float()
         expected, expected_last = (step(exact, in_fp32(inputs[n])) for n in (0, -1))
         allowed = allowed_error(step(model, inputs[0]), expected)
         of_codes = max(allowed, ALLOWED_OF_CODES * float(expected.abs().max()))
-        variants = make_variants(values, model, inputs, engines, transport)
+        variants = make_variants(values, configs, model, inputs, engines, transport)
         for engine in engines.values():
             opened.enter_context(engine)
         first_s = {}
@@ -136,29 +137,38 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             started = time.perf_counter()
             variant()
             first_s[name] = time.perf_counter() - started
-            limit = math.inf if FP8 in name else of_codes if name in coded_at_first(values) else allowed
+            limit = math.inf if FP8 in name else of_codes if name in coded_at_first(configs) else allowed
             check_output(name, variant.last, expected, limit, transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
+        late = {name: -late_bytes(engine) for name, engine in engines.items() if configs[name].arrival != "now"}
         seconds = common.measure_in_turns("bench peers", variants, values, transport)
         calls = values["repeats"] + 1  # with the warm-up
         sent = {
             name: {link: (count - before[name][link]) // calls for link, count in engine.bytes().items()}
             for name, engine in engines.items()
         }
+        late = {name: (late[name] + late_bytes(engines[name])) / calls / sum(sent[name].values()) for name in late}
         reference = next(iter(variants.values())).last
         errors = {name: errors_of(one.last, expected_last, reference, transport) for name, one in variants.items()}
-        lossless = [name for name in variants if name not in lossy_presets(values) and FP8 not in name]
+        lossless = [name for name in variants if FP8 not in name and (name not in configs or configs[name].exact)]
         for name in lossless:
             check_output(name, variants[name].last, expected_last, allowed, transport.rank)
     if transport.rank == 0:
-        found = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
+        found: dict[str, dict[str, Any]] = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
+        for name, part in late.items():
+            found[name] |= {"codec": configs[name].codec, "late_part": part}
         report(values, output, seconds, sent, found, transport.size)
 
 
 def make_variants(
-    values: Values, model: Any, inputs: Sequence[Inputs], engines: dict[str, Engine], transport: Any
+    values: Values,
+    configs: Mapping[str, Config],
+    model: Any,
+    inputs: Sequence[Inputs],
+    engines: dict[str, Engine],
+    transport: Any,
 ) -> dict[str, Stepping]:
     """The engines of ours go to `engines`, not yet entered. Every rank makes the same variants in the same order:
     process groups are made on the way."""
@@ -166,7 +176,7 @@ def make_variants(
     if OURS in values["only"]:
         from cocodiff.engine import Engine
 
-        for name, config in our_configs(values).items():
+        for name, config in configs.items():
             own = twin(model)
             engines[name] = Engine(own, config, transport)
             calls[name] = partial(step, own)
@@ -178,36 +188,12 @@ def make_variants(
     return {name: Stepping(call, inputs) for name, call in calls.items()}
 
 
-def our_configs(values: Values) -> dict[str, Config]:
-    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets."""
-    exact = {
-        exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
-            values, exchange=exchange, order=order
-        )
-        for exchange in EXCHANGES
-        for order in ORDERS
-    }
-    run = steps_of(values)
-    presets = {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
-    return exact | {name: config for name, config in presets.items() if name not in exact}
-
-
-def coded_at_first(values: Values) -> list[str]:
-    from cocodiff.attention.residual.coding import codes_first_calls
-
-    return [name for name, config in our_configs(values).items() if codes_first_calls(config.codec)]
-
-
-def lossy_presets(values: Values) -> list[str]:
-    return [name for name, config in our_configs(values).items() if not config.exact]
-
-
 def report(
     values: Values,
     output: OutputFolder,
     seconds: dict[str, list[float]],
     sent: dict[str, dict[str, int]],
-    more: Mapping[str, Mapping[str, float]],
+    more: Mapping[str, Mapping[str, Any]],
     ranks: int,
 ) -> None:
     """Rows with errors and the first call's time beside the time. more: these, by variant. What they are compared with
@@ -219,18 +205,26 @@ def report(
     case = f"FLUX in {values['dtype']}, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
     found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
     measured = [row | dict(more[row["variant"]]) for row in found]
+    late = [row["late_part"] for row in measured if "late_part" in row]
     common.say_rows(measured, "a step", more_words)
     say(
         f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
-        f"{measured[0]['variant']}"
+        f"{measured[0]['variant']}" + ("; late: of the bytes sent, the part that no call waited for" if late else "")
     )
+    if 0 in late:
+        say(
+            "late 0 %: every call waited for all that was sent, since no tensor changed so little from call to call "
+            "that it was displaced; these are few steps of a random model"
+        )
     common.publish(output, values, measured)
 
 
 def more_words(row: Row) -> list[str]:
+    arrival = [f"codec {row['codec']}, late {row['late_part']:.0%}"] if "late_part" in row else []
     return [
         f"first {row['first_s'] * 1e3:.0f} ms",
         f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}",
+        *arrival,
     ]
 
 

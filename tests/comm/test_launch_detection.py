@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cocodiff.cli import main
-from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec
 from cocodiff.errors import UserError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
@@ -39,6 +39,29 @@ def test_an_environment_that_no_launcher_makes_is_refused(environment, said):
     with pytest.raises(UserError) as error:
         detect(environment)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_environments_mpiexec_is_passed_over(tmp_path, monkeypatch):
+    """Ours comes first, then the system's; an activated environment, or conda's, may bring one that is not for us."""
+    folders = [tmp_path / name for name in ("venv", "conda", "system", "ours")]
+    for folder in folders:
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "mpiexec").write_text("#!/bin/sh\n")
+        (folder / "bin" / "mpiexec").chmod(0o755)
+    venv, conda, system, ours = folders
+    (venv / "pyvenv.cfg").touch()
+    (conda / "conda-meta").mkdir()
+    (system / "linked").symlink_to(venv / "bin")
+    paths = [str(venv / "bin"), "", str(conda / "bin"), str(system / "linked"), str(system / "bin")]
+    monkeypatch.setenv("PATH", ":".join(paths))
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "without"))
+    assert find_mpiexec() == system_mpiexec() == str(system / "bin" / "mpiexec")
+    monkeypatch.setattr("sys.base_prefix", str(conda))
+    assert system_mpiexec() == str(conda / "bin" / "mpiexec")
+    monkeypatch.setattr("sys.prefix", str(ours))
+    assert find_mpiexec() == str(ours / "bin" / "mpiexec")
+    monkeypatch.setenv("PATH", str(ours / "bin"))
+    assert system_mpiexec() is None
 
 
 def test_the_command_line_says_it_in_a_line(monkeypatch, capsys):

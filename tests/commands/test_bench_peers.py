@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cocodiff_bench import peers as bench_peers
+from cocodiff_bench.peers_ours import with_codecs
 from launching import assert_succeeded
 from warm import forked
 
@@ -54,16 +56,33 @@ def test_uneven_sizes_are_fine_for_ours():
 
 
 def test_our_variants_alone_on_two_ranks(tmp_path):
-    """And a preset with the codec, which sends codes once it is settled."""
-    words = ("--only", "ours", "--preset", "coded-", *TINY, "--out", tmp_path / "bench")
+    """And a preset with the codec, which sends codes once it is settled; and one that displaces, if there is anything
+    that changes so little."""
+    words = ("--only", "ours", "--preset", "coded-", "ahead", *TINY, "--out", tmp_path / "bench")
     done = forked("bench", "peers", "--ranks", "2", *words, folder=tmp_path)
     assert_succeeded(done)
-    *rows, coded = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    *rows, coded, ahead = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
     assert coded["variant"] == "coded-" and 1e-5 < coded["relative_error"] < 0.2 and coded["first_s"] > 0
     assert sum(coded["bytes"].values()) * 32 * 4 == sum(rows[0]["bytes"].values()) * 9  # 2 bits a channel, and a scale
+    assert ahead["codec"] == "none" and 0 <= ahead["late_part"] <= 1 and "late_part" not in coded
+    assert "ahead: codec auto: none, as the machine file does not tell rates" in done.stdout
+    assert f"codec none, late {ahead['late_part']:.0%}" in done.stdout
+    assert ("late 0 %: every call waited" in done.stdout) == (ahead["late_part"] == 0)
     assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
     assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
     assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
+
+
+@pytest.mark.parametrize(("scale", "codecs"), [(None, ["none"]), (1, ["none"]), (1e9, ["int2"])])
+def test_codec_auto_goes_by_the_emulated_links(monkeypatch, capsys, scale, codecs):
+    """Where links are slow beside a host's arithmetic codes pay; at the machine file's rates they do not."""
+    if scale is not None:
+        monkeypatch.setenv("COCODIFF_EMULATED", json.dumps({"machine": "aurora", "nodes": 1, "scale": scale}))
+    words = ("--only", "ours", "--preset", "ahead", "split", "--machine", "aurora")
+    values = parse("bench peers", "", with_settings(bench_peers.OPTIONS), words)
+    alone = SimpleNamespace(rank=0, size=12, broadcast_object=lambda value: value)
+    assert [config.codec for config in with_codecs(values, alone).values() if config.arrival != "now"] == codecs
+    assert capsys.readouterr().out.startswith(f"ahead: codec auto: {codecs[0]}; predicted ms a layer: none ")
 
 
 def test_a_wrong_output_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, 
     assert main([str(word) for word in words]) == 0
     shown = capsys.readouterr().out
     assert "ranks dealt to 3 replicas of 4 ranks, each guidance branch on 2 of them (Ulysses 2): replicas f" in shown
-    assert "machine local does not say how much memory a rank has" in shown and "are: no times" in shown
+    assert "machine local does not say how much memory a rank has" in shown and "no times" not in shown
+    assert re.search(
+        r"\npredicted from rates measured here now, .* GFLOP/s a rank, as machine local tells none, d", shown
+    )
+    assert " for each of 3 call(s) of the pipeline, " in shown and " images an hour" in shown
 
 
 def test_a_dry_run_of_slices(tmp_path, capsys):

@@ -195,4 +195,5 @@ def test_a_benchmark_without_kernels_is_a_mistake_in_words(monkeypatch, tmp_path
     assert main(["bench", "kernels", *words]) == 2
     said = capfd.readouterr().err
     assert f"{tmp_path} has mode 0777" in said and "Traceback" not in said
+    assert "bench kernels, 1 thread(s): SYCL kernels are compiled now" in said
     assert said.splitlines()[-1] == "cocodiff: nothing was measured with 1 thread(s): the line above says why"

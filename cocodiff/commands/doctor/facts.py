@@ -66,7 +66,7 @@ class RankFacts:
     host_cores: all cores of the host. free and total: bytes of memory.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
     wrong_kernels: operations of SYCL that do not give torch's results here.
-    mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec outside this environment; python_prefix: the
+    mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
     environment's folder, where the one of PyPI would lie.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import sys
 from importlib import metadata
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import Launch, system_mpiexec
 from cocodiff.commands.doctor.facts import Card, Nic, RankFacts
 from cocodiff.commands.doctor.sysman import Sysman
 from cocodiff.device import free_memory
@@ -63,7 +62,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
         sycl=sycl,
         no_sycl=no_sycl,
         mpi_library=loaded_library("libmpi"),
-        system_mpi=system_mpi(),
+        system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
         wrong_kernels=tuple(wrong),
     )
@@ -182,13 +181,3 @@ def loaded_library(name: str) -> str:
     """The path of a shared library that this process has loaded, "" where it has not."""
     found = re.search(rf"\S*/{name}\.so\S*", read(Path("/proc/self/maps")))
     return found[0] if found else ""
-
-
-def system_mpi() -> str:
-    """An mpiexec on PATH that is not this environment's own, "" without one."""
-    inside = {Path(sys.prefix).resolve(), Path(sys.prefix)}
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        found = shutil.which("mpiexec", path=folder) if folder else None
-        if found and Path(found).resolve().parent.parent not in inside and Path(found).parent.parent not in inside:
-            return found
-    return ""

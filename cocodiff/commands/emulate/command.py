@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.launch import Launch, detect, find_mpiexec
 from cocodiff.commands.children import die_with_parent
 from cocodiff.commands.dispatch import COMMANDS, run_command
 from cocodiff.commands.emulate.enter import TILES
@@ -167,17 +167,12 @@ def check_host(values: dict[str, Any]) -> None:
     if os.geteuid() != 0:
         lacking.insert(0, "root (for network namespaces and rate limits)")
     if values["launcher"] == "mpiexec":
-        if mpiexec() is None:
+        if find_mpiexec() is None:
             lacking.append("mpiexec: pip install cocodiff[local-mpi]")
         if "shm" in os.environ.get("I_MPI_FABRICS", ""):
             raise UserError("I_MPI_FABRICS names shm, which would go past the emulated links: unset it")
     if lacking:
         raise UserError(f"emulate needs what is not here: {'; '.join(lacking)}")
-
-
-def mpiexec() -> str | None:
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def run_emulated(values: dict[str, Any], topology: Topology, command: list[str], own: bool, token: str) -> int:
@@ -276,7 +271,7 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
         "I_MPI_PIN": "0",
         "I_MPI_HYDRA_IFACE": "lo",
     }
-    launcher = mpiexec()
+    launcher = find_mpiexec()
     assert launcher is not None, "checked before"
     words = [
         launcher,
