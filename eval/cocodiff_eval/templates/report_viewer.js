@@ -106,7 +106,7 @@ class Viewer {
   }
 
   curves() {
-    const { psnr_db, ssim, numbers, total } = this.numbers;
+    const { psnr_db, ssim, numbers, first, total } = this.numbers;
     const box = element("div", { class: "curves" });
     this.drawnCurves = [];
     if (!this.numbers.stack || numbers.length < 2 || !Object.keys(psnr_db).length) {
@@ -114,7 +114,7 @@ class Viewer {
     } else {
       const left = element("div");
       for (const [title, values] of [["PSNR, dB", psnr_db], ["SSIM", ssim]]) {
-        const curve = new Curve(title, values, numbers, this.modes, total, (number) => this.nearest(number));
+        const curve = new Curve(title, values, numbers, this.modes, first, total, (number) => this.nearest(number));
         this.drawnCurves.push(curve);
         left.append(curve.figure);
       }
