@@ -34,6 +34,11 @@ class Series:
         return slice_index(name) if self.stack is not None else self.names.index(name)
 
     @property
+    def left(self) -> list[int]:
+        """The slices of the stack that are masked wholly, and were not restored."""
+        return [number for one in self.inputs for number in one["wholly_masked"]] if self.stack is not None else []
+
+    @property
     def modes(self) -> list[str]:
         """The presets, and biharmonic where there is such a baseline."""
         modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in rows)
@@ -80,7 +85,7 @@ def numbers(series: Series) -> dict[str, Any]:
     modes = series.modes
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
-    document["stack"] = series.stack
+    document["stack"], document["left"] = series.stack, series.left
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         lists: dict[str, list[float | None]] = {mode: [] for mode in modes}
         for number in order:
@@ -114,11 +119,11 @@ def remarks(series: Series) -> list[tuple[str, str]]:
         return []
     thing = "slice" if series.stack is not None else "image"
     masked = set(series.rows)
-    left = [number for one in series.inputs for number in one["wholly_masked"]]
+    left = series.left
     unmasked = [number for number in series.all if number not in masked and number not in left]
     unknown = [n for n, rows in series.rows.items() if all(row["mse"] is None for row in rows)]
     apart = [n for n, rows in series.rows.items() if not any(row.get("exact_compared", True) for row in rows)]
-    found = [(_intensities(one), one["name"] if series.stack is None else "") for one in series.inputs]
+    found = [(_intensities(one), one["name"] if len(series.inputs) > 1 else "") for one in series.inputs]
     if left:
         what = "is masked wholly and was" if len(left) == 1 else "are masked wholly and were"
         found.append((f"{_count(left, thing)} {what} left as in the input", _ranges(left, series)))
@@ -143,11 +148,11 @@ def remarks(series: Series) -> list[tuple[str, str]]:
 def _intensities(one: Mapping[str, Any]) -> str:
     """The range of an entry of `inputs`, and what lies beyond it."""
     (low, high), (lowest, highest), beyond = one["range"], one["extremes"], one["beyond"]
-    told = f"One unit of intensity is {high - low:.6g}: from {low:.6g} to {high:.6g}"
+    told = f"The range of intensities is {low:.6g} to {high:.6g}"
     if not beyond:
         return told
-    voxels = "1 voxel" if beyond == 1 else f"{beyond:,} voxels"
-    return f"{told}. {voxels} outside the mask beyond it, of {lowest:.6g} to {highest:.6g}, kept as they are"
+    voxels = "1 voxel outside the mask lies" if beyond == 1 else f"{beyond:,} voxels outside the mask lie"
+    return f"{told}; {voxels} beyond it (the data reach from {lowest:.6g} to {highest:.6g})"
 
 
 def _count(indices: Sequence[int], thing: str) -> str:

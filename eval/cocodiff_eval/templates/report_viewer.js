@@ -235,7 +235,8 @@ class Viewer {
   describe(slice, kind) {
     const of = OF_A_PRESET.includes(kind) ? (kind === "image" ? this.mode : `${KINDS[kind]}: ${this.mode}`) : KINDS[kind];
     let value = OF_A_PRESET.includes(kind) ? this.judged(this.mode) : "";
-    if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
+    if (this.numbers.left.includes(this.number)) value = "masked wholly: the slice was left as in the input";
+    else if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
     else if (kind === "original" && this.unknown) value = "the original under the mask is unknown";
     this.caption.replaceChildren(element("strong", {}, of), element("span", { class: "value" }, value));
     this.canvas.setAttribute("aria-label", `${this.name(this.number)}, ${of}. ${value}`);
