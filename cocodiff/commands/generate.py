@@ -13,6 +13,7 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
+from cocodiff.commands.cost import Cost, measured
 from cocodiff.commands.deal import deal_of
 from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import (
@@ -28,7 +29,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff.commands.session import DTYPES, Cost, Job, Session, finish, measured, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
 from cocodiff.commands.terminal import JobBar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -221,6 +222,7 @@ def judge(session: Session, name: str, images: dict[str, Image], exact: str | No
                 whole_bytes=image.cost.whole,
                 late_bytes=image.cost.late,
                 exact_bytes=compared.cost.sent if compared is not None else None,
+                times={"rank_seconds": image.cost.rank_seconds},
             )
         )
     return rows

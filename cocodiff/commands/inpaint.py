@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,11 @@ OPTIONS = (
     ),
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
+    Option(
+        "range",
+        "intensities low,high that models see as black and white, and that PSNR refers to, instead of those outside "
+        "the mask without outliers",
+    ),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
     Option("steps", "denoising steps that run", 50, type=int),
@@ -88,6 +94,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(job.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
+    for line in (line for task in tasks for line in task.remarks() if launch.speaks):
+        say(line)
     if job.quality is not None:
         from cocodiff.commands.quality_stack import check_truth
 
@@ -153,13 +161,14 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     """The work: a `restore_stack.Task` for each input and mask. Raises UserError; reads, writes nothing."""
     from cocodiff_eval.formats.region import Part
     from cocodiff_eval.formats.table import result_format
-    from cocodiff_eval.intensity import intensity_range
+    from cocodiff_eval.intensity import intensity_range, parse_range
     from cocodiff_eval.masks import make_mask
     from cocodiff_eval.slices import open_stacks, open_truth
 
     from cocodiff.commands.tasks import Task, file_names
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
+    given = parse_range(values["range"]) if values.get("range") is not None else None
     part = Part(values.get("slices") or "", values.get("roi") or "")
     stacks = open_stacks(values["input"], links, part)
     if values["truth"] and len(stacks) > 1:
@@ -175,7 +184,7 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
             if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
-            found.append((stack, mask, intensity_range(stack, mask, progress), known))
+            found.append((stack, mask, intensity_range(stack, mask, progress, given), known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
     return [Task(*one, files, word) for one, files, word in zip(found, names, words, strict=True)]
@@ -195,6 +204,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     values, session = job.values, open_session(job, transport)
     job, presets, samples = session.job, list(job.presets), values["samples"]
     restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
+    restorer = replace(restorer, replica=session.replica.number)
     masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
     bounded = slices_of_masks(job.quality, tasks, masked, values["exact_slices"]) if job.quality is not None else {}
     batches: list[Batch] = []
@@ -206,7 +216,9 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     pages = ReportPictures(kept, plan_pictures(masked, len(presets) * (1 + (samples > 1)) + 1))
     results = Results(session.images, Parts(kept / "samples"), pages)
     settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
-    with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():
+    # Slices without masked voxels are copied, which takes next to no time.
+    sizes = [batch.size if masked[batch.task][batch.indices[0]] else 0 for batch in batches]
+    with session.queue(settings, sizes, unit) as queue, torch.no_grad():
         restorer.inpainter.on_step = queue.bar.advance
         chosen = choose(session, queue, tasks, bounded, batches, restorer) if job.quality is not None else None
         if session.folder is not None:
@@ -263,10 +275,11 @@ def hand_over(
         lambda task, index: picture_of(tasks[task], index, presets, images, samples),
         reading_bar(not job.values["quiet"]),
     )
-    counts = {task.stack.name: len(task.stack) for task in tasks if len(task.stack) > 1}
+    numbers = {task.stack.name: task.stack.numbers for task in tasks if len(task.stack) > 1}
     rows = [row for _, _, row in found]
     bounds = chosen.records if chosen is not None else None
-    finish(session, rows, pictures, bounds, slice_counts=counts, side=pages.plan.side)
+    inputs = [task.record() for task in tasks]
+    finish(session, rows, pictures, bounds, inputs, slices=numbers, side=pages.plan.side)
 
 
 def rows_of_parts(

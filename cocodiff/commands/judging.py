@@ -17,9 +17,9 @@ from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
 
+from cocodiff.commands.cost import Cost
 from cocodiff.commands.report_pictures import picture
 from cocodiff.commands.samples import Drawn
-from cocodiff.commands.session import Cost
 from cocodiff.commands.tasks import Task, result_files, slice_name, spread_of
 
 
@@ -94,7 +94,7 @@ def judge_slice(
                 task.mask.name,
                 preset,
                 quality(scale, truth_YX, native[preset], mask_YX),
-                one.cost.seconds,
+                one.cost.wall_seconds,
                 one.cost.sent,
                 psnr_vs_exact_db=psnr_vs_exact_db(scale, exact, one, mask_YX) if exact is not None else None,
                 exact_compared=exact is not None,
@@ -104,6 +104,7 @@ def judge_slice(
                 late_bytes=one.cost.late,
                 exact_bytes=exact.cost.sent if exact is not None else None,
                 of_samples=of_samples if samples > 1 else None,
+                times={"rank_seconds": one.cost.rank_seconds, "replica_seconds": one.cost.of_replicas},
             )
         )
     return Judged(native, rows, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX))

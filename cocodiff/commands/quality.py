@@ -19,9 +19,9 @@ from cocodiff.config import Config, find_shipped, read_yaml
 from cocodiff.errors import UserError
 
 if TYPE_CHECKING:
+    from cocodiff.commands.cost import Cost
     from cocodiff.commands.replicas import Queue
     from cocodiff.commands.samples import PartsOfSettings
-    from cocodiff.commands.session import Cost
     from cocodiff.planning.placement import Work
     from cocodiff.topology.machine import Topology
 

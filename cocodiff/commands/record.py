@@ -15,6 +15,7 @@ REMEMBERED = (
     "seed",
     "prompt",
     "guidance",
+    "range",
     "model",
     "dtype",
     "batch",

@@ -15,11 +15,11 @@ from cocodiff_eval.restore import plan_slice, restore_slices
 from cocodiff_eval.tiling import TilingSettings, plan_restoration, steps_at
 from cocodiff_eval.uncertainty import Moments
 
+from cocodiff.commands.cost import Cost, measured
 from cocodiff.commands.judging import Run, Seen, judge_slice
 from cocodiff.commands.pipelines import Model
 from cocodiff.commands.report_pictures import ReportPictures
 from cocodiff.commands.samples import Batch, Drawn, Parts
-from cocodiff.commands.session import Cost, measured
 from cocodiff.commands.tasks import Task, result_files
 from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
@@ -65,7 +65,8 @@ def mean_call(
 @dataclass(frozen=True)
 class Restorer:
     """Restores slices: with the model's tiles, and an engine for each mode. `presets` are the modes whose results are
-    kept; a further one in `engines` is the exact run that they are compared with."""
+    kept; a further one in `engines` is the exact run that they are compared with. replica: the number of the one that
+    does it."""
 
     inpainter: PipelineInpainter
     engines: Mapping[str, Engine]
@@ -73,6 +74,7 @@ class Restorer:
     exact: str | None
     batch: int
     tiling: TilingSettings
+    replica: int = 0
 
     @classmethod
     def of_model(
@@ -99,14 +101,22 @@ class Restorer:
         prepared_YX: Sequence[np.ndarray],
         masks_YX: Sequence[np.ndarray],
         mode: str,
+        limits: tuple[float, float],
         samples: Sequence[int] | None = None,
     ) -> list[Run]:
-        """Slices in one mode, on all ranks of the engine. samples: of each slice the number of the sample, 0 unless
-        given."""
+        """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
+        of the sample, 0 unless given."""
         with measured(self.engines[mode]) as cost:
             restored = restore_slices(
-                prepared_YX, masks_YX, self.inpainter, batch=self.batch, settings=self.tiling, samples=samples
+                prepared_YX,
+                masks_YX,
+                self.inpainter,
+                batch=self.batch,
+                settings=self.tiling,
+                samples=samples,
+                limits=limits,
             )
+        cost.of_replicas = {str(self.replica): cost.seconds}
         return [Run(one_YX, share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)]
 
 
@@ -165,10 +175,11 @@ def draw_modes(
         return seen, {mode: [Drawn(Moments.of(one_YX), Cost()) for one_YX in prepared] for mode in modes}
     if bar.shown:
         bar.begin(batch.size, restorer.tile_steps(masks) * len(batch.samples) * len(modes))
-    return seen, {mode: draw(batch, restorer, prepared, masks, mode, seen) for mode in modes}
+    return seen, {mode: draw(task, batch, restorer, prepared, masks, mode, seen) for mode in modes}
 
 
 def draw(
+    task: Task,
     batch: Batch,
     restorer: Restorer,
     prepared: Sequence[np.ndarray],
@@ -183,7 +194,8 @@ def draw(
     psnr_db: list[list[float | None]] = [[] for _ in seen]
     for pairs in batch.calls:
         places, samples = zip(*pairs, strict=True)
-        runs = restorer.run([prepared[n] for n in places], [masks[n] for n in places], mode, samples)
+        of_call = ([prepared[n] for n in places], [masks[n] for n in places])
+        runs = restorer.run(*of_call, mode, task.scale.limits01, samples)
         for place, run in zip(places, runs if seen else [], strict=False):
             one = Moments.of(run.restored01_YX)
             moments[place] = moments[place].merged(one) if place in moments else one

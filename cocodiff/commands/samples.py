@@ -19,7 +19,7 @@ import numpy as np
 from cocodiff_eval.report import shown_slices
 from cocodiff_eval.uncertainty import Moments
 
-from cocodiff.commands.session import Cost
+from cocodiff.commands.cost import Cost
 
 BATCHES = 16  # of a task; with fewer, samples are dealt to replicas too
 SHARING = 2  # samples that a small model restores in one call at least

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from cocodiff_eval.steps import mean_profile
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
@@ -33,7 +31,6 @@ from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
     from cocodiff.commands.quality import Quality
-    from cocodiff.engine import Engine
 
 EXACT = "flat"  # the preset that others are judged against
 EVERY_RANK_IMPORTS = (
@@ -272,70 +269,18 @@ def same_bits(config: Config, exact: Config) -> bool:
     }
 
 
-@dataclass
-class Cost:
-    """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
-    in a lossy run what its coding noted at each step (`Engine.drift_profile`). whole: what the bytes would have been
-    with all tokens as they are; late: those of `sent` that no call of attention waited for."""
-
-    seconds: float = 0.0
-    sent: dict[str, int] = field(default_factory=dict)
-    drift: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, int] = field(default_factory=dict)
-    late: dict[str, int] = field(default_factory=dict)
-
-    def shares(self, count: int) -> list[Cost]:
-        """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
-        have one more. The drift is that of all of them."""
-
-        def share(of: dict[str, int], n: int) -> dict[str, int]:
-            return {link: sent * (n + 1) // count - sent * n // count for link, sent in of.items()}
-
-        bytes_of = (self.sent, self.whole, self.late)
-        parts = [[share(of, n) for of in bytes_of] for n in range(count)]
-        return [Cost(self.seconds / count, sent, self.drift, whole, late) for sent, whole, late in parts]
-
-    @classmethod
-    def summed(cls, costs: Sequence[Cost]) -> Cost:
-        """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
-        if len(costs) == 1:
-            return costs[0]
-
-        def total(parts: Sequence[dict[str, int]]) -> dict[str, int]:
-            links = dict.fromkeys(link for part in parts for link in part)
-            return {link: sum(part.get(link, 0) for part in parts) for link in links}
-
-        sent, whole, late = (total([getattr(cost, name) for cost in costs]) for name in ("sent", "whole", "late"))
-        return cls(sum(cost.seconds for cost in costs), sent, mean_profile([cost.drift for cost in costs]), whole, late)
-
-
-@contextmanager
-def measured(engine: Engine) -> Iterator[Cost]:
-    """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
-    cost, before = Cost(), [engine.bytes(purpose) for purpose in ("attention", "whole", "late")]
-    engine.forget_drift()
-    started = time.perf_counter()
-    with engine:
-        yield cost
-    cost.seconds = time.perf_counter() - started
-    cost.sent, cost.whole, cost.late = (
-        {link: count - earlier[link] for link, count in engine.bytes(purpose).items()}
-        for purpose, earlier in zip(("attention", "whole", "late"), before, strict=True)
-    )
-    cost.drift = engine.drift_profile()
-
-
 def finish(
     session: Session,
     rows: Sequence[Any],
     pictures: Iterable[str],
     bounds: list[dict[str, Any]] | None = None,
+    inputs: list[dict[str, Any]] | None = None,
     **report: Any,
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    bounds: how a bound on quality was kept, by `quality.Group.record`. pictures, report: arguments of
-    `cocodiff_eval.report.write_report`.
+    bounds: how a bound on quality was kept, by `quality.Group.record`; inputs: by `Task.record`. pictures, report:
+    arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
@@ -344,7 +289,7 @@ def finish(
     records = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
     if session.folder is not None:
         records = {mode: of_ranks for mode, of_ranks in records.items() if of_ranks}
-        _write_results(session, session.folder, rows, pictures, records, bounds, report)
+        _write_results(session, session.folder, rows, pictures, records, bounds, inputs, report)
     transport.broadcast_object(None)
 
 
@@ -355,6 +300,7 @@ def _write_results(
     pictures: Iterable[str],
     records: Any,
     bounds: list[dict[str, Any]] | None,
+    inputs: list[dict[str, Any]] | None,
     report: dict[str, Any],
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
@@ -367,6 +313,8 @@ def _write_results(
     document = metrics_document(values, ranks, rows)
     if bounds is not None:
         document["quality"] = bounds
+    if inputs is not None:
+        document["inputs"] = inputs
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     save_traces(folder / "trace.json", records)
     facts = {

@@ -16,6 +16,7 @@ from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import Stack, unique_names
 
+SHOWN = 12  # numbers of slices in a line
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
 
@@ -45,6 +46,43 @@ class Task:
     truth: Stack | None
     files: FileNames
     format: str = "tiff"
+
+    @property
+    def left(self) -> list[int]:
+        """The numbers of the slices that are masked wholly, and so left as they are."""
+        return [self.stack.numbers[index] for index in sorted(self.mask.full)]
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.json and the report say of the input: the numbers of its slices, from the first to before the
+        second; the range of intensities, and how many voxels outside the mask lie beyond it, up to which; the slices
+        that are masked wholly."""
+        numbers, scale = self.stack.numbers, self.scale
+        return {
+            "name": self.stack.name,
+            "mask": self.mask.name,
+            "slices": [numbers.start, numbers.stop] if self.stack.ndim == 3 else None,
+            "range": [scale.low, scale.high],
+            "extremes": [*(scale.extremes or (scale.low, scale.high))],
+            "beyond": scale.beyond,
+            "wholly_masked": self.left,
+        }
+
+    def remarks(self) -> list[str]:
+        """What the user has to know of the input before it is restored."""
+        scale, where, found = self.scale, f"{self.stack.name}, mask {self.mask.name}", []
+        if self.left:
+            shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
+            found.append(
+                f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
+                f"the input ({shown})"
+            )
+        if scale.extremes is not None:
+            low, high = scale.extremes
+            found.append(
+                f"{where}: intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the "
+                f"mask lie beyond: --range {low:.9g},{high:.9g} takes them in"
+            )
+        return found
 
 
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
@@ -97,4 +135,5 @@ def spread_of(preset: str) -> str:
 
 
 def slice_name(stack: Stack, index: int) -> str:
-    return stack.name if stack.ndim == 2 else f"{stack.name}[{index}]"
+    """`scan[12]` for slice 12 of the input, also where the stack begins at a later one than 0."""
+    return stack.name if stack.ndim == 2 else f"{stack.name}[{stack.numbers[index]}]"

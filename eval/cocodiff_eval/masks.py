@@ -22,16 +22,21 @@ HIDDEN_CELLS = 9  # of 36: a quarter of the slice
 
 @dataclass(frozen=True)
 class Mask:
-    """Which voxels of a stack are to be restored. `from_file` means that the truth under it is unknown."""
+    """Which voxels of a stack are to be restored.
+
+    from_file  the truth under it is unknown
+    full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
+    """
 
     name: str
     from_file: bool
     shape: tuple[int, int, int]
     reader: Callable[[int], np.ndarray]
+    full: frozenset[int] = frozenset()
 
     def read(self, index: int) -> np.ndarray:
-        """The mask of slice `index`, boolean [Y, X]."""
-        return self.reader(index)
+        """What is to be restored of slice `index`, boolean [Y, X]: nothing of one that is masked wholly."""
+        return np.zeros(self.shape[1:], bool) if index in self.full else self.reader(index)
 
 
 def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
@@ -62,7 +67,7 @@ def make_mask(
     follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is.
     A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
     part of. In a file, non-zero is "restore".
-    Raises UserError for another shape, an empty or full mask, and more than two values.
+    Raises UserError for another shape, a mask that is empty or wherever it is not empty full, and more than two values.
     """
     if kind in GENERATED:
         shape = stack.shape[1:]
@@ -92,18 +97,20 @@ def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    _check_values(volume, progress)
+    full = _check_values(volume, progress)
     name = safe_stem(volume.stem)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
         return Mask(name, True, stack.shape, lambda index: mask_YX)
-    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0)
+    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, full)
 
 
-def _check_values(volume: RawVolume, progress: Progress) -> None:
-    """Two values at most, something to restore, and something outside it in every slice."""
+def _check_values(volume: RawVolume, progress: Progress) -> frozenset[int]:
+    """Two values at most, and in some slice something to restore and something outside it. The slices without such
+    voxels outside it."""
     values: set[float] = set()
-    hidden = 0
+    hidden: list[int] = []
+    full: list[int] = []
     for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
@@ -117,10 +124,14 @@ def _check_values(volume: RawVolume, progress: Progress) -> None:
             )
         count = int(np.count_nonzero(slice_YX))
         if count == slice_YX.size:
-            where = f"slice {index} is" if volume.ndim == 3 else "all voxels are"
-            raise UserError(
-                f"{volume.path}: {where} masked, nothing is left to restore it from; 0 must mark the voxels to keep"
-            )
-        hidden += count
-    if hidden == 0:
+            full.append(index)
+        elif count:
+            hidden.append(index)
+    if full and not hidden:
+        where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
+        raise UserError(
+            f"{volume.path}: {where} masked, nothing is left to restore from; 0 must mark the voxels to keep"
+        )
+    if not hidden:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
+    return frozenset(full)

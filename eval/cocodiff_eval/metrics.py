@@ -1,7 +1,7 @@
 """Quality inside the mask, and the rows and summary of `metrics.json`.
 
 Images are compared after normalising with the range outside the mask (`IntensityRange`), so that one intensity unit is
-the input's whole known range. Voxels whose truth is NaN or Inf have no truth: they are left out.
+the input's whole known range, without outliers. Voxels whose truth is NaN or Inf have no truth: they are left out.
 """
 
 from __future__ import annotations
@@ -118,9 +118,12 @@ def metrics_row(
     whole_bytes: Mapping[str, int] | None = None,
     late_bytes: Mapping[str, int] | None = None,
     of_samples: Mapping[str, float | None] | None = None,
+    times: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
 
+    `seconds` is wall time. `times` may tell `rank_seconds`, those of all ranks that worked on the image, added up, and
+    `replica_seconds`, those of each replica that did, by its number: replicas work at the same time.
     `exact_compared` is False where no exact run was made (`--no-exact`, or a slice that is not among those compared): a
     null `psnr_vs_exact_db` then says nothing.
     `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
@@ -145,6 +148,7 @@ def metrics_row(
         "seconds": seconds,
         "bytes": {link: int(link_bytes.get(link, 0)) for link in LINKS},
     }
+    row |= times or {}
     if whole_bytes is not None:
         row["bytes_whole"] = {link: int(whole_bytes.get(link, 0)) for link in LINKS}
     if late_bytes is not None and any(late_bytes.values()):

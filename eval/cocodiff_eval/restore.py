@@ -80,15 +80,17 @@ def restore_slices(
     batch: int = 8,
     settings: TilingSettings | None = None,
     samples: Sequence[int] | None = None,
+    limits: tuple[float, float] = (0.0, 1.0),
 ) -> list[np.ndarray]:
     """Restore several slices as `restore_slice` does each, with tiles of all of them in one call of the model.
 
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
     a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
     samples: a number for each, 0 unless given; the same slice under another number gets other noise.
+    limits: restored voxels stay between these (`IntensityRange.limits01`).
     """
     started = [
-        _restoration(image_YX, mask_YX, inpainter, batch, settings, sample)
+        _restoration(image_YX, mask_YX, inpainter, batch, settings, sample, limits)
         for image_YX, mask_YX, sample in zip(images_YX, masks_YX, samples or [0] * len(images_YX), strict=True)
     ]
     restored: list[np.ndarray | None] = [None] * len(started)
@@ -144,6 +146,7 @@ def _restoration(
     batch: int,
     settings: TilingSettings | None,
     sample: int,
+    limits: tuple[float, float],
 ) -> Restoration:
     """One slice, request by request."""
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
@@ -160,7 +163,7 @@ def _restoration(
             image = yield from _run_pass(image, level, tile_pass, plan, keys_from)
         coarser = image
     assert coarser is not None
-    restored_YX = np.clip(coarser, 0.0, 1.0).astype(np.float32)
+    restored_YX = np.clip(coarser, *limits).astype(np.float32)
     return np.where(mask_YX, restored_YX, image_YX.astype(np.float32))
 
 

@@ -44,6 +44,22 @@ class Stack:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def numbers(self) -> range:
+        """What the slices are called by: their numbers in the input, of which this may be a part."""
+        first = self._start[0]
+        return range(first, first + len(self))
+
+    @property
+    def _start(self) -> tuple[int, int, int]:
+        return self.volume.region.start if self.volume.region is not None else (0, 0, 0)
+
+    def place(self, index: int, row: int, column: int) -> str:
+        """A voxel of slice `index` as messages name it: where it is in the input."""
+        _, top, left = self._start
+        found = f"row {top + row}, column {left + column}"
+        return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
+
     def read(self, index: int) -> np.ndarray:
         """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
         image_YX = np.asarray(self.volume.reader(index))

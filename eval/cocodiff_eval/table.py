@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cocodiff.text_table import aligned
 from cocodiff_eval.metrics import LINKS, mean, means_of_samples
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
+RANK_SECONDS = "rank s"  # heading, after seconds, where there are several ranks
 OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, after SSIM, where there are several samples
 _LONGEST_NAME = 28
 MISSING = "–"
@@ -64,7 +65,8 @@ def base_name(name: str) -> str:
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
     """(stack, mask, number of slices, one row for each preset), in the order of `rows`.
 
-    The rows of a stack's slices are taken together: quality is their mean, seconds and bytes their sum.
+    The rows of a stack's slices are taken together: quality is their mean, rank seconds and bytes their sum, seconds
+    that of the replica that took longest.
     """
     groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -86,9 +88,11 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         **means_of_samples(rows),
         "name": base_name(rows[0]["name"]),
         "exact_compared": any(row.get("exact_compared", True) for row in rows),
-        "seconds": sum(row["seconds"] for row in rows),
+        "seconds": _wall_seconds(map(_replica_seconds, rows)),
         "bytes": {link: sum(row["bytes"][link] for row in rows) for link in rows[0]["bytes"]},
     }
+    if all("rank_seconds" in row for row in rows):
+        together["rank_seconds"] = sum(row["rank_seconds"] for row in rows)
     if all("bytes_whole" in row for row in rows):
         together["bytes_whole"] = {link: sum(row["bytes_whole"][link] for row in rows) for link in LINKS}
     if any("bytes_late" in row for row in rows):
@@ -96,9 +100,29 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if baselines:
         together["baseline"] = {
             **{key: mean([one[key] for one in baselines]) for key in quality},
-            "seconds": sum(one["seconds"] for one in baselines),
+            "seconds": _wall_seconds(_baseline_seconds(row) for row in rows if row.get("baseline") is not None),
         }
     return together
+
+
+def _wall_seconds(of_slices: Iterable[Mapping[str, float]]) -> float:
+    """How long slices took together, of which each tells the seconds of the replicas that worked on it: replicas work
+    at the same time, so the seconds of the one that took longest."""
+    total: dict[str, float] = {}
+    for of_slice in of_slices:
+        for replica, seconds in of_slice.items():
+            total[replica] = total.get(replica, 0.0) + seconds
+    return max(total.values())
+
+
+def _replica_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
+    return row.get("replica_seconds") or {"0": row["seconds"]}
+
+
+def _baseline_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
+    """The baseline is made where a slice is judged: by its replica, or by the first where several worked on it."""
+    replicas = [*_replica_seconds(row)]
+    return {replicas[0] if len(replicas) == 1 else "0": row["baseline"]["seconds"]}
 
 
 def _shorten(name: str) -> str:
@@ -111,7 +135,8 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
     sampled = OF_SAMPLES if any("samples" in row for row in metrics["images"]) else ()
-    lines: list[tuple[str, ...]] = [(*HEADINGS[:5], *sampled, *HEADINGS[5:])]
+    ranked = (RANK_SECONDS,) if has_rank_seconds(metrics) else ()
+    lines: list[tuple[str, ...]] = [(*HEADINGS[:5], *sampled, *HEADINGS[5:7], *ranked, HEADINGS[7])]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in with_baseline(rows):
@@ -119,8 +144,14 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
             quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), *told, versus_exact(row))
             total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
             shown_mask = "-" if mask is None else mask
-            lines.append((shown, shown_mask, row["mode"], *quality, number(row["seconds"], 1), total))
+            seconds = [number(row.get(name), 1) for name in ("seconds", "rank_seconds")[: 1 + len(ranked)]]
+            lines.append((shown, shown_mask, row["mode"], *quality, *seconds, total))
     return text_table(lines, "<<<" + ">" * (len(lines[0]) - 3))
+
+
+def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
+    """Whether there are several ranks, whose seconds are another number than those on the clock."""
+    return metrics["ranks"] > 1 and any("rank_seconds" in row for row in metrics["images"])
 
 
 def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

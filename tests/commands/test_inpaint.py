@@ -161,6 +161,45 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
         assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
 
 
+def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_are_left(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slices 2 to 6 of 8: of them 3 and 5 are restored, 6 is masked wholly, 2 and 4 are not masked."""
+    volume, labels = noise((8, 48, 48), np.uint16) // 4, np.zeros((8, 48, 48), np.uint8)
+    labels[[3, 5], 10:20, 10:20], labels[6] = 1, 1
+    volume[3, 8, 8], volume[3, 0, 0], volume[6] = 65535, 0, 60000
+    for name, array in (("scan", volume), ("holes", labels)):
+        tifffile.imwrite(tmp_path / f"{name}.tif", array, photometric="minisblack")
+    inputs = ("--input", tmp_path / "scan.tif", "--mask", tmp_path / "holes.tif", "--truth", tmp_path / "scan.tif")
+    words = (*inputs, "--slices", "2:7", "--model", model, "--steps", 2, "--batch", 1, "--out", tmp_path / "out")
+    assert main(["inpaint", *map(str, words)]) == 0
+    said = capsys.readouterr()
+    assert "scan, mask holes: 1 slice(s) masked wholly, which leaves nothing to restore from: left as in" in said.out
+    assert "1 voxel(s) outside the mask lie beyond: --range 0,65535 takes them in" in said.out
+    assert "2 of 2 slices" in said.err and "of 5" not in said.err  # the others are no work
+    images = tmp_path / "out" / "images"
+    assert sorted(path.name for path in images.glob("*.png")) == ["scan[3]_holes_tapa.png", "scan[5]_holes_tapa.png"]
+    restored = tifffile.imread(images / "scan_holes_tapa.tif")
+    hidden = (labels[2:7] > 0) & (np.arange(2, 7) != 6)[:, None, None]
+    assert np.array_equal(restored[~hidden], volume[2:7][~hidden])
+    assert not np.array_equal(restored[hidden], volume[2:7][hidden])
+    assert np.asarray(Image.open(images / "scan[3]_holes_tapa.png")).mean() > 100  # the hot voxel leaves the window
+    document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert [row["name"] for row in document["images"]] == ["scan[3]", "scan[5]"]
+    (told,) = document["inputs"]
+    assert (told["slices"], told["wholly_masked"], told["beyond"]) == ([2, 7], [6], 1)
+    assert told["range"][1] <= 16383 and told["extremes"][1] == 65535
+    for row in document["images"]:
+        assert row["rank_seconds"] == row["seconds"] == row["replica_seconds"]["0"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "2 slices without masked voxels" in page and "masked wholly and was left as in the input" in page
+    explicit = ("--config", tmp_path / "out" / "run.yaml", "--range=-10,70000")
+    assert main(["inpaint", *map(str, explicit)]) == 0 and "lie beyond" not in capsys.readouterr().out
+    again = tmp_path / "out-2"
+    assert json.loads((again / "metrics.json").read_text())["inputs"][0]["range"] == [-10, 70000]
+    assert yaml.safe_load((again / "run.yaml").read_text())["range"] == "-10,70000"
+
+
 def test_the_truth_under_the_mask_cannot_reach_the_output(restore: Restore, tmp_path: Path) -> None:
     known, hidden = noise((100, 140), np.float32), np.zeros((100, 140), bool)
     hidden[20:60, 30:90] = True

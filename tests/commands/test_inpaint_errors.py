@@ -130,6 +130,8 @@ def test_values_out_of_range(refused: Check) -> None:
     assert "not a number" in refused("--steps", "many")
     assert "above 0 and up to 1" in refused("--strength", "1.5")
     assert "timeout_s" in refused("--timeout-s", "-1")
+    assert "--range '7': give two intensities" in refused("--range", "7")
+    assert "no voxel of" in refused("--range=-9,-1")
 
 
 def test_more_ranks_than_the_model_can_use(refused: Check) -> None:

@@ -17,10 +17,10 @@ from warm import forked
 
 from cocodiff.cli import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.commands.cost import Cost
 from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.replicas import Replica
 from cocodiff.commands.samples import batches_of
-from cocodiff.commands.session import Cost
 from cocodiff.errors import UserError
 
 SLICES = 10
@@ -103,6 +103,7 @@ def test_a_run_that_ended_badly_goes_on_only_as_it_began(
     for difference, told in (
         (("--seed", 1), "(seed: 0 there, 1 now)"),
         (("--exact_slices", 4), "(exact_slices: 3 there, 4 now)"),
+        (("--range", "0,50000"), "(range: None there, 0,50000 now)"),
     ):
         assert told in run("--resume", *difference)[1]
     code, said = run("--resume")
@@ -175,7 +176,10 @@ def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
 
     total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
     assert (total.seconds, total.sent) == (4.5, {"plane": 9})
-    first, second = total.drift
+    one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, of_replicas={str(n): 2.0 * n}) for n in (1, 2))
+    total = Cost.summed([*one.shares(2), other])
+    assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
+    first, second = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)]).drift
     assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
 
 

@@ -1,5 +1,8 @@
 """Ranges, filling, and that nothing under the mask reaches any output."""
 
+import base64
+import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +12,17 @@ import pytest
 import tifffile
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.filling import fill_from_outside
-from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, prepare_slice
+from cocodiff_eval.formats.region import Part
+from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, parse_range, prepare_slice
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, halve_shape, upsample
 from cocodiff_eval.report import Picture, encode
-from cocodiff_eval.restore import restore_slice
+from cocodiff_eval.restore import restore_slice, restore_slices
 from cocodiff_eval.slices import Stack, open_stack
 from eval_helpers import SmoothInpainter, phantom
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from cocodiff.errors import UserError
 
@@ -99,6 +104,9 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
     stack = save(tmp_path / "c.tif", np.full((20, 20), np.nan))
     with pytest.raises(UserError, match="the first at row 0, column 0"):
         intensity_range(stack, make_mask("center", stack))
+    stack = open_stack(str(tmp_path / "b.tif"), part=Part("1:3", "2:20,1:20"))
+    with pytest.raises(UserError, match=r"1 NaN or Inf voxels .* the first at slice 1, row 2, column 3"):
+        intensity_range(stack, make_mask("center", stack))
 
 
 def test_a_stack_is_read_once_and_its_progress_told(tmp_path: Path) -> None:
@@ -118,6 +126,78 @@ def test_a_stack_is_read_once_and_its_progress_told(tmp_path: Path) -> None:
     save(tmp_path / "m.tif", np.eye(20, dtype=np.uint8)[None].repeat(4, 0))
     make_mask(str(tmp_path / "m.tif"), stack, progress=progress)
     assert told == [("reading m", number) for number in range(4)]
+
+
+def hot_spot(image_YX: np.ndarray, row: int, column: int, value: float) -> np.ndarray:
+    hot_YX = image_YX.copy()
+    hot_YX[row : row + 3, column : column + 3] = value
+    return hot_YX
+
+
+@pytest.mark.parametrize(("side", "dtype", "value"), [(48, "uint16", 65535), (300, "int16", -32768), (96, "f4", 1e9)])
+def test_a_hot_spot_changes_neither_the_range_nor_the_restoration(
+    tmp_path: Path, side: int, dtype: str, value: float
+) -> None:
+    """A spot right beside the mask: the restoration is nearly the one without it, and so is the window of the report's
+    pictures. Restored values may reach as far as the data."""
+    noise_YX = np.random.default_rng(0).normal(0, 300, (side, side))
+    image_YX = (phantom(side, side) * 12000 + noise_YX).clip(0, 16383).astype(dtype)
+    stacks, mask_YX = [save(tmp_path / "a.tif", image_YX)], center_mask((side, side))
+    place = side // 4 - 3, side // 2
+    stacks.append(save(tmp_path / "b.tif", hot_spot(image_YX, *place, value)))
+    plain, hot = (intensity_range(stack, make_mask("center", stack)) for stack in stacks)
+    known = image_YX[~mask_YX]
+    assert plain == IntensityRange(float(known.min()), float(known.max()))
+    assert (hot.low, hot.high, hot.beyond) == (plain.low, plain.high, 9)
+    assert hot.extremes == (min(plain.low, value), max(plain.high, value))
+    assert hot.denormalise(np.array(hot.limits01)) == pytest.approx(hot.extremes) and plain.limits01 == (0, 1)
+    results, windows = [], []
+    for stack, scale in zip(stacks, (plain, hot), strict=True):
+        prepared_YX = prepare_slice(stack.read(0), mask_YX, scale)
+        assert prepared_YX.min() >= 0 and prepared_YX.max() <= 1
+        (restored_YX,) = restore_slices([prepared_YX], [mask_YX], SmoothInpainter(), limits=scale.limits01)
+        results.append(compose_native(stack.read(0), restored_YX, mask_YX, scale))
+        picture = Picture("a", "center", 0, stack.read(0), mask_YX, scale, {"tapa": results[-1]}, image_YX)
+        windows.append(json.loads(encode(picture, 512, 10**6))["original"])
+    np.testing.assert_array_equal(results[1][~mask_YX], stacks[1].read(0)[~mask_YX])
+    normal = [plain.normalise(result_YX[mask_YX]) for result_YX in results]
+    assert np.abs(normal[1] - normal[0]).mean() < 0.01 and -0.1 < normal[1].min() < normal[1].max() < 1.1
+    greys = [np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))[..., 0] for text in windows]
+    spot_YX = hot_spot(np.zeros((side, side)), *place, 1) > 0
+    np.testing.assert_array_equal(greys[0][~spot_YX], greys[1][~spot_YX])
+    assert set(greys[1][spot_YX]) == {255 if value > 0 else 0}
+
+
+def test_what_is_no_outlier_keeps_the_whole_range(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    few = np.zeros((90, 90))
+    few[3, 3:6] = 7  # nothing tells rare values of a discrete image from outliers
+    for image_YX in (
+        generator.normal(size=(512, 512)),
+        generator.random((20, 20)),
+        few,
+        generator.exponential(size=64),
+    ):
+        image_YX = np.atleast_2d(image_YX).repeat(1 if image_YX.ndim == 2 else 32, 0)
+        stack = save(tmp_path / "a.tif", image_YX)
+        mask = make_mask("block", stack)
+        known = image_YX[~mask.read(0)]
+        assert intensity_range(stack, mask) == IntensityRange(known.min(), known.max())
+
+
+def test_a_range_that_is_given(tmp_path: Path) -> None:
+    image_YX = np.arange(1600, dtype=np.uint16).reshape(40, 40)
+    stack = save(tmp_path / "a.tif", image_YX)
+    mask = make_mask("center", stack)
+    assert intensity_range(stack, mask, given=(-5.0, 2000.0)) == IntensityRange(-5.0, 2000.0)
+    found = intensity_range(stack, mask, given=parse_range("100, 1e3"))
+    beyond = np.count_nonzero(((image_YX < 100) | (image_YX > 1000)) & ~mask.read(0))
+    assert found == IntensityRange(100.0, 1000.0, (0.0, 1599.0), beyond)
+    with pytest.raises(UserError, match=r"--range 5000,6000: no voxel .* from 0 to 1599"):
+        intensity_range(stack, mask, given=(5000.0, 6000.0))
+    for text in ("7", "1,2,3", "2,1", "0,inf", "a,b", ""):
+        with pytest.raises(UserError, match="give two intensities, the lower first"):
+            parse_range(text)
 
 
 def test_a_range_beyond_float64(tmp_path: Path) -> None:

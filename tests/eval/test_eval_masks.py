@@ -74,7 +74,12 @@ def test_mask_files(tmp_path: Path, stack: Stack) -> None:
     for name in ("deep.tif", "m.h5:/mask"):
         mask = make_mask(f"{tmp_path}/{name}", stack)
         assert all(np.array_equal(mask.read(index), volume[index] > 0) for index in range(3))
+        assert not mask.full
     assert make_mask(f"{tmp_path}/deep.tif", stack).name == "deep"
+    volume[2] = 7  # nothing is left to restore it from
+    tifffile.imwrite(tmp_path / "full.tif", volume, photometric="minisblack")
+    mask = make_mask(f"{tmp_path}/full.tif", stack)
+    assert mask.full == {2} and [int(mask.read(index).sum()) for index in range(3)] == [0, 104, 0]
 
 
 def _levels() -> np.ndarray:
@@ -90,7 +95,10 @@ MISTAKES = {
     "empty": (np.zeros((40, 52), np.uint8), "the mask is empty, all values are 0; mark the voxels"),
     "full": (np.ones((40, 52), np.uint8), "all voxels are masked, nothing is left.*0 must mark the voxels to keep"),
     "full, two values": (np.where(np.eye(40, 52) > 0, 1, 255).astype(np.uint8), "all voxels are masked"),
-    "one full slice": (np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]), "slice 1 is masked"),
+    "one full slice": (
+        np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]),
+        "every slice with masked voxels is wholly masked, nothing",
+    ),
     "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\): threshold it"),
 }
 

@@ -153,6 +153,31 @@ def test_slices_of_a_stack_are_one_line() -> None:
     assert per_slice[0]["name"] == "scan[0]"
 
 
+def test_seconds_of_replicas_that_work_at_the_same_time_are_those_of_the_slowest() -> None:
+    rows = [
+        metrics_row(
+            f"scan[{n}]",
+            "block",
+            "flat",
+            QUALITY,
+            1.5,
+            {},
+            baseline=BASELINE,
+            times={"rank_seconds": 3.0, "replica_seconds": {str(n % 3): 1.5}},
+        )
+        for n in range(4)
+    ]
+    several = {"rank_seconds": 6.0, "replica_seconds": {"1": 1.0, "2": 2.0}}  # samples of one slice
+    rows.append(metrics_row("scan[4]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, times=several))
+    ((_, _, _, (row,)),) = grouped(rows)
+    assert (row["seconds"], row["rank_seconds"]) == (3.5, 18.0)
+    assert row["baseline"]["seconds"] == pytest.approx(3 * BASELINE["seconds"])
+    lines = terminal_table(metrics_document({}, 6, rows)).split("\n")
+    assert lines[0].split()[-4:] == ["seconds", "rank", "s", "bytes"]
+    assert lines[1].split()[-4:] == ["3.5", "18.0", "0", "B"] and lines[2].split()[-3:] == ["1.2", "-", "-"]
+    assert "rank s" not in terminal_table(metrics_document({}, 1, rows))
+
+
 def test_terminal_table() -> None:
     lines = terminal_table(metrics_document({}, 1, rows())).split("\n")
     assert lines[0].split() == ["image", "mask", "preset", "PSNR", "dB", "SSIM", "vs", "exact", "seconds", "bytes"]

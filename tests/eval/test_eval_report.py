@@ -150,7 +150,7 @@ def test_steps_are_drawn_where_tensors_were_coded_or_displaced(tmp_path: Path) -
     ]
     rows.append(metrics_row("s[0]", "block", "flat", QUALITY, 1.0, {}))
     assert "bytes_late" not in rows[0] and rows[1]["bytes_late"]["plane"] == 5
-    page = rendered(tmp_path, metrics_document({}, 2, rows), [], FACTS, slice_counts={"s": 2})
+    page = rendered(tmp_path, metrics_document({}, 2, rows), [], FACTS, slices={"s": range(2)})
     assert not Outline(page).open
     (told,) = re.findall(r'<svg viewBox="[^"]*" role="img" aria-label="(ahead[^"]*)"', page)
     assert told == (
@@ -172,7 +172,7 @@ def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> No
     rows = [metrics_row(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
     dark_YX = np.where(MASK_YX, IMAGE_YX * 0.5, IMAGE_YX)
     pictures = [Picture(f"scan[{n}]", "scratch", n, IMAGE_YX, MASK_YX, SCALE, {"flat": dark_YX}) for n in (0, 7)]
-    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 9})
+    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(9)})
     outline = Outline(page)
     assert page.count("<td>–</td>") == 8 and "9 slices" in page  # of the means, and of the part that was sent, too
     assert "The original under this mask is unknown" in page and outline.numbers[0]["psnr_db"] == {}
@@ -189,12 +189,32 @@ def test_slices_of_a_stack_share_a_section(tmp_path: Path) -> None:
         for n in range(30)
     ]
     pictures = [Picture("scan[7]", "block", 7, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, IMAGE_YX)]
-    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 40})
+    page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(40)})
     assert page.count('<section class="series"') == 1 and set(Outline(page).pictures) == {("0", 7)}
     assert "Quality: means over the slices" in page and ">30.00<" in page
     assert "27 slices not compared with an exact run" in page and "compared: 0, 10, 20<" in page
     (numbers,) = Outline(page).numbers
     assert numbers["psnr_db"] == {"flat": [21.53] * 30, "biharmonic": [18.25] * 30} and numbers["total"] == 40
+
+
+def test_slices_have_the_numbers_of_the_input_and_remarks_tell_of_it(tmp_path: Path) -> None:
+    times = {"rank_seconds": 7.25}
+    rows = [metrics_row(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, times=times) for n in (21, 22)]
+    pictures = [Picture("scan[21]", "block", 1, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, IMAGE_YX)]
+    told = {"name": "scan", "mask": "block", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
+    inputs = [{**told, "beyond": 9, "wholly_masked": [24]}, {**told, "name": "other", "wholly_masked": [], "beyond": 0}]
+    document = {**metrics_document({}, 4, rows), "inputs": inputs}
+    page = rendered(tmp_path, document, pictures, FACTS, slices={"scan": range(20, 26)})
+    outline = Outline(page)
+    assert set(outline.pictures) == {("0", 21)} and "6 slices from 20<" in page
+    (numbers,) = outline.numbers
+    assert (numbers["first"], numbers["total"], numbers["numbers"], numbers["left"]) == (20, 6, [21, 22], [24])
+    remarks = " ".join(re.sub("<[^>]*>", "", " ".join(re.findall("<li>(.*?)</li>", page))).split())
+    said = "is 0 to 16383; 9 voxels outside the mask lie beyond it (the data reach from 0 to 65535)"
+    assert said in remarks and remarks.count("The range") == 1
+    assert "1 slice is masked wholly and was left as in the input: 24." in remarks
+    assert "3 slices without masked voxels were copied bit for bit: 20, 23, 25." in remarks
+    assert "<th>rank seconds</th>" in page and ">14.50<" in page
 
 
 def test_which_slices_are_shown() -> None:
@@ -245,34 +265,37 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
         Picture("t[2]", "block", 2, image_YX, MASK_YX & False, scale, {}),
     ]
     with np.errstate(all="raise"):
-        page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slice_counts={"t": 3})
+        page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slices={"t": range(3)})
     assert [("restored" in shown) for shown in Outline(page).pictures.values()] == [True, True, False]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
+    """Slices 20 to 2020 of a scan, the last of them without a picture."""
     texts = {n: json.loads(encode(picture, 192, 9000)) for n, picture in enumerate(known()[1])}
     rows = []
-    for n in range(2000):
+    for n in range(20, 2020):
         quality = QUALITY | {"psnr_db": 20.0 - (n == 1234)}
         rows += [metrics_row(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
     stored = {kind: dict.fromkeys(("a", "b", "biharmonic"), texts[0][kind]["flat"]) for kind in ("restored", "error")}
     padding = {"padding": "A" * 11000}  # as large as of real slices
-    pictures = (json.dumps({**texts[0], **stored, **padding, "name": f"scan[{n}]", "index": n}) for n in range(2000))
+    pictures = (
+        json.dumps({**texts[0], **stored, **padding, "name": f"scan[{n}]", "index": n}) for n in range(20, 2020)
+    )
     page = tmp_path / "report.html"
-    write_report(page, metrics_document({}, 1, rows), pictures, FACTS, slice_counts={"scan": 2001})
+    write_report(page, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(20, 2021)})
     assert page.stat().st_size < 30e6
     shown, kind = (f"document.querySelector('.series').dataset.{name}" for name in ("shown", "kind"))
     with Browser(tmp_path / "profile") as browser:
         browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
         browser.open(page)
-        browser.until(shown, "0")
+        browser.until(shown, "20")
         assert "Pictures of 2000 of 2001 slices" in browser.value("document.querySelector('.viewer .note').textContent")
         for keys, slice_ in (
-            (["ArrowRight"] * 3, "3"),
-            (["PageDown"], "13"),
-            (["End", "ArrowLeft"], "1998"),
-            (["Home"], "0"),
+            (["ArrowRight"] * 3, "23"),
+            (["PageDown"], "33"),
+            (["End", "ArrowLeft"], "2018"),
+            (["Home"], "20"),
         ):
             for key in keys:
                 browser.press(key)
@@ -288,5 +311,5 @@ def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
             """(() => { const svg = document.querySelector('.curve svg'), box = svg.getBoundingClientRect();
             svg.dispatchEvent(new MouseEvent('click', {clientX: box.right - 1, clientY: box.top + 9})); })()"""
         )
-        browser.until(shown, "1999")
+        browser.until(shown, "2019")
         assert browser.value("document.documentElement.scrollWidth") == 360

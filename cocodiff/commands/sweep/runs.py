@@ -135,7 +135,8 @@ class Runner:
         original_YX, mask_YX = one.task.stack.read(one.index), one.task.mask.read(one.index)
         if self.bar.shown:
             self.bar.begin(1, restorer.tile_steps([mask_YX]))
-        return restorer.run([prepare_slice(original_YX, mask_YX, one.task.scale)], [mask_YX], name)[0]
+        scale = one.task.scale
+        return restorer.run([prepare_slice(original_YX, mask_YX, scale)], [mask_YX], name, scale.limits01)[0]
 
     def warm_up(self, missing: list[Slice]) -> None:
         """A short run in every mode, so that no result pays for first allocations and connections."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from cocodiff_eval.intensity import IntensityRange, fences
 from cocodiff_eval.report.pictures import Generated, Picture, error_image
 from cocodiff_eval.slices import to_grey8
 
@@ -56,9 +57,7 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     """The numbers and masks of a slice, and its pictures."""
     scale, mask_YX = picture.scale, picture.mask_YX
     original_YX, unknown_YX = _original(picture)
-    # The brightest material may lie wholly under the mask: the pictures then need the wider range of the original.
-    seen = original_YX[~unknown_YX & np.isfinite(original_YX)]
-    low, high = min(scale.low, float(seen.min(initial=scale.low))), max(scale.high, float(seen.max(initial=scale.high)))
+    low, high = _window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
     hole_YX = _touched(mask_YX, side)
     plain_YX = ~_near(hole_YX)
     images = {("original", ""): _grey8(original_YX, low, high, side)}
@@ -87,6 +86,19 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
             images[kind, mode] = to_grey8(_mean_where(values_YX, known_YX, side), 0.0, top)
             head[f"{kind}_top"] = f"{top:.3g}"
     return head, images
+
+
+def _window(
+    original_YX: np.ndarray, known_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
+) -> tuple[float, float]:
+    """The intensities that are black and white: the range outside the mask, wider where brighter or darker material
+    lies wholly under the mask, but not for outliers."""
+    hidden = original_YX[known_YX & mask_YX]
+    if scale.low <= hidden.min(initial=scale.low) and hidden.max(initial=scale.high) <= scale.high:
+        return scale.low, scale.high
+    lowest, highest = fences(original_YX[known_YX], int(np.count_nonzero(known_YX)))
+    hidden = hidden[(hidden >= lowest) & (hidden <= highest)]
+    return float(hidden.min(initial=scale.low)), float(hidden.max(initial=scale.high))
 
 
 def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
 from cocodiff_eval.table import (
     MISSING,
     grouped,
+    has_rank_seconds,
     number,
     of_whole,
     of_whole_awaited,
@@ -48,7 +49,7 @@ def write_report(
     facts: Mapping[str, str],
     *,
     title: str = "Restored slices",
-    slice_counts: Mapping[str, int] | None = None,
+    slices: Mapping[str, range] | None = None,
     prompts: Mapping[str, str] | None = None,
     side: int | None = None,
 ) -> None:
@@ -57,12 +58,12 @@ def write_report(
     metrics       the document of `metrics.json`
     pictures      what `encode` made of slices or images, each asked for when it is written; of a stack a sample will do
     facts         what the run was, in order of display: model, steps, seed, machine, version, ...
-    slice_counts  image name to number of slices, of stacks
+    slices        image name to the numbers of its slices, of stacks
     prompts       image name to the prompt that it was made for
     side          pixels of the pictures' longer side, for the page to say
     """
-    counts, rows = slice_counts or {}, metrics["images"]
-    found = series_of(rows, counts)
+    of_stacks, rows = slices or {}, metrics["images"]
+    found = series_of(rows, of_stacks, metrics.get("inputs", ()))
     write_template(
         path,
         "report.html.j2",
@@ -73,25 +74,26 @@ def write_report(
         bounds=[_bound(one) for one in metrics.get("quality", ())],
         judged=any(row["mask"] is not None for row in rows),
         sampled=any("samples" in row for row in rows),
+        ranked=has_rank_seconds(metrics),
         links=[LINK_NAMES[link] for link in LINKS],
         by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
         colours=base64.b64encode(_colours()).decode("ascii"),
-        blocks=_blocks(pictures, found, counts),
+        blocks=_blocks(pictures, found, of_stacks),
         lossless=LOSSLESS,
         side=side,
     )
 
 
 def _blocks(
-    pictures: Iterable[str], found: Mapping[tuple[str | None, str | None], Series], counts: Mapping[str, int]
+    pictures: Iterable[str], found: Mapping[tuple[str | None, str | None], Series], of_stacks: Mapping[str, range]
 ) -> Iterator[Block]:
     """The pictures with their masks, each mask once."""
     order = {key: place for place, key in enumerate(found)}
     masks: set[str] = set()
     for text in pictures:
         picture = json.loads(text)
-        key = key_of(picture["name"], picture["mask"], counts)
+        key = key_of(picture["name"], picture["mask"], of_stacks)
         if key not in order:
             continue
         for kind in ("hole", "unknown"):
@@ -121,7 +123,8 @@ def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": series.stack if series.stack is not None else single,
         "mask": series.mask,
-        "slices": series.total if series.stack is not None else 1,
+        "slices": len(series.all) if series.stack is not None else 1,
+        "first": series.all.start,
         "tables": tables,
         "many": len(tables) > 1 or any(table["prompt"] for table in tables),
         "averaged": any(table["averaged"] for table in tables),
@@ -165,6 +168,7 @@ def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "of_samples": samples_told(row),
             "exact": versus_exact(row),
             "seconds": number(row["seconds"], 2),
+            "rank_seconds": number(row.get("rank_seconds"), 2),
             "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
             "of_whole": of_whole(row),
             "of_whole_awaited": of_whole_awaited(row),

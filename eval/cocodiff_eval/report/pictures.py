@@ -16,7 +16,7 @@ SHOWN_SLICES = 4
 class Picture:
     """One slice under one mask, as the report shows it; images [Y, X] in the input's units.
 
-    name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack[index]`
+    name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack[number]`
     slice_index    0 for a single slice
     input_YX       the slice as given; under the mask it is shown only where `truth_YX` is given
     restored       preset (or "biharmonic") to restored slice; empty where nothing is masked

@@ -33,8 +33,8 @@ function ticks(low, high) {
 
 /** A curve of one measure: `values` has a list for each preset, `numbers` the slices that the lists are of. */
 class Curve {
-  constructor(title, values, numbers, modes, total, choose) {
-    Object.assign(this, { values, numbers, last: Math.max(1, total - 1) });
+  constructor(title, values, numbers, modes, first, total, choose) {
+    Object.assign(this, { values, numbers, first, span: Math.max(1, total - 1) });
     const known = Object.values(values).flat().filter((value) => value !== null);
     const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
     const room = 0.06 * (high - low) || Math.abs(0.1 * high) || 1;
@@ -48,10 +48,10 @@ class Curve {
       const box = this.svg.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * this.width;
       const share = (x - CURVE.left) / (this.width - CURVE.left - CURVE.right);
-      choose(Math.round(Math.min(1, Math.max(0, share)) * this.last));
+      choose(this.first + Math.round(Math.min(1, Math.max(0, share)) * this.span));
     });
     this.figure = element("figure", { class: "curve" }, element("h3", {}, title), this.svg);
-    this.marked = 0;
+    this.marked = first;
     this.draw(900);
   }
 
@@ -67,7 +67,7 @@ class Curve {
   }
 
   x(number) {
-    return CURVE.left + (number / this.last) * (this.width - CURVE.left - CURVE.right);
+    return CURVE.left + ((number - this.first) / this.span) * (this.width - CURVE.left - CURVE.right);
   }
 
   y(value) {
@@ -81,7 +81,7 @@ class Curve {
       this.svg.append(vector("line", { class: "axis", x1: CURVE.left, x2: this.width - CURVE.right, y1: y, y2: y }));
       this.svg.append(vector("text", { x: CURVE.left - 6, y: y + 4, "text-anchor": "end" }, String(value)));
     }
-    for (const number of ticks(0, this.last).filter(Number.isInteger)) { // slices
+    for (const number of ticks(this.first, this.first + this.span).filter(Number.isInteger)) { // slices
       this.svg.append(vector("text", { x: this.x(number), y: CURVE.height - 4, "text-anchor": "middle" }, String(number)));
     }
   }

@@ -106,7 +106,7 @@ class Viewer {
   }
 
   curves() {
-    const { psnr_db, ssim, numbers, total } = this.numbers;
+    const { psnr_db, ssim, numbers, first, total } = this.numbers;
     const box = element("div", { class: "curves" });
     this.drawnCurves = [];
     if (!this.numbers.stack || numbers.length < 2 || !Object.keys(psnr_db).length) {
@@ -114,7 +114,7 @@ class Viewer {
     } else {
       const left = element("div");
       for (const [title, values] of [["PSNR, dB", psnr_db], ["SSIM", ssim]]) {
-        const curve = new Curve(title, values, numbers, this.modes, total, (number) => this.nearest(number));
+        const curve = new Curve(title, values, numbers, this.modes, first, total, (number) => this.nearest(number));
         this.drawnCurves.push(curve);
         left.append(curve.figure);
       }
@@ -235,7 +235,8 @@ class Viewer {
   describe(slice, kind) {
     const of = OF_A_PRESET.includes(kind) ? (kind === "image" ? this.mode : `${KINDS[kind]}: ${this.mode}`) : KINDS[kind];
     let value = OF_A_PRESET.includes(kind) ? this.judged(this.mode) : "";
-    if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
+    if (this.numbers.left.includes(this.number)) value = "masked wholly: the slice was left as in the input";
+    else if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
     else if (kind === "original" && this.unknown) value = "the original under the mask is unknown";
     this.caption.replaceChildren(element("strong", {}, of), element("span", { class: "value" }, value));
     this.canvas.setAttribute("aria-label", `${this.name(this.number)}, ${of}. ${value}`);
