@@ -281,11 +281,8 @@ def rows_of_parts(
     found: list[list[Any]] = []
     for number in reading_bar(not values["quiet"])(range(len(dealt)), "putting slices together"):
         (task, _, tried), of_slices = dealt[number]
-        if tried:
-            rows = put_together(tasks[task], of_slices, chosen.judging(restorer), results, chosen.drawn)
-        else:
-            own = restorer if chosen is None else chosen.restorer(restorer, task)
-            rows = put_together(tasks[task], of_slices, own, results, results.parts.merged)
+        own = restorer if chosen is None else chosen.judging(restorer, task, tried)
+        rows = put_together(tasks[task], of_slices, own, results, chosen.drawn if tried else results.parts.merged)
         found += [[task, index, json_ready(row)] for index, row in rows]
     return found
 

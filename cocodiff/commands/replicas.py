@@ -32,11 +32,6 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
     return axes.topology.part(axes.replica(0))
 
 
-def threads() -> str | None:
-    """Threads of a rank's arithmetic, which may change the last bits of sums."""
-    return os.environ.get("OMP_NUM_THREADS")
-
-
 class Replica:
     """This rank's replica. transport: that of its ranks; seats: where they sit; leads: whether this rank is the one
     that claims batches and writes."""

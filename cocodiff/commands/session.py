@@ -24,9 +24,9 @@ from cocodiff.commands.outputs import FOUND, OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.record import REMEMBERED, lasting
-from cocodiff.commands.replicas import Queue, Replica, threads
+from cocodiff.commands.replicas import Queue, Replica
 from cocodiff.commands.room import check_room
-from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say
+from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say, threads
 from cocodiff.config import Config
 from cocodiff.planning.deals import Deal
 from cocodiff.setting import settings_of
@@ -232,7 +232,7 @@ def describe(job: Job, session: Session) -> dict[str, Any]:
         "cocodiff": __version__,
         "ranks of a replica": session.replica.transport.size,
         "their nodes, cards and planes": session.replica.seats,
-        "OMP_NUM_THREADS": threads(),
+        **threads(),
         **{name: job.values[name] for name in REMEMBERED if name in job.values},
         "steps": job.values["steps"],
         "presets": [{"name": name, **lasting(config)} for name, config in job.presets.items()],
