@@ -27,7 +27,7 @@ from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.commands.record import described_inputs, lasting
-from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Job, Session, finish, nothing_left, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -96,6 +96,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks and job.quality is not None:
         say(job.quality.line("slices"))
     if values["dry_run"]:
+        return 0
+    if nothing_left(job, launch, ranks, lambda there: describe_inputs(tasks, values)):
         return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return run_job(job, launch, partial(work, tasks), compared)
@@ -181,6 +183,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.report import plan_pictures
 
+    from cocodiff.commands.created import KeptSlices
     from cocodiff.commands.quality_stack import choose, slices_of_masks
     from cocodiff.commands.report_pictures import ReportPictures
     from cocodiff.commands.restore_stack import Restorer, Results, restore_batch, slices_together
@@ -200,7 +203,8 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     pages = ReportPictures(kept, plan_pictures(masked, len(presets) * (1 + (samples > 1)) + 1))
     results = Results(session.images, Parts(kept / "samples"), pages)
     settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
-    with session.queue(settings, [batch.size for batch in batches], unit) as queue, torch.no_grad():
+    is_whole = KeptSlices(session, tasks, batches, results).has
+    with session.queue(settings, [batch.size for batch in batches], unit, is_whole) as queue, torch.no_grad():
         restorer.inpainter.on_step = queue.bar.advance
         chosen = choose(session, queue, tasks, bounded, batches, restorer) if job.quality is not None else None
         if session.folder is not None:
@@ -213,7 +217,8 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
             own = restorer if chosen is None else chosen.restorer(restorer, batch.task)
             rows = restore_batch(task, batch, own, results, leads, queue.bar)
             if leads:
-                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
+                sums = results.checksums(task, batch, own.presets) if batch.whole else ()
+                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows], sums)
     found = []
     if session.folder is not None:
         found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, chosen, values), key=by_slice)
@@ -227,14 +232,17 @@ def by_slice(row: list[Any]) -> list[Any]:
 
 def create_files(session: Session, tasks: list[Any], chosen: Any) -> None:
     """The files of results, where an earlier start has not made them. chosen: as in `provenance`."""
+    from cocodiff.commands.created import CreatedFiles
     from cocodiff.commands.tasks import result_files
 
     job, samples = session.job, session.job.values["samples"]
-    for number, task in enumerate(tasks):
-        made_by = provenance(job, number, chosen)
-        for file in result_files(task, list(job.presets), session.images, samples, made_by).values():
-            if not file.path.exists():
-                file.create()
+    CreatedFiles(job.output.journals.folder).create(
+        file
+        for number, task in enumerate(tasks)
+        for file in result_files(
+            task, list(job.presets), session.images, samples, provenance(job, number, chosen)
+        ).values()
+    )
 
 
 def hand_over(

@@ -18,6 +18,8 @@ REMEMBERED = (
     "model",
     "dtype",
     "batch",
+    "height",
+    "width",
     "machine",
     "vae",
     "transport",
