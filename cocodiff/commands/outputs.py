@@ -152,7 +152,14 @@ class OutputFolder:
     def _check_leftover(self) -> bool:
         """Whether what a run that did not end has finished is kept, for this one to go on with."""
         manifest, kept = Manifest.read(self.partial), self.journals.kept()
-        if manifest is None or manifest.ready or kept is None:
+        if manifest is None or manifest.ready:
+            return False
+        if kept is None:
+            if self.journals.finished() and not self.overwrite:
+                raise UserError(
+                    f"--out {self.out}: a run that did not end has left results there, and the record of its settings "
+                    f"is damaged, so that it cannot go on: start afresh with --overwrite"
+                )
             return False
         if not self.resume and not self.overwrite:
             raise UserError(

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import tifffile
 from killed_runs import results
+from launching import end_group
 from warm import Started
 
 from cocodiff.commands.journal import Journals
@@ -101,8 +102,7 @@ class Storm:
         except subprocess.TimeoutExpired:
             return 124, f"hangs: {log.read_text()}"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             psutil.wait_procs(ranks, timeout=10)
         return code, log.read_text()
 
@@ -157,6 +157,6 @@ def _kill_in_time(process: Started, out: Path, strike: list[str], chance: random
     if process.poll() is not None:
         return
     if strike[3] == "all" or not ranks:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its ranks die with it
     else:
         chance.choice(ranks).kill()

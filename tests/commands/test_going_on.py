@@ -58,11 +58,15 @@ class Runs:
         code = main([*self._words, *map(str, more)])
         return code, "".join(self._capsys.readouterr())
 
-    def go_on_after(self, damage: Callable[[Path], object]) -> str:
-        """Ends the interrupted run after its folder was damaged: to the same results as ever."""
+    def restore(self) -> None:
+        """To where the run was interrupted."""
         for folder in (self.out, self.partial):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self._saved, self.partial)
+
+    def go_on_after(self, damage: Callable[[Path], object]) -> str:
+        """Ends the interrupted run after its folder was damaged: to the same results as ever."""
+        self.restore()
         damage(self.partial)
         code, said = self("--out", self.out, "--resume")
         assert code == 0, said
@@ -160,6 +164,10 @@ def test_damaged_samples_and_journals_count_as_not_done(runs_of: Callable[..., R
         (lambda partial: journal(partial).write_bytes(journal(partial).read_bytes().replace(b"size", b"sice", 1)), 2),
     ):
         assert f"going on: {kept} of 3 samples are there already" in runs.go_on_after(damage)
+    runs.restore()
+    cut(runs.partial / ".progress" / "job.json")
+    code, said = runs("--out", runs.out, "--resume")
+    assert code == 2 and "the record of its settings is damaged, so that it cannot go on" in said
 
 
 def test_a_run_that_is_finished_has_nothing_left_to_do(scan: Path, runs_of: Callable[..., Runs]) -> None:
