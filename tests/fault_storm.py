@@ -1,11 +1,17 @@
-"""Many faults at random moments: stops or kills one rank of four between its first and its last attention call.
+"""Many faults at random moments: stops or kills one rank of four between its first and its last attention call; or
+kills whole jobs, which then go on.
 
     python tests/fault_storm.py --faults 50 --signal STOP --launcher torchrun --seed 0
+    python tests/fault_storm.py --jobs 60 --seed 0
 
 Every survivor must end within LIMIT_S and name the victim. Prints a line for each fault and a sum, and exits with 1
 when any survivor did not. Not a part of the test suite: 100 faults take half an hour. torchrun forks ranks that meet as
 torchrun's do, over gloo; mpiexec starts them under `mpiexec -disable-auto-cleanup`, over MPI, or over gloo with
 --transport gloo.
+
+Of jobs, each is killed once or twice at a random moment, every third while its results are created or published, loses
+some of its files in between, and goes on with --resume: it must not hang, and end with the same voxels as a run that
+nothing happened to.
 """
 
 from __future__ import annotations
@@ -151,6 +157,23 @@ def fault(number: int, signal_name: str, launcher: str, transport: str, chance: 
                     job.wait()
 
 
+def kill_jobs(numbers: range, seed: int) -> int:
+    """A line for each job, and a sum. Returns the exit code."""
+    sys.path.insert(0, str(Path(__file__).parent / "commands"))
+    from killed_jobs import Storm
+
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        storm = Storm(Path(folder), seed)
+        for number in numbers:
+            started = time.monotonic()
+            told, wrong = storm.case(number)
+            print(f"{number} {told} {time.monotonic() - started:.1f} s {wrong or 'ok'}", flush=True)
+            failed += [number] if wrong else []
+    print(f"{len(numbers) - len(failed)} of {len(numbers)} jobs as they should be; not: {failed}")
+    return 1 if failed else 0
+
+
 def main() -> int:
     if sys.argv[1] == "--rank":
         from cocodiff.comm.launch import detect
@@ -158,11 +181,15 @@ def main() -> int:
         run_rank(detect().rank, int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--signal", choices=("STOP", "KILL"), required=True)
-    parser.add_argument("--launcher", choices=("torchrun", "mpiexec"), required=True)
+    parser.add_argument("--signal", choices=("STOP", "KILL"), default="KILL")
+    parser.add_argument("--launcher", choices=("torchrun", "mpiexec"), default="torchrun")
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
+    if chosen.jobs:
+        return kill_jobs(range(chosen.first, chosen.first + chosen.jobs), chosen.seed)
     if chosen.launcher == "torchrun":  # the ranks are forked: what they import is imported once
         import torch
         from tiny_models import sd3_transformer

@@ -118,7 +118,29 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
         found = _find_stalled_among(among, inside, stall_s, left_s)
         if found is not None and (progress[found[0]].among == among or not progress[found[0]].waits_s):
             return found
-    return None
+    return _in_a_circle({rank: one for rank, one in progress.items() if one.waits_s > stall_s < one.unchanged_s})
+
+
+def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
+    """Of ranks that have all waited too long, in calls of different parts: one that waits for another which waits for
+    it in turn, perhaps by way of more. A rank waits for those that have not come to its call."""
+    inside = dict(progress)
+    while True:
+        kept = {
+            rank: one
+            for rank, one in inside.items()
+            if any(other.calls.get(one.among, 0) < one.calls.get(one.among, 0) for other in _part(one, inside))
+        }
+        if not kept:
+            return None
+        if len(kept) == len(inside):
+            return _in_another_call(kept, min(kept))
+        inside = kept
+
+
+def _part(of: Progress, progress: Mapping[int, Progress]) -> list[Progress]:
+    """The ranks that make its call, among some."""
+    return [one for rank, one in progress.items() if of.among == ALL or rank in of.among]
 
 
 def _find_stalled_among(
@@ -142,14 +164,24 @@ def _find_stalled_among(
         return None  # it waits as well, and for how long is known as of its last heartbeat only
     if late != waiting and (calls[late] < calls[waiting] or not one.waits_s):
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
-    return _in_another_call(progress, waiting, for_it)
+    return _in_another_call(progress, waiting)
 
 
-def _in_another_call(progress: Mapping[int, Progress], waiting: int, for_it: str) -> tuple[int, str]:
-    """All wait in a call of the same number: the rank whose call is another one, as most ranks are in."""
-    names = [one.at for one in progress.values()]
-    odd = min(progress, key=lambda rank: (names.count(progress[rank].at), rank))
-    if names.count(progress[odd].at) < len(names):
-        other = next(rank for rank in sorted(progress) if progress[rank].at != progress[odd].at)
-        return odd, f"waits in {progress[odd].at}, and rank {other} in {progress[other].at}: ranks make different calls"
+def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[int, str]:
+    """All wait, in calls of the same number or for each other: the rank whose call is another one, as most ranks are
+    in."""
+    calls = {rank: f"{one.at}{_of_ranks(one.among)}" for rank, one in progress.items()}
+    names = [*calls.values()]
+    odd = min(progress, key=lambda rank: (names.count(calls[rank]), rank))
+    if names.count(calls[odd]) < len(names):
+        other = next(rank for rank in sorted(progress) if calls[rank] != calls[odd])
+        return odd, f"waits in {calls[odd]}, and rank {other} in {calls[other]}: ranks make different calls"
     return waiting, f"and all other ranks wait in {progress[waiting].at}: a message was lost"
+
+
+def _of_ranks(among: Ranks) -> str:
+    """Whose call it is, nothing for one of the whole run."""
+    if not among:
+        return ""
+    listed = [*map(str, among)]
+    return f" of ranks {', '.join(listed if len(listed) <= 8 else [*listed[:7], '...', listed[-1]])}"

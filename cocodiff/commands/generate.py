@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.cost import Cost, measured
 from cocodiff.commands.deal import deal_of
+from cocodiff.commands.journal import Entry
 from cocodiff.commands.model_checks import check_sides
 from cocodiff.commands.options import (
     DEAL_OPTIONS,
@@ -29,7 +32,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Job, Session, finish, nothing_left, open_session, run_job, settle
 from cocodiff.commands.terminal import JobBar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -71,7 +74,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     job = deal(job, ranks)
     if launch.speaks and job.quality is not None:
         say(job.quality.line("images"))
-    return 0 if values["dry_run"] else run_job(job, launch, work)
+    # the sides follow from the model and from those that are asked for
+    asked = {"prompts": list(job.request.prompts or ("",))}
+    if values["dry_run"] or nothing_left(job, launch, ranks, lambda there: asked | {"sides": there.get("sides")}):
+        return 0
+    return run_job(job, launch, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
@@ -126,7 +133,8 @@ def work(job: Job, transport: Any) -> None:
     prompts = job.request.prompts or ("",)
     names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in prompts])
     settings = {"prompts": list(prompts), "sides": list(sides)}
-    with session.queue(lambda: settings, [1] * len(prompts), "images") as queue, torch.no_grad():
+    is_whole = partial(image_is_whole, session, names)
+    with session.queue(lambda: settings, [1] * len(prompts), "images", is_whole) as queue, torch.no_grad():
         chosen = choose(session, queue, names, sides) if session.job.quality is not None else None
         modes = {mode: mode for mode in session.engines} if chosen is None else chosen.modes
         for number in queue.take([n for n in range(len(prompts)) if chosen is None or n not in chosen.kept]):
@@ -135,8 +143,9 @@ def work(job: Job, transport: Any) -> None:
             if session.replica.leads:
                 save(session, names[number], images)
                 exact = session.exact if chosen is None else chosen.exact
-                queue.add(number, [json_ready(row) for row in judge(session, names[number], images, exact)])
-    rows: list[Any] = queue.rows() if session.folder is not None else []
+                rows = [json_ready(row) for row in judge(session, names[number], images, exact)]
+                queue.add(number, rows, checksums(session, names[number]))
+    rows = queue.rows() if session.folder is not None else []
     if session.folder is not None and chosen is not None:
         rows = chosen.put_together(session, names, rows)
     plan = plan_pictures([[True] * len(prompts)], len(job.presets))
@@ -231,6 +240,24 @@ def judge(session: Session, name: str, images: dict[str, Image], exact: str | No
 def image_files(session: Session, name: str) -> dict[str, Path]:
     """The file of an image in each preset."""
     return {mode: session.images / f"{name}_{mode}.png" for mode in session.job.presets}
+
+
+def checksums(session: Session, name: str) -> list[int]:
+    """Of an image's files."""
+    return [zlib.crc32(path.read_bytes()) for path in image_files(session, name).values()]
+
+
+def image_is_whole(session: Session, names: Sequence[str], entry: Entry) -> bool:
+    """Whether an image of an earlier start is still there; in a bound on quality also one that was tried."""
+    from cocodiff.commands.quality_images import tried
+
+    trial, number = divmod(entry.number, len(names))
+    if trial:
+        return tried(session, trial - 1, number)
+    try:
+        return checksums(session, names[number]) == entry.sums
+    except OSError:
+        return False
 
 
 def save(session: Session, name: str, images: dict[str, Image]) -> None:

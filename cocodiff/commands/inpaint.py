@@ -28,7 +28,7 @@ from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.commands.record import described_inputs, lasting
-from cocodiff.commands.session import DTYPES, Job, Session, finish, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Job, Session, finish, nothing_left, open_session, run_job, settle
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -104,6 +104,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks and job.quality is not None:
         say(job.quality.line("slices"))
     if values["dry_run"]:
+        return 0
+    if nothing_left(job, launch, ranks, lambda there: describe_inputs(tasks, values)):
         return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return run_job(job, launch, partial(work, tasks), compared)
@@ -196,6 +198,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.report import plan_pictures
 
+    from cocodiff.commands.created import KeptSlices
     from cocodiff.commands.quality_stack import choose, slices_of_masks
     from cocodiff.commands.report_pictures import ReportPictures
     from cocodiff.commands.restore_stack import Restorer, Results, restore_batch, slices_together
@@ -218,7 +221,8 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
     settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
     # Slices without masked voxels are copied, which takes next to no time.
     sizes = [batch.size if masked[batch.task][batch.indices[0]] else 0 for batch in batches]
-    with session.queue(settings, sizes, unit) as queue, torch.no_grad():
+    is_whole = KeptSlices(session, tasks, batches, results).has
+    with session.queue(settings, sizes, unit, is_whole) as queue, torch.no_grad():
         restorer.inpainter.on_step = queue.bar.advance
         chosen = choose(session, queue, tasks, bounded, batches, restorer) if job.quality is not None else None
         if session.folder is not None:
@@ -231,7 +235,8 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
             own = restorer if chosen is None else chosen.restorer(restorer, batch.task)
             rows = restore_batch(task, batch, own, results, leads, queue.bar)
             if leads:
-                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows])
+                sums = results.checksums(task, batch, own.presets) if batch.whole else ()
+                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows], sums)
     found = []
     if session.folder is not None:
         found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, chosen, values), key=by_slice)
@@ -245,14 +250,17 @@ def by_slice(row: list[Any]) -> list[Any]:
 
 def create_files(session: Session, tasks: list[Any], chosen: Any) -> None:
     """The files of results, where an earlier start has not made them. chosen: as in `provenance`."""
+    from cocodiff.commands.created import CreatedFiles
     from cocodiff.commands.tasks import result_files
 
     job, samples = session.job, session.job.values["samples"]
-    for number, task in enumerate(tasks):
-        made_by = provenance(job, number, chosen)
-        for file in result_files(task, list(job.presets), session.images, samples, made_by).values():
-            if not file.path.exists():
-                file.create()
+    CreatedFiles(job.output.journals.folder).create(
+        file
+        for number, task in enumerate(tasks)
+        for file in result_files(
+            task, list(job.presets), session.images, samples, provenance(job, number, chosen)
+        ).values()
+    )
 
 
 def hand_over(
@@ -300,11 +308,8 @@ def rows_of_parts(
     found: list[list[Any]] = []
     for number in reading_bar(not values["quiet"])(range(len(dealt)), "putting slices together"):
         (task, _, tried), of_slices = dealt[number]
-        if tried:
-            rows = put_together(tasks[task], of_slices, chosen.judging(restorer), results, chosen.drawn)
-        else:
-            own = restorer if chosen is None else chosen.restorer(restorer, task)
-            rows = put_together(tasks[task], of_slices, own, results, results.parts.merged)
+        own = restorer if chosen is None else chosen.judging(restorer, task, tried)
+        rows = put_together(tasks[task], of_slices, own, results, chosen.drawn if tried else results.parts.merged)
         found += [[task, index, json_ready(row)] for index, row in rows]
     return found
 

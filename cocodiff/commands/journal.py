@@ -1,7 +1,8 @@
 """What a job has finished so far, kept with its unfinished results, so that another start can go on.
 
 A job is a list of batches (of slices, of prompts). Each replica adds a line to a journal of its own for every batch
-whose results are on the disk. What a kill left of a line that was being written is dropped, and its batch done again.
+whose results are on the disk, with checksums of these results and of the line itself. A damaged line is dropped, and so
+is one whose results are no longer there: its batch is done again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +22,29 @@ _HEADER, _CLAIMS = "job.json", "claims"
 
 
 class Entry(NamedTuple):
-    """A finished batch. number: among the job's; size: its slices or prompts; rows: what is to be known of them."""
+    """A finished batch. number: among the job's; size: its slices or prompts; rows: what is to be known of them; sums:
+    checksums of their results."""
 
     number: int
     size: int
     rows: list[Any]
+    sums: Sequence[int] = ()
+
+    def line(self) -> bytes:
+        """As it stands in a journal: its checksum, and itself."""
+        data = json.dumps(self._asdict(), allow_nan=False).encode()
+        return b"[%d, %b]\n" % (zlib.crc32(data), data)
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Entry | None:
+        """None for a damaged line: its batch counts as not done."""
+        try:
+            checksum, fields = json.loads(line)
+            if checksum != zlib.crc32(json.dumps(fields).encode()):
+                return None
+            return cls(**fields)
+        except (ValueError, TypeError, RecursionError):
+            return None
 
 
 class Kept(NamedTuple):
@@ -45,7 +66,7 @@ class Journal:
 
     def add(self, entry: Entry) -> None:
         """Returns when the line is on the disk."""
-        data = json.dumps(entry._asdict(), allow_nan=False).encode() + b"\n"
+        data = entry.line()
         if self._file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next start drops what was written of it
         os.fsync(self._file.fileno())
@@ -69,17 +90,8 @@ class Reader:
                 data = file.read()
             whole = data.rfind(b"\n") + 1
             self._read[path] = self._read.get(path, 0) + whole
-            found += [entry for line in data[:whole].splitlines() if (entry := _entry(line)) is not None]
+            found += [entry for line in data[:whole].splitlines() if (entry := Entry.of_line(line)) is not None]
         return found
-
-
-def _entry(line: bytes) -> Entry | None:
-    """None for a damaged line: its batch counts as not done."""
-    try:
-        found = json.loads(line)
-        return Entry(int(found["number"]), int(found["size"]), list(found["rows"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 class Journals:
@@ -108,7 +120,8 @@ class Journals:
         """What `begin` was given; None where there is nothing to go on with."""
         try:
             found = json.loads((self.folder / _HEADER).read_text())
-            return {"total": int(found["total"]), "unit": str(found["unit"]), **found}
+            known = {"settings": dict(found["settings"]), "total": int(found["total"]), "unit": str(found["unit"])}
+            return {**found, **known}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -123,6 +136,18 @@ class Journals:
             return {entry.number: entry for entry in Reader(self.folder).entries()}
         except OSError:
             return {}
+
+    def keep(self, entries: Iterable[Entry]) -> None:
+        """Goes on with these entries alone. Before any is added."""
+        older = [*self.folder.glob("*.jsonl")]
+        unfinished = self.folder / "kept.partial"
+        with unfinished.open("wb") as file:
+            file.writelines(entry.line() for entry in entries)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self.folder / f"{time.time_ns()}-kept.jsonl")
+        for path in older:
+            path.unlink()
 
     def open_journal(self, name: str) -> Journal:
         """A journal; no two of a job have the same name."""

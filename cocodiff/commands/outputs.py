@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -14,44 +13,16 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cocodiff.commands.journal import FOLDER, Journals
+from cocodiff.commands.manifest import MANIFEST, UNFINISHED, Manifest
 from cocodiff.errors import OwnRankError, UserError
 
 MARK = "run.yaml"
 FOUND = "quality_found"  # its key for how a bound on quality was kept; a run that repeats it finds that by itself
-MANIFEST = ".cocodiff-files.json"
 _PARTIAL, _LOCK = ".cocodiff.partial", ".cocodiff.lock"  # inside a folder that is there already
-_UNFINISHED = f"{MANIFEST}.partial"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-
-
-class Manifest(NamedTuple):
-    """The files that cocodiff wrote into a folder. run: of which run; ready: whether that run has written all it
-    will."""
-
-    run: str
-    ready: bool
-    files: list[str]
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
-        """None where there is none, or no whole one."""
-        if not (folder / MANIFEST).is_file():
-            return None
-        try:
-            found = json.loads((folder / MANIFEST).read_text())
-            files = [str(name) for name in found["files"]]
-            return cls(str(found["run"]), found["ready"] is True, [name for name in files if _is_below(name)])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-
-    def write(self, folder: Path) -> None:
-        about = "what cocodiff wrote here: --overwrite removes these files and no others"
-        unfinished = folder / _UNFINISHED
-        unfinished.write_text(json.dumps({"about": about, **self._asdict()}, indent=1))
-        unfinished.replace(folder / MANIFEST)
 
 
 def shown(out: str) -> str:
@@ -92,10 +63,6 @@ def check_place(out: str, final: Path, hidden: Path) -> None:
             pass
 
 
-def _is_below(name: str) -> bool:
-    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
 def _remove_hidden(partial: Path) -> None:
     """Its manifest goes last, so that what a kill leaves of it is known as ours."""
     for path in partial.iterdir():
@@ -110,7 +77,7 @@ def _is_hollow(folder: Path) -> bool:
     """Whether a kill left no more than this of a hidden folder: folders without files."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(path.name == _UNFINISHED or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*"))
+    return all(path.name == UNFINISHED or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*"))
 
 
 class OutputFolder:
@@ -139,14 +106,44 @@ class OutputFolder:
             self.partial, self._lock_file = (place / name for name in hidden)
         check_place(out, self.final, self.partial)
         with refusing(self.out):
-            self._check_free()
-            if self._lock_file.is_file():  # so that nobody prepares a run for nothing; `held` is what counts
+            if self._lock_file.is_file() and self.finished is None:  # so that nobody prepares a run for nothing
                 lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     self._lock(lock, fcntl.LOCK_SH)
                 finally:
                     os.close(lock)
             self._check_leftover()
+            self._check_free()
+
+    @property
+    def finished(self) -> Manifest | None:
+        """With `resume`, the record of a run that has ended well; None where something is left to do."""
+        if not self.resume or self.overwrite:
+            return None
+        manifest = Manifest.read(self.partial)  # of a run that was killed while it put its results in place
+        if (manifest is None or not manifest.ready) and not self._replaces():
+            manifest = Manifest.read(self.final)
+        return manifest if manifest is not None and manifest.ready and manifest.settings else None
+
+    def confirm(self, difference: tuple[str, str, str] | None) -> None:
+        """Returns when the results of a run that is `finished` are in place. difference: between its settings and this
+        run's. Raises UserError where there is one, or where some of the results are gone."""
+        if difference is not None:
+            name, old, new = difference
+            raise UserError(
+                f"--out {self.out}: the results there are finished, with other settings ({name}: {old} there, {new} "
+                f"now): choose another folder, or replace them with --overwrite"
+            )
+        if os.path.lexists(self.partial):
+            with self.held():
+                pass
+        manifest = Manifest.read(self.final)
+        gone = [name for name in manifest.files if not (self.final / name).exists()] if manifest is not None else []
+        if gone:
+            raise UserError(
+                f"--out {self.out}: the run there has ended, and {len(gone)} of its files are gone ({gone[0]}): make "
+                f"them again with --overwrite, or choose another folder"
+            )
 
     @property
     def journals(self) -> Journals:
@@ -155,7 +152,14 @@ class OutputFolder:
     def _check_leftover(self) -> bool:
         """Whether what a run that did not end has finished is kept, for this one to go on with."""
         manifest, kept = Manifest.read(self.partial), self.journals.kept()
-        if manifest is None or manifest.ready or kept is None:
+        if manifest is None or manifest.ready:
+            return False
+        if kept is None:
+            if self.journals.finished() and not self.overwrite:
+                raise UserError(
+                    f"--out {self.out}: a run that did not end has left results there, and the record of its settings "
+                    f"is damaged, so that it cannot go on: start afresh with --overwrite"
+                )
             return False
         if not self.resume and not self.overwrite:
             raise UserError(
@@ -171,6 +175,8 @@ class OutputFolder:
 
     def _check_free(self) -> None:
         if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
+            return
+        if self.finished is not None:
             return
         if not self._replaces():
             raise UserError(f"--out {self.out} exists already: choose another folder, or replace it with --overwrite")
@@ -284,7 +290,9 @@ class OutputFolder:
         """Puts the results in place. An older result disappears only when the new one stands ready."""
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
         files = sorted(str(path) for path in found if path.parts[0] != FOLDER)
-        manifest = Manifest(self.run, True, [name for name in files if name != MANIFEST])
+        header = self.journals.header()
+        settings = header["settings"] if header is not None else None
+        manifest = Manifest(self.run, True, [name for name in files if name != MANIFEST], settings)
         manifest.write(self.partial)
         try:
             self._put_in_place(manifest)

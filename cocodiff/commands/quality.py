@@ -120,6 +120,8 @@ class Quality:
 
     def line(self, unit: str) -> str:
         """What is asked for, and how it is found."""
+        if len(self.rungs) == 1:
+            return f"quality {self.bound}: one rank alone sends nothing, so all {unit} are restored exactly"
         uncoded = all(config.codec == "none" for config in self.rungs.values())
         why = ", none with a codec, as its passes would take longer than these links," if uncoded else ""
         return (

@@ -66,6 +66,14 @@ def read(trials: PartsOfSettings, setting: str, number: int) -> Image:
     return Image(drawn.restored01_YX.astype(np.float32), drawn.cost)
 
 
+def tried(session: Session, rung: int, number: int) -> bool:
+    """Whether what an earlier start has made of an image with a setting is there, whole."""
+    assert session.job.quality is not None, "a bound is asked for"
+    settings = [*session.job.quality.rungs]
+    parts = PartsOfSettings(session.job.output.journals.folder, settings).of[settings[rung]]
+    return parts.holds(batch_of(number), [settings[rung]])
+
+
 def batch_of(number: int) -> Batch:
     return Batch(0, (number,), True)
 

@@ -107,15 +107,17 @@ class Chosen:
         return self.quality.rungs[self.setting(task)]
 
     def restorer(self, restorer: Restorer, task: int) -> Restorer:
-        """For the batches that are left: with the chosen setting under the preset's name. The exact one is what it
-        would be compared with."""
-        setting, preset = self.setting(task), self.quality.preset
-        exact = preset if setting == self.quality.exact else None
-        return replace(restorer, engines={preset: restorer.engines[setting]}, exact=exact)
+        """For the batches that are left: with the chosen setting under the preset's name. All ranks of a replica call
+        it, as the setting's engine may not be there yet."""
+        engines = {self.quality.preset: restorer.engines[self.setting(task)]}
+        return replace(self.judging(restorer, task, tried=False), engines=engines)
 
-    def judging(self, restorer: Restorer) -> Restorer:
-        """For the batches that were kept: what `drawn` gives is compared with the exact run."""
-        return replace(restorer, exact=EXACT)
+    def judging(self, restorer: Restorer, task: int, tried: bool) -> Restorer:
+        """For results that are there, and need no engine. tried: those of the batches that were kept, whose exact run
+        `drawn` gives; of the others the exact setting is what they would be compared with."""
+        setting, preset = self.setting(task), self.quality.preset
+        exact = EXACT if tried else preset if setting == self.quality.exact else None
+        return replace(restorer, engines={}, exact=exact)
 
     def drawn(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
         """What was kept of a slice, under the preset's name, and its exact run."""

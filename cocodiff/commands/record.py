@@ -19,6 +19,8 @@ REMEMBERED = (
     "model",
     "dtype",
     "batch",
+    "height",
+    "width",
     "machine",
     "vae",
     "transport",

@@ -12,12 +12,13 @@ from cocodiff.comm.launch import detect
 from cocodiff.commands.journal import Entry, Journals, Reader
 from cocodiff.commands.outputs import storage_faults
 from cocodiff.commands.record import as_read, first_difference
-from cocodiff.commands.terminal import JobBar, say
+from cocodiff.commands.terminal import JobBar, reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
+IsWhole = Callable[[Entry], bool]  # whether the results of a finished batch are still there as they were written
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
 
 
@@ -30,11 +31,6 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
     """Where the ranks of the first replica sit."""
     axes = axes_of(values["machine"], ranks, replicas)
     return axes.topology.part(axes.replica(0))
-
-
-def threads() -> str | None:
-    """Threads of a rank's arithmetic, which may change the last bits of sums."""
-    return os.environ.get("OMP_NUM_THREADS")
 
 
 class Replica:
@@ -106,11 +102,13 @@ class Queue:
         settings: Callable[[], dict[str, Any]],
         counts: Sequence[int],
         unit: str,
+        is_whole: IsWhole,
         shows_bar: bool,
         expected: int | None = None,
     ) -> None:
-        """settings: what the results depend on, asked for on rank 0; counts: the slices or prompts (`unit`) of each
-        batch. expected: so many of the batches, the first, are to be done by now; `expect` tells of others.
+        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts: the slices or prompts
+        (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now; `expect` tells of
+        others.
         Raises UserError where another start's settings were others."""
         self._replica, self._counts = replica, counts
         self.journals: Journals = output.journals
@@ -118,6 +116,7 @@ class Queue:
         total = sum(counts[:expected])
         if whole.rank == 0:
             _begin(output, as_read(settings()), total, unit)
+            _go_on(output, counts, is_whole, shows_bar)
         self._done = set(whole.broadcast_object(set(self.journals.finished()) if whole.rank == 0 else None))
         replica.check_shared(self.journals, output.out)
         reader = Reader(self.journals.folder)
@@ -160,10 +159,11 @@ class Queue:
         if self._replica.whole.rank == 0:
             self.journals.expect(total)
 
-    def add(self, number: int, rows: list[Any]) -> None:
-        """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end."""
+    def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
+        """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
+        checksums of its results, where a later start is to know by them that they are there."""
         with storage_faults(f"a line of {self.journals.folder}"):
-            self._journal.add(Entry(number, self._counts[number], rows))
+            self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
     def rows(self) -> list[Any]:
@@ -186,6 +186,19 @@ def _begin(output: Any, settings: dict[str, Any], total: int, unit: str) -> None
         )
     if header is None:
         journals.begin(settings, total, unit, output.overwrite)
+
+
+def _go_on(output: Any, counts: Sequence[int], is_whole: IsWhole, shows_bar: bool) -> None:
+    """On rank 0: drops from the journals the batches whose results are no longer there, which are done again."""
+    journals: Journals = output.journals
+    found = [*journals.finished().values()]
+    fitting = [entry for entry in found if entry.number in range(len(counts)) and entry.size == counts[entry.number]]
+    whole = [
+        fitting[n] for n in reading_bar(shows_bar)(range(len(fitting)), "checking results") if is_whole(fitting[n])
+    ]
+    if len(whole) < len(found):
+        journals.keep(whole)
+        say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
     if output.resume:
         kept = journals.kept()
         say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")

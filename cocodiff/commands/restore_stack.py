@@ -20,7 +20,7 @@ from cocodiff.commands.judging import Run, Seen, judge_slice
 from cocodiff.commands.pipelines import Model
 from cocodiff.commands.report_pictures import ReportPictures
 from cocodiff.commands.samples import Batch, Drawn, Parts
-from cocodiff.commands.tasks import Task, result_files
+from cocodiff.commands.tasks import Task, checksums, result_files
 from cocodiff.commands.terminal import JobBar
 from cocodiff.engine import Engine
 
@@ -136,6 +136,10 @@ class Results:
             file.write(seen.index, judged.native[name])
         self.pages.add(batch.task, seen.index, judged.picture)
         return judged.rows
+
+    def checksums(self, task: Task, batch: Batch, presets: Sequence[str]) -> list[int]:
+        """Of what the files hold of a batch."""
+        return checksums(result_files(task, presets, self.folder, batch.of).values(), batch.indices)
 
 
 def restore_batch(

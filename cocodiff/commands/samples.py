@@ -165,6 +165,13 @@ class Parts:
                 drawn[mode] = Drawn(moments, Cost(**cost), tuple(psnr))
             return drawn
 
+    def holds(self, batch: Batch, modes: Collection[str]) -> bool:
+        """Whether what was kept of a batch in some modes is there, whole."""
+        try:
+            return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
+        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
+            return False
+
     def merged(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
         """All that was kept of a slice, whose samples are in some batches, in their order."""
         found = [self.read(batch, index) for batch in batches]

@@ -17,22 +17,20 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.commands.deal import sequence_of, with_guidance
 from cocodiff.commands.engines import Engines
-from cocodiff.commands.options import engine_record, engine_settings
+from cocodiff.commands.modes import describe, with_exact
 from cocodiff.commands.outputs import FOUND, OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.record import REMEMBERED, lasting
-from cocodiff.commands.replicas import Queue, Replica, threads
+from cocodiff.commands.record import as_read, first_difference
+from cocodiff.commands.replicas import IsWhole, Queue, Replica
 from cocodiff.commands.room import check_room
 from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say
 from cocodiff.config import Config
 from cocodiff.planning.deals import Deal
-from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
     from cocodiff.commands.quality import Quality
 
-EXACT = "flat"  # the preset that others are judged against
 EVERY_RANK_IMPORTS = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
     "skimage.metrics",
@@ -43,8 +41,6 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
-CODING = ("selection", "codec", "arrival")
-ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
@@ -66,6 +62,8 @@ class Job:
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, self.request, deal, ranks))
             quality = replace(quality, rungs=with_guidance(quality.rungs, deal, self.request))
+            if ranks == deal.replicas:
+                quality = quality.exact_alone()
         return replace(self, presets=presets, deal=deal, quality=quality)
 
 
@@ -87,16 +85,20 @@ class Session:
         """The folder of images, on every rank that writes some."""
         return self.job.output.partial / "images"
 
-    def queue(self, settings: Callable[[], dict[str, Any]], counts: Sequence[int], unit: str) -> Queue:
+    def queue(
+        self, settings: Callable[[], dict[str, Any]], counts: Sequence[int], unit: str, is_whole: IsWhole
+    ) -> Queue:
         """See `Queue`. settings: what results depend on beside `describe`; counts: of all batches of results, which
         trials of settings for a bound on quality are added to. All ranks call it."""
         job, tried = self.job, 0 if self.job.quality is None else len(self.job.quality.rungs)
         shows_bar = self.folder is not None and not job.values["quiet"]
 
         def described() -> dict[str, Any]:
-            return describe(job, self) | settings()
+            return describe(job, self.transport.size) | settings()
 
-        return Queue(self.replica, job.output, described, [*counts] * (1 + tried), unit, shows_bar, len(counts))
+        return Queue(
+            self.replica, job.output, described, [*counts] * (1 + tried), unit, is_whole, shows_bar, len(counts)
+        )
 
 
 Work = Callable[[Job, Any], None]  # called on every rank with its transport
@@ -173,6 +175,19 @@ def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) 
         work(transport)
 
 
+def nothing_left(job: Job, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Whether the run that is to go on has ended well before; says so. settings: as `Session.queue` takes them, called
+    with those of that run. Raises UserError where they differ, or where files of its results are gone."""
+    ended = job.output.finished
+    if ended is None:
+        return False
+    if launch.speaks:
+        there = ended.settings or {}
+        job.output.confirm(first_difference(there, as_read(describe(job, ranks) | settings(there))))
+        say(f"nothing is left to do: the results in {job.output.final} are finished, with the same settings")
+    return True
+
+
 def import_before_fork(request: Request) -> None:
     """Imports what every rank needs once, in the process that ranks are forked from."""
     names = [*EVERY_RANK_IMPORTS, *(name for name in WHERE_INSTALLED if find_spec(name.split(".")[0]))]
@@ -205,8 +220,6 @@ def open_session(job: Job, transport: Any) -> Session:
     if transport.rank == 0 and not job.values["quiet"]:
         note(f"loading the model: {job.request.model}")
     model = load_on_rank(job, transport)
-    if job.quality is not None and replica.transport.size == 1:
-        job = replace(job, quality=job.quality.exact_alone())
     modes, exact = with_exact(job)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
     if job.quality is None:  # else those of the settings that are tried
@@ -221,52 +234,6 @@ def open_session(job: Job, transport: Any) -> Session:
         for line in engines.chosen():
             say(line)
     return Session(job, transport, replica, model, engines, exact, folder)
-
-
-def describe(job: Job, session: Session) -> dict[str, Any]:
-    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it."""
-    return {
-        "cocodiff": __version__,
-        "ranks of a replica": session.replica.transport.size,
-        "their nodes, cards and planes": session.replica.seats,
-        "OMP_NUM_THREADS": threads(),
-        **{name: job.values[name] for name in REMEMBERED if name in job.values},
-        "steps": job.values["steps"],
-        "presets": [{"name": name, **lasting(config)} for name, config in job.presets.items()],
-        "exact": session.exact,
-        **({} if job.quality is None else {"quality": job.quality.lasting()}),
-    }
-
-
-def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
-    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
-    on quality the modes are the settings that it is kept with."""
-    if job.quality is not None:
-        return dict(job.quality.rungs), job.quality.exact
-    if not job.values["exact"]:
-        return dict(job.presets), None
-    whole = {"selection": "full", "codec": "none", "arrival": "now"}
-    settings = engine_settings(job.values) | {"exchange": "flat", "chunks": 1, **whole}
-    settings["guidance_parallel"] = job.deal.guidance
-    exact = engine_record().preset(EXACT, **settings)
-    for mode, config in job.presets.items():
-        if same_bits(config, exact):
-            return dict(job.presets), mode
-    return job.presets | {"exact": exact}, "exact"
-
-
-def same_bits(config: Config, exact: Config) -> bool:
-    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
-    settings that do nothing with them."""
-    if not config.exact:
-        return False
-    of_codings = {
-        name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in CODING
-    }
-    free = {*ROUTES, *of_codings}
-    return {k: v for k, v in vars(config).items() if k not in free} == {
-        k: v for k, v in vars(exact).items() if k not in free
-    }
 
 
 def finish(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,12 @@ def result_files(
         )
         for name, (preset, dtype) in dtypes.items()
     }
+
+
+def checksums(files: Iterable[VolumeFile], indices: Iterable[int]) -> list[int]:
+    """Of slices as they are read from files of results."""
+    numbers = [*indices]
+    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in numbers]
 
 
 def spread_of(preset: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # the others follow the first, if not set
+
 
 def quiet_libraries(level: str) -> None:
     """Keeps the libraries' warnings, progress bars and advice off the terminal. Call before importing torch."""
@@ -33,11 +35,20 @@ def quiet_libraries(level: str) -> None:
 
 
 def limit_threads(ranks: int) -> None:
-    """Shares the cores among local ranks. Before numpy or torch are imported; what the user has set stays."""
+    """Shares the cores among local ranks. Before numpy or torch are imported; what the user has set stays, and where
+    OMP_NUM_THREADS is set every library follows it: the last bits of sums depend on threads, and must not depend on how
+    many ranks share a host."""
+    if os.environ.get(THREADS[0]):
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = str(max(1, cores // ranks))
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in THREADS:
         os.environ.setdefault(name, share)
+
+
+def threads() -> dict[str, str | None]:
+    """Threads of this rank's arithmetic, by the variables that say it."""
+    return {name: os.environ.get(name, os.environ.get(THREADS[0])) for name in THREADS}
 
 
 def progress_bar(description: str, total: int, shown: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cocodiff.comm.stalls import ALL, Progress, find_stalled
@@ -60,3 +62,37 @@ def test_a_rank_that_waits_itself_is_not_said_to_hang(last_heard_s, rank, why):
     attends = Progress({ALL: 2}, "attention x", ALL, last_heard_s, 11.1)
     found = find_stalled({0: gathers, 1: attends, 2: attends}, STALL_S, STALL_S)
     assert found == (None if rank is None else (rank, why))
+
+
+def stuck(at, among, waits_s, calls):
+    return Progress(calls, at, among, waits_s, waits_s + 0.1)
+
+
+SETS_UP = stuck("set-up", X, 15, {ALL: 5, X: 3})
+GATHERS = stuck("gather_object", ALL, 14, {ALL: 6, X: 2})
+GATHERS_TOO = stuck("gather_object", ALL, 14, {ALL: 6, Y: 9})
+DIFFER = (0, "waits in set-up of ranks 0, 1, and rank 1 in gather_object: ranks make different calls")
+M, N = (1, 2), (0, 2)
+ROUND = [stuck("set-up", X, 15, {X: 3, N: 1}), stuck("set-up", M, 15, {X: 2, M: 3})]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stalled"),
+    [
+        pytest.param([SETS_UP, GATHERS, GATHERS_TOO, GATHERS_TOO], DIFFER, id="one sets up what the others do not"),
+        pytest.param([SETS_UP, GATHERS, goes_on(Y, 9, run=5), goes_on(Y, 9, run=5)], DIFFER, id="another part goes on"),
+        pytest.param(
+            [SETS_UP, replace(GATHERS, waits_s=4), GATHERS_TOO, GATHERS_TOO], None, id="one not for long enough yet"
+        ),
+        pytest.param(
+            [*ROUND, stuck("set-up", N, 15, {M: 2, N: 2})],
+            (0, "waits in set-up of ranks 0, 1, and rank 1 in set-up of ranks 1, 2: ranks make different calls"),
+            id="by way of a third",
+        ),
+        pytest.param(
+            [*ROUND, stuck("attention", Y, 15, {M: 2, Y: 10}), goes_on(Y, 9)], None, id="the last waits for one at work"
+        ),
+    ],
+)
+def test_ranks_of_different_parts_that_wait_for_each_other_are_named(ranks, stalled):
+    assert find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S) == stalled

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from cocodiff_eval.formats.table import open_volume
 from warm import Started
 
 from cocodiff.commands.journal import Journals
@@ -17,9 +18,20 @@ def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """The images, and the rows of metrics.json without times."""
     rows = json.loads((out / "metrics.json").read_text())["images"]
     for row in rows:
-        row["seconds"] = row["rank_seconds"] = row["baseline"]["seconds"] = 0
-        del row["replica_seconds"]
-    return {path.name: path.read_bytes() for path in (out / "images").iterdir()}, rows
+        row["seconds"] = row["rank_seconds"] = 0
+        row.pop("replica_seconds", None)
+        if "baseline" in row:
+            row["baseline"]["seconds"] = 0
+    images = out / "images"
+    return {str(path.relative_to(images)): contents(path) for path in images.rglob("*") if path.is_file()}, rows
+
+
+def contents(path: Path) -> bytes:
+    """Of an HDF5 file, which says when it was made, the voxels alone."""
+    if path.suffix != ".h5":
+        return path.read_bytes()
+    volume = open_volume(str(path))
+    return b"".join(volume.reader(index).tobytes() for index in range(volume.shape[0]))
 
 
 class Killed:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.commands.outputs import MANIFEST, MARK, Manifest, OutputFolder, beside_the_record, write_settings
+from cocodiff.commands.manifest import MANIFEST, Manifest
+from cocodiff.commands.outputs import MARK, OutputFolder, beside_the_record, write_settings
 from cocodiff.errors import OwnRankError, UserError
 
 

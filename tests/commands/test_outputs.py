@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.commands.outputs import MANIFEST, MARK, OutputFolder
+from cocodiff.commands.manifest import MANIFEST
+from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.errors import OwnRankError, UserError
 
 

@@ -21,6 +21,7 @@ from cocodiff.commands.cost import Cost
 from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.replicas import Replica
 from cocodiff.commands.samples import batches_of
+from cocodiff.commands.terminal import limit_threads, threads
 from cocodiff.errors import UserError
 
 SLICES = 10
@@ -146,6 +147,16 @@ def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path
     assert mean.dtype == original.dtype and spread.dtype == np.float32
     known = spread == 0
     assert 0.7 < known.mean() < 0.8 and mean[known].tobytes() == original[known].tobytes()
+
+
+@pytest.mark.parametrize("set_by_user", [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}])
+def test_one_rank_alone_has_the_threads_that_a_replica_has(monkeypatch: pytest.MonkeyPatch, set_by_user: Any) -> None:
+    """Sums of a library on two threads have other last bits than on one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    for ranks in (1, 4):
+        monkeypatch.setattr(os, "environ", dict(set_by_user))
+        limit_threads(ranks)
+        assert threads() == dict.fromkeys(threads(), "1") | set_by_user
 
 
 def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:

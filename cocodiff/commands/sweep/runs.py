@@ -16,11 +16,12 @@ from cocodiff_eval.metrics import LINKS
 
 from cocodiff.commands.journal import Journals
 from cocodiff.commands.judging import Run, psnr_vs_exact_db, quality
+from cocodiff.commands.modes import EXACT
 from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.pipelines import Model
 from cocodiff.commands.replicas import Replica
 from cocodiff.commands.restore_stack import Restorer
-from cocodiff.commands.session import EXACT, load_requested
+from cocodiff.commands.session import load_requested
 from cocodiff.commands.sweep.lines import Key, LineWriter, ReplicaLines, count_lines
 from cocodiff.commands.sweep.points import Point
 from cocodiff.commands.tasks import Task, slice_name
