@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
@@ -310,11 +311,22 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     return kind(**values)
 
 
+class _Loader(yaml.SafeLoader):
+    """Takes 1:2 for a text, as YAML 1.2 does: of version 1.1 it is a number to the base 60."""
+
+
+# before the resolvers of numbers: the first that fits is taken
+_TEXT = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*:[0-9_:.]*$"))
+_Loader.yaml_implicit_resolvers = {
+    first: [_TEXT, *resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises UserError when it is missing, malformed or something else than a mapping."""
     text = read_text(path, "YAML")
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise UserError(f"{path} is not valid YAML: nested too deeply") from error
     except Exception as error:  # PyYAML lets pass what int(), float() and dates raise for a malformed value

@@ -27,6 +27,7 @@ class Option:
     many: it takes several values of that type.
     choices: the words it takes, in a table of the registry too, or a function that returns them; () for any. They are
     looked up at every use.
+    numbers: whether a number in a settings file is taken for the text that it is written as.
 
     Of settings of the engine alone:
     least, most: of its numbers; wanted: what to give instead of an unfit value, by default what type and least say.
@@ -42,6 +43,7 @@ class Option:
     many: bool = False
     choices: Iterable[str] | Callable[[], Iterable[str]] = ()
     required: bool = False
+    numbers: bool = False
     least: float = -inf
     most: float = inf
     wanted: str = ""

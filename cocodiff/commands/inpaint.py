@@ -269,7 +269,7 @@ def hand_over(
     """Completes the files of results and writes the report. found: rows of metrics.json, on rank 0; chosen: as in
     `provenance`."""
     from cocodiff.commands.judging import picture_of, save_previews
-    from cocodiff.commands.tasks import result_files
+    from cocodiff.commands.tasks import result_files, save_mask
 
     job, images = session.job, session.images
     presets, samples = list(job.presets), job.values["samples"]
@@ -277,6 +277,8 @@ def hand_over(
         for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
             for file in result_files(task, presets, images, samples, provenance(job, number, chosen)).values():
                 file.finish()
+            for line in save_mask(task, presets, images, {"version": __version__, "seed": job.values["seed"]}):
+                say(line)
             save_previews(task, of_task, presets, images)
     pictures = pages.all(
         found,

@@ -46,6 +46,7 @@ RESUME = Option(
     False,
     type=bool,
 )
+FILES = ("input", "mask", "truth", "out")  # options that name files or folders: an empty name is the current folder
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
 MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100}
@@ -101,7 +102,9 @@ def parse(
     values |= given
     for option in options:
         if option.type == int | str:
-            _check_number_or_word(option.name, values[option.name])
+            _check_number_or_word(option, values[option.name])
+        if option.name in FILES and (values[option.name] == "" or (option.many and "" in (values[option.name] or ()))):
+            raise UserError(f"--{option.name} '': an empty name: name a file or a folder, . for the current one")
         if option.required and not values[option.name]:
             raise UserError(f"--{option.name} is missing: {option.help}; see cocodiff {command} --help")
     return values
@@ -146,10 +149,16 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
         )
 
 
-def _check_number_or_word(name: str, value: Any) -> None:
-    """Raises UserError for a word that int() has trouble with though it is all digits: ² and thousands of them."""
-    if isinstance(value, str) and value.isdigit() and not (value.isascii() and len(value) < 19):
-        raise UserError(f"--{name} {value[:20]!r}: not a whole number of at most 18 digits")
+def _check_number_or_word(option: Option, value: Any) -> None:
+    """Raises UserError for a word that is none of the option's, and for one that int() has trouble with though it is
+    all digits: ² and thousands of them."""
+    if not isinstance(value, str) or value in option.words:
+        return
+    if value.isdigit() and not (value.isascii() and len(value) < 19):
+        raise UserError(f"--{option.name} {value[:20]!r}: not a whole number of at most 18 digits")
+    if option.words and not value.isdigit():
+        wanted = option.wanted or f"a whole number or {', '.join(option.words)}"
+        raise UserError(f"--{option.name} {value[:20]!r}: give {wanted}")
 
 
 def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
@@ -212,6 +221,8 @@ def _checked(path: str, option: Option, value: Any) -> Any:
     """One value of a settings file in the option's type. Raises UserError for others."""
     if option.type is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
+    if option.numbers and type(value) in (int, float) and abs(value) < 2**63:
+        value = str(value)
     if type(value) not in option.kinds:
         names = " or ".join(kind.__name__ for kind in option.kinds)
         raise UserError(f"{path}: {option.name}: {_shown(value)} is not of type {names}")

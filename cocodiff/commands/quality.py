@@ -38,6 +38,7 @@ BOUND_OPTIONS = (
         "quality",
         "a bound: 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); the cheapest "
         "setting that keeps it is chosen on some slices and checked on more (docs/bound.md)",
+        numbers=True,
     ),
     Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),
     Option("quality_every", "with quality: every n-th slice or image is checked against the exact run", 20, type=int),

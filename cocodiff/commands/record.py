@@ -35,7 +35,7 @@ def lasting(config: Config) -> dict[str, Any]:
 
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The voxels of every `restore_stack.Task`; reads all of them, once each."""
+    """The voxels of every `restore_stack.Task`, and what files say of them that results keep; reads all, once each."""
     known: dict[int, str] = {}
 
     def once(slices: Any) -> str:
@@ -47,6 +47,7 @@ def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
         {
             "name": task.stack.name,
             "mask": task.mask.name,
+            **_described(task.stack),
             "voxels": once(task.stack),
             "hidden": once(task.mask),
             "truth": once(task.truth) if task.truth else None,
@@ -55,11 +56,25 @@ def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _described(stack: Any) -> dict[str, Any]:
+    """What a stack's results say of its voxels; not where the file lies."""
+    kept, region = stack.metadata, stack.volume.region
+    others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
+    return {
+        "dtype": str(stack.dtype),
+        "voxel size": kept.voxel_size,
+        "unit": kept.unit,
+        "region": None if region is None else [region.start, region.stop],
+        "metadata": hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
 def digest(slices: Any) -> str:
-    """A short hash of all voxels of a stack or a mask."""
+    """A short hash of all voxels of a stack or a mask, and of their type."""
     found = hashlib.sha256(str(slices.shape).encode())
     for index in range(slices.shape[0]):
-        found.update(slices.read(index).tobytes())
+        image_YX = slices.read(index)
+        found.update(image_YX.dtype.str.encode() + image_YX.tobytes())
     return found.hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cocodiff_eval.formats.ome_zarr_file import ZarrFile
 from cocodiff_eval.formats.table import new_volume
 from cocodiff_eval.formats.volume import VolumeFile
 from cocodiff_eval.intensity import IntensityRange
@@ -18,6 +20,7 @@ from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import Stack, unique_names
 
 SHOWN = 12  # numbers of slices in a line
+MASK = "mask"  # in the place of a preset, in the name of a mask's file
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
 
@@ -134,6 +137,32 @@ def checksums(files: Iterable[VolumeFile], indices: Iterable[int]) -> list[int]:
     """Of slices as they are read from files of results."""
     numbers = [*indices]
     return [zlib.crc32(file.read(index).tobytes()) for file in files for index in numbers]
+
+
+def save_mask(task: Task, presets: Sequence[str], folder: Path, about: Mapping[str, Any]) -> list[str]:
+    """Saves a mask that was made beside the files of results, in their format, where 255 is restored; in stores of
+    results as a label image, with the labels of a Zarr input.
+
+    about: how it was made, for the file's own metadata. Returns a line for each label of the input's that is not kept.
+    """
+    made = None if task.mask.from_file else task.mask
+    about = {**about, "mask": task.mask.name}
+    if task.format == "zarr":
+        from cocodiff_eval.formats.labels import write_labels
+
+        stores = [file for name, file in result_files(task, presets, folder).items() if isinstance(file, ZarrFile)]
+        read = None if made is None else made.read
+        return [line for store in stores for line in write_labels(store, task.stack.volume, read, about)]
+    if made is not None:
+        name = partial(task.files.result, MASK)
+        file = new_volume(task.format, folder, name, task.stack.volume, np.dtype(np.uint8), about)
+        if file.path.is_dir():  # of a start that was killed here
+            shutil.rmtree(file.path)
+        file.create()
+        for index in range(len(task.stack)):
+            file.write(index, made.read(index) * np.uint8(255))
+        file.finish()
+    return []
 
 
 def spread_of(preset: str) -> str:

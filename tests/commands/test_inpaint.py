@@ -71,8 +71,20 @@ def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Re
     ]
     stems = [f"scan_{mask}_{preset}" for mask in ("block", "center") for preset in ("flat", "tapa")]
     assert sorted(path.name for path in (out / "images").iterdir()) == sorted(
-        f"{stem}.{suffix}" for stem in stems for suffix in ("png", "tif")
+        [
+            *(f"{stem}.{suffix}" for stem in stems for suffix in ("png", "tif")),
+            "scan_block_mask.tif",
+            "scan_center_mask.tif",
+        ]
     )
+    mask_YX = tifffile.imread(out / "images" / "scan_block_mask.tif")
+    given_YX, restored_YX = (
+        tifffile.imread(tmp_path / "scan.tif"),
+        tifffile.imread(out / "images" / "scan_block_flat.tif"),
+    )
+    assert mask_YX.dtype == np.uint8 and set(np.unique(mask_YX)) == {0, 255}
+    assert np.array_equal(restored_YX[mask_YX == 0], given_YX[mask_YX == 0])
+    assert (restored_YX != given_YX)[mask_YX == 255].mean() > 0.9
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["schema"], metrics["ranks"]) == (1, 1)
     assert [(row["name"], row["mask"], row["mode"]) for row in metrics["images"]] == [
@@ -150,6 +162,9 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
     about = result.attrs["multiscales"][0]["datasets"][0]["coordinateTransformations"]
     assert about == [*scale, {"type": "translation", "translation": [2.0, 0.0, 2.0]}]
     made = result.attrs["cocodiff"]
+    label = result["labels/holes"]
+    assert np.array_equal(label["0"][:], labels[1:4, :40, 4:])
+    assert label.attrs["multiscales"][0]["datasets"][0]["coordinateTransformations"] == about
     assert (made["preset"], made["seed"], made["steps"], made["region"]["start"]) == ("tapa", 3, 2, [1, 0, 4])
     # A sequence, from the settings of that run, into a folder that is there; a result is no input of its own run.
     sequence = ("--format", "sequence", "--config", out / "run.yaml", "--overwrite")
@@ -282,7 +297,8 @@ def test_every_input_and_mask_has_files_of_its_own(restore: Restore, tmp_path: P
     out = restore(*inputs, "--mask", tmp_path / "left_block.tif", "block", "--no-exact")
     found = {path.name: path for path in (out / "images").iterdir()}
     stems = ["scan_block", "scan_left_block", "scan_left_block-2", "scan_left_left_block"]
-    assert sorted(name for name in found if name.endswith(".tif")) == sorted(f"{stem}_tapa.tif" for stem in stems)
+    made = ["scan_block_mask.tif", "scan_left_block-2_mask.tif"]
+    assert sorted(name for name in found if name.endswith(".tif")) == sorted([*(f"{s}_tapa.tif" for s in stems), *made])
     assert sum(name.endswith(".png") for name in found) == 8
     for stem, name in (("scan_left_block", "scan"), ("scan_left_block-2", "scan_left")):
         restored, given = tifffile.imread(found[f"{stem}_tapa.tif"]), tifffile.imread(tmp_path / f"{name}.tif")

@@ -5,6 +5,7 @@ import pytest
 from cocodiff.cli import main
 from cocodiff.commands.bench import KINDS
 from cocodiff.commands.options import (
+    DEAL_OPTIONS,
     MOST,
     RUN_OPTIONS,
     Option,
@@ -254,3 +255,25 @@ def test_help_names_every_benchmark(capsys):
     assert main(["--help"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  bench "))
     assert sorted(line.partition(": ")[2].split(", ")) == sorted(KINDS)
+
+
+def test_a_range_and_a_bound_in_a_settings_file_are_what_they_are_on_the_command_line(tmp_path):
+    options = (*OPTIONS, Option("slices", "which"), Option("quality", "a bound", numbers=True))
+    (tmp_path / "run.yaml").write_text("input: a.png\nslices: 1:2\nquality: 50\nsteps: 62\n")
+    of_file = parse("inpaint", "", options, ("--config", str(tmp_path / "run.yaml")))
+    assert of_file == parse(
+        "inpaint", "", options, ["--input", "a.png", "--slices", "1:2", "--quality", "50", "--steps", "62"]
+    )
+    (tmp_path / "run.yaml").write_text("input: a.png\nsteps: 1:2\n")
+    assert "steps: '1:2' is not of type int" in mistake("--config", str(tmp_path / "run.yaml"))
+
+
+def test_words_in_the_place_of_a_number_and_empty_names(tmp_path):
+    options = with_settings((*DEAL_OPTIONS, *OPTIONS, Option("truth", "the original")))
+    assert "--replicas 'two': give a number that divides the ranks, or auto" in mistake(
+        "--input", "a.png", "--replicas", "two", options=options
+    )
+    assert "--input '': an empty name" in mistake("--input", "a.png", "", options=options)
+    assert "--truth '': an empty name" in mistake("--input", "a.png", "--truth", "", options=options)
+    (tmp_path / "run.yaml").write_text("input: a.png\nreplicas: two\n")
+    assert "give a number that divides" in mistake("--config", str(tmp_path / "run.yaml"), options=options)

@@ -53,6 +53,7 @@ class Hdf5File(VolumeFile):
             layout.set_layout(h5py.h5d.CONTIGUOUS)
             layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            layout.set_obj_track_times(False)  # the same run makes the same file
             links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
             links.set_create_intermediate_group(True)
             kind, space = h5py.h5t.py_create(self._stored), h5py.h5s.create_simple(shape)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff_eval.formats.ngff import axes_of, check_transforms, leading, multiscale, of_ngff, transform_of
 from cocodiff_eval.formats.units import unit_name
 from cocodiff_eval.formats.volume import (
     Metadata,
@@ -51,25 +52,26 @@ def open_node(store: str, inner: str) -> Any:
 
 
 def open_zarr(store: str, inner: str) -> RawVolume:
-    """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before the last three (time,
-    channel) must have length 1.
+    """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before slices, rows and
+    columns (time, channel) must have length 1.
 
-    Raises UserError for what is neither, and for chunks that this machine's memory cannot hold.
+    Raises UserError for what is neither, for axes in another order, for malformed metadata of an image, and for chunks
+    that this machine's memory cannot hold.
     """
     import zarr
 
     node, path = open_node(store, inner), f"{store}:/{inner}" if inner else store
-    if isinstance(node, zarr.Group) and "bioformats2raw.layout" in _ngff(node.attrs.asdict()) and "0" in node:
+    if isinstance(node, zarr.Group) and "bioformats2raw.layout" in of_ngff(node.attrs.asdict()) and "0" in node:
         inner = "/".join(filter(None, [inner, "0"]))  # a collection of images: the first
         node = open_node(store, inner)
     image: dict[str, Any] = {}
     if isinstance(node, zarr.Group):
-        image = multiscale(node.attrs.asdict())
+        image = multiscale(node.attrs.asdict(), path)
         if not image:
             name = f"{store}:/path"
             raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
         try:
-            array = node[str(image["datasets"][0]["path"])]
+            array = node[image["datasets"][0]["path"]]
         except Exception as error:
             raise UserError(f"{path}: level 0 of its multiscale image is not there ({one_line(error)})") from error
     else:
@@ -77,7 +79,9 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     if not isinstance(array, zarr.Array):
         raise UserError(f"{path}: level 0 of its multiscale image is no array; {_list_arrays(store)}")
     shape, dtype = tuple(array.shape), np.dtype(array.dtype)
-    lead = _leading(shape, path)
+    if image:
+        check_transforms(image, len(shape), path)
+    lead = leading(axes_of(image) or _dimensions(array), shape, path)
     volume_shape = as_volume_shape(shape[lead:], path)
     check_memory(path, volume_shape[1:], dtype.itemsize)
     check_memory(path, array.chunks[lead:], dtype.itemsize, working=0)
@@ -99,57 +103,17 @@ def open_zarr(store: str, inner: str) -> RawVolume:
 
     slabs = Slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
     metadata = _metadata(store, inner, node, array, image, lead)
-    labels = "labels" in inner.split("/")[:-1] or "image-label" in _ngff(node.attrs.asdict())
+    labels = "labels" in inner.split("/")[:-1] or "image-label" in of_ngff(node.attrs.asdict())
     return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
 
 
-def _leading(shape: tuple[int, ...], path: str) -> int:
-    """How many axes stand before the slices, rows and columns."""
-    lead = max(0, len(shape) - 3)
-    if any(side != 1 for side in shape[:lead]):
-        raise UserError(
-            f"{path}: {len(shape)} dimensions {format_shape(shape)}; of those before slices, rows and columns (time, "
-            "channel) only one each can be restored: save that as a store of its own"
-        )
-    return lead
-
-
-def _ngff(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """NGFF's part of attributes: below `ome` from 0.5 on."""
-    ome = attributes.get("ome")
-    return ome if isinstance(ome, Mapping) else attributes
-
-
-def multiscale(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The first multiscale image that a group's attributes describe; empty where there is none."""
-    listed = _ngff(attributes).get("multiscales")
-    first = listed[0] if isinstance(listed, list | tuple) and listed else None
-    if not isinstance(first, Mapping) or not first.get("datasets"):
-        return {}
-    return dict(first)
-
-
-def scale_of(transforms: Any, count: int) -> list[float]:
-    """The product of the scales among coordinate transformations, along `count` axes."""
-    total = [1.0] * count
-    for one in transforms or ():
-        if one.get("type") == "scale" and len(one.get("scale", ())) == count:
-            total = [a * float(b) for a, b in zip(total, one["scale"], strict=True)]
-    return total
-
-
 def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:
-    axes = [one if isinstance(one, Mapping) else {"name": str(one)} for one in image.get("axes", ())]
-    count, size, unit = len(array.shape), None, ""
-    transforms = image.get("datasets", [{}])[0].get("coordinateTransformations") if image else None
-    if transforms and len(axes) == count:
-        sides = [
-            a * b
-            for a, b in zip(
-                scale_of(transforms, count), scale_of(image.get("coordinateTransformations"), count), strict=True
-            )
-        ][lead:]
-        units = {str(axis.get("unit", "")) for axis in axes[lead:]}
+    axes, count, size, unit = axes_of(image), len(array.shape), None, ""
+    scale = transform_of(image["datasets"][0], "scale") if image else None
+    if scale is not None and axes:
+        of_all = transform_of(image, "scale") or [1.0] * count
+        sides = [a * b for a, b in zip(scale, of_all, strict=True)][lead:]
+        units = {str(axis.get("unit") or "") for axis in axes[lead:]}
         if len(units) == 1:
             unit = unit_name(units.pop())
         if unit or any(side != 1 for side in sides):
@@ -161,15 +125,15 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     details = {
         "store": store,
         "inner": inner,
-        "level": str(image["datasets"][0]["path"]) if image else "",
-        "image": dict(image),
+        "level": image["datasets"][0]["path"] if image else "",
+        "image": image,
         "lead": lead,
         "levels": _level_shapes(node, image),
     }
     return Metadata(
         "zarr",
         f"{store}:/{inner}",
-        "".join(str(axis.get("name", "")) for axis in axes),
+        "".join(axis["name"] for axis in axes),
         size,
         unit,
         str(attributes.get("description", "")),
@@ -179,12 +143,18 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     )
 
 
+def _dimensions(array: Any) -> list[dict[str, str]]:
+    """The names of the dimensions, as axes; Zarr v3 knows them without an image, and none where one has no name."""
+    names = getattr(array.metadata, "dimension_names", None) or ()
+    return [{"name": name} for name in names] if all(isinstance(name, str) for name in names) else []
+
+
 def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The shapes of all levels that are there."""
     found = []
     for dataset in image.get("datasets", ()):
         try:
-            found.append(tuple(node[str(dataset["path"])].shape))
+            found.append(tuple(node[dataset["path"]].shape))
         except Exception:
             break
     return found

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cocodiff_eval.formats.ngff import level_names, transform_of
 from cocodiff_eval.formats.ome_zarr import open_node
 from cocodiff_eval.formats.tiff_metadata import NOTES, stored
-from cocodiff_eval.formats.volume import VolumeFile, writing
+from cocodiff_eval.formats.volume import VolumeFile, plain, writing
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
+LABELS = "labels"  # the group of label images beside the levels
 CHUNK_SIDE = 1024  # of an input that is in no chunks
 
 
@@ -31,7 +33,7 @@ class ZarrFile(VolumeFile):
         from zarr.storage import LocalStore
 
         store = LocalStore(self.path)
-        zarr.create_group(store, zarr_format=self._version, attributes=self._attributes(1))
+        zarr.create_group(store, zarr_format=self.zarr_format, attributes=self._attributes(1))
         self._make_level(store, 0, self._stored_shape(self.shape))
 
     def write(self, index: int, image_YX: np.ndarray) -> None:
@@ -75,7 +77,8 @@ class ZarrFile(VolumeFile):
         return open_node(details["store"], "/".join(filter(None, [details["inner"], details["level"]])))
 
     @property
-    def _version(self) -> Literal[2, 3]:
+    def zarr_format(self) -> Literal[2, 3]:
+        """The version of Zarr that the store is written in."""
         return 3 if self._source is not None and self._source.metadata.zarr_format == 3 else 2
 
     @property
@@ -111,9 +114,13 @@ class ZarrFile(VolumeFile):
         return (1,) * self._lead + shape[-self.ndim :]
 
     def _name(self, level: int) -> str:
-        """The path of a level: the input's own where it has one."""
-        datasets = self._image.get("datasets", ())
-        return str(datasets[level]["path"]) if level < len(datasets) else str(level)
+        return self._names[level]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The paths of all levels: the input's own where it has one."""
+        there = len(self.metadata.details.get("levels", ())) if self._image else 0
+        return level_names(self._image.get("datasets", ())[:there], len(self._level_shapes()), [LABELS])
 
     def _level(self, level: int) -> Any:
         return self._level0 if level == 0 else self._open(level)
@@ -133,7 +140,7 @@ class ZarrFile(VolumeFile):
     def _make_level(self, store: Any, level: int, shape: tuple[int, ...], overwrite: bool = False) -> None:
         import zarr
 
-        source, version = self._source, self._version
+        source, version = self._source, self.zarr_format
         big = self.metadata.byteorder == ">"
         options: dict[str, Any] = {}
         chunks = (CHUNK_SIDE, CHUNK_SIDE)
@@ -150,7 +157,7 @@ class ZarrFile(VolumeFile):
         else:
             options["chunk_key_encoding"] = {"name": "v2", "separator": "/"}
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
-        attributes = source.attrs.asdict() if source is not None and level == 0 else {}
+        attributes = plain(source.attrs.asdict()) if source is not None and level == 0 else {}
         zarr.create_array(
             store,
             name=self._name(level),
@@ -191,31 +198,31 @@ class ZarrFile(VolumeFile):
                 kept["description"] = self.metadata.description
         if self.provenance:
             kept[NOTES] = self.notes()
-        if self._version == 3:
+        if self.zarr_format == 3:
             return {**kept, "ome": {"version": "0.5", **kept.get("ome", {}), "multiscales": [image]}}
         return {**kept, "multiscales": [{"version": "0.4", **image}]}
 
     def _new_axes(self) -> list[dict[str, str]]:
         unit = {"unit": self.metadata.unit} if self.metadata.unit else {}
-        count = self._lead + self.ndim
-        return [{"name": name, "type": "space", **unit} for name in "tczyx"[-count:]]
+        lead = [{"name": "t", "type": "time"}, {"name": "c", "type": "channel"}][-self._lead :] if self._lead else []
+        return [*lead, *({"name": name, "type": "space", **unit} for name in "zyx"[-self.ndim :])]
 
     def _transforms(self, level: int) -> list[dict[str, Any]]:
         """Scale and translation of a level: the input's of its level 0, moved to the region, and to the middle of the
         voxels that became one."""
         count = self._lead + self.ndim
-        given = (self._image.get("datasets") or [{}])[0].get("coordinateTransformations", ())
-        found = {one["type"]: [float(v) for v in one[one["type"]]] for one in given if one.get("type") in one}
+        given: Mapping[str, Any] = (self._image.get("datasets") or [{}])[0]
         size = list(self.metadata.voxel_size or (1.0, 1.0, 1.0))[-self.ndim :] if not self._image else [1.0] * self.ndim
-        scale = found.get("scale", [1.0] * self._lead + size)
-        shift = found.get("translation", [0.0] * count)
+        scale = transform_of(given, "scale") or [1.0] * self._lead + size
+        translation = transform_of(given, "translation")
+        shift = translation or [0.0] * count
         start = [0] * self._lead + list(self.region.start if self.region is not None else (0, 0, 0))[-self.ndim :]
         factor = [1] * self._lead + [step**level for step in self._step[-self.ndim :]]
         moved = [t + s * (o + (f - 1) / 2) for t, s, o, f in zip(shift, scale, start, factor, strict=True)]
         transforms: list[dict[str, Any]] = [
             {"type": "scale", "scale": [s * f for s, f in zip(scale, factor, strict=True)]}
         ]
-        if any(moved) or "translation" in found:
+        if any(moved) or translation is not None:
             transforms.append({"type": "translation", "translation": moved})
         return transforms
 

@@ -87,6 +87,8 @@ def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     for slices that this machine's memory cannot hold.
     """
     path = str(path)
+    if not path:
+        raise UserError("'' is no path: name a file or a folder, . for the current one")
     if store := split_store(path):
         return open_zarr(*store)
     if is_pattern(path) or is_folder(path):

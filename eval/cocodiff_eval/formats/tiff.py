@@ -52,7 +52,8 @@ def open_tiff(file: str) -> RawVolume:
     if first.dtype is None:
         raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
     reader = _TiffReader(file)
-    stem, dtype = Path(file).stem, first.dtype.newbyteorder("=")
+    # NumPy has two names for integers of 64 bits, of which Zarr's library knows the one.
+    stem, dtype = Path(file).stem, np.dtype(first.dtype.newbyteorder("=").str)
     # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
     # images themselves come with their channels interleaved (YXS).
     if "S" in first.axes and (first.axes != "SYX" or len(series) > 1):

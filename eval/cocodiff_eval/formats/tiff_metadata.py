@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
@@ -162,7 +163,7 @@ def _imagej(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
-    kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :])
+    kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :], UUID=_identity(file))
     for axis, side in zip("ZYX", kept.voxel_size or (), strict=False):
         said |= {f"PhysicalSize{axis}": side}
         if kept.unit:
@@ -173,6 +174,12 @@ def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
     if kept.attributes:
         annotations["attributes"] = json.dumps(kept.attributes)
     return said | ({"MapAnnotation": annotations} if annotations else {})
+
+
+def _identity(file: VolumeFile) -> str:
+    """The same for the same result: tifffile's own would tell the time and this machine's address."""
+    about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
 
 
 def _changed_ome(xml: str, file: VolumeFile, notes: Mapping[str, Any]) -> bytes | None:

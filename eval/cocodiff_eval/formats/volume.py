@@ -27,6 +27,7 @@ from cocodiff.files import irregular
 # Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
 WORKING_BYTES = 16
 MOST_VALUES = 10_000  # of an attribute that is kept as plain data
+NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, as Zarr writes fill values
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Metadata:
     kind         a word of `table.FORMATS`
     source       the file and, after a colon, the object in it; writers of the same kind copy attributes from there
     axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
-    voxel_size   sides along slices, rows and columns, in `unit`; None where unknown
+    voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
     unit         as UDUNITS spells it ("micrometer"); "" where unknown
     description  free text
     byteorder    "<" or ">", of the stored voxels
@@ -53,6 +54,10 @@ class Metadata:
     byteorder: str = "<"
     attributes: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.voxel_size is not None and not all(0 < side < math.inf for side in self.voxel_size):
+            object.__setattr__(self, "voxel_size", None)
 
 
 @dataclass(frozen=True)
@@ -185,13 +190,20 @@ class Slabs:
 
 
 def plain(value: Any) -> Any:
-    """Attributes as data that JSON takes: NumPy's values become Python's, what has no such form becomes text."""
+    """Attributes as data that JSON takes: NumPy's values become Python's, what has no such form becomes text, as NaN
+    and infinities do."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, np.ndarray | list | tuple):
-        return [plain(one) for one in value] if np.size(value) <= MOST_VALUES else f"({np.size(value)} values)"
+    if isinstance(value, np.ndarray) and value.size > MOST_VALUES:
+        return f"({value.size} values)"
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value] if len(value) <= MOST_VALUES else f"({len(value)} values)"
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return NOT_FINITE[str(value)]
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value if isinstance(value, str | bool | int | float | None) else str(value)
