@@ -49,7 +49,8 @@ class KeptSlices:
 
 
 class CreatedFiles:
-    """Which files of results an earlier start has made. What stands in no record, or has become smaller, is made again.
+    """Which files of results an earlier start has made. What stands in no record, has become smaller or
+    cannot be read is made again.
 
     For each file of results, by its name, the record has the size in bytes of what `VolumeFile.create` made: of the
     file, or of every file below it.
@@ -59,16 +60,16 @@ class CreatedFiles:
         """folder: of the job's journals, where the record lies."""
         self._path = folder / "created.json"
         self._sizes: dict[str, Sizes] = {}
+        self._whole: dict[str, bool] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
             found = json.loads(self._path.read_text())
             self._sizes = {name: {str(part): int(size) for part, size in of.items()} for name, of in found.items()}
 
     def has(self, file: VolumeFile) -> bool:
-        sizes = self._sizes.get(file.path.name)
-        try:
-            return sizes is not None and all((file.path / part).stat().st_size >= size for part, size in sizes.items())
-        except OSError:
-            return False
+        name = file.path.name
+        if name not in self._whole:
+            self._whole[name] = name in self._sizes and _is_whole(file, self._sizes[name])
+        return self._whole[name]
 
     def create(self, files: Iterable[VolumeFile]) -> None:
         """Makes those that there are not."""
@@ -89,6 +90,17 @@ class CreatedFiles:
         unfinished = self._path.with_suffix(".partial")
         unfinished.write_text(json.dumps(self._sizes))
         unfinished.replace(self._path)
+
+
+def _is_whole(file: VolumeFile, sizes: Sizes) -> bool:
+    try:
+        if any((file.path / part).stat().st_size < size for part, size in sizes.items()):
+            return False
+        if [*sizes] != [""] or file.path.is_file():  # else there is nothing before a slice is written
+            file.read(0)
+    except Exception:  # each format raises kinds of its own for a damaged file
+        return False
+    return True
 
 
 def _sizes(path: Path) -> Sizes:

@@ -96,8 +96,7 @@ class Storm:
         ranks: list[psutil.Process] = []
         try:
             if strike is not None and strike[0] == "some time" and chance is not None:
-                _kill_in_time(process, Path(words[words.index("--out") + 1]), strike, chance)
-            ranks = _children(process.pid)
+                ranks = _kill_in_time(process, Path(words[words.index("--out") + 1]), strike, chance)
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return 124, f"hangs: {log.read_text()}"
@@ -115,18 +114,18 @@ class Storm:
             return []
         images = sorted(path for path in partial.glob("images/**/*") if path.is_file())
         kept = sorted(partial.glob(".progress/*/*.npz")) + sorted(partial.glob(".progress/*.jsonl"))
-        kind = chance.choice(("nothing", "nothing", "nothing", "purge", "remove", "truncate", "damage"))
+        kind = chance.choice(("nothing", "nothing", "nothing", "purge", "remove", "truncate", "overwrite"))
         if kind == "purge" and images:
             shutil.rmtree(partial / "images")
             return ["images purged"]
-        if kind == "nothing" or not (images if kind == "remove" else [*images, *kept]):
+        if kind in ("nothing", "purge") or not [*images, *kept]:
             return []
-        path = chance.choice(images if kind == "remove" else [*images, *kept])
+        path = chance.choice([*images, *kept])
         if kind == "remove":
             path.unlink()
         elif kind == "truncate":
             os.truncate(path, path.stat().st_size * chance.randrange(100) // 100)
-        elif path in kept:
+        else:
             path.write_bytes(chance.randbytes(path.stat().st_size) + b"\n")
         return [f"{kind} {path.relative_to(partial)}"]
 
@@ -146,8 +145,9 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _kill_in_time(process: Started, out: Path, strike: list[str], chance: random.Random) -> None:
-    """Some time after as many more batches are finished as the strike says, or one rank of the run."""
+def _kill_in_time(process: Started, out: Path, strike: list[str], chance: random.Random) -> list[psutil.Process]:
+    """Kills a run, or one of its ranks, some time after as many more batches are finished as the strike says. Returns
+    its ranks."""
     journals, deadline = Journals(_partial(out)), time.monotonic() + LIMIT_S
     batches = len(journals.finished()) + int(strike[1]) % 4
     while process.poll() is None and len(journals.finished()) < batches and time.monotonic() < deadline:
@@ -155,8 +155,9 @@ def _kill_in_time(process: Started, out: Path, strike: list[str], chance: random
     time.sleep(chance.uniform(0, 0.3))
     ranks = sorted(_children(process.pid), key=lambda rank: rank.pid)
     if process.poll() is not None:
-        return
+        return ranks
     if strike[3] == "all" or not ranks:
         process.kill()  # its ranks die with it
     else:
         chance.choice(ranks).kill()
+    return ranks

@@ -85,6 +85,10 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def overwritten(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def emptied(path: Path) -> None:
     """As a kill leaves what is being created."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -104,7 +108,7 @@ def result(partial: Path) -> Path:
     ("word", "damages"),
     [
         ("tiff", [purged, lambda partial: cut(result(partial)), lambda partial: emptied(result(partial))]),
-        ("h5", [purged, lambda partial: cut(result(partial)), lambda partial: emptied(result(partial))]),
+        ("h5", [purged, lambda partial: overwritten(result(partial)), lambda partial: emptied(result(partial))]),
         ("sequence", [purged, lambda partial: cut(next(result(partial).iterdir()))]),
         (
             "zarr",
