@@ -47,7 +47,8 @@ EVERY_RANK_IMPORTS = (
 )
 WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
 CODING = ("selection", "codec", "arrival")
-ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
+# Settings that change no bit of an exact run.
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
