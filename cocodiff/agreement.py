@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from cocodiff.comm.transport import Transport
 from cocodiff.device import used_on_current_stream
+from cocodiff.digest import digest
 from cocodiff.errors import UserError
 
 ROWS = 32  # of the table: more than any call has arguments
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MULTIPLIER = -0x61C8864680B583EB  # odd, of 64 bits: 2^64 over the golden ratio
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model
 NAMED_RANKS = 8  # in an error; of more only the number
@@ -83,17 +82,6 @@ def table(values: dict[str, Any], device: torch.device) -> Tensor:
         bits.append(torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64, device=device))
     columns = torch.stack([torch.tensor(forms, device=device), torch.stack(bits)], dim=1)
     return torch.cat([columns, columns.new_zeros(ROWS - len(forms), 2)])
-
-
-def digest(x: Tensor) -> Tensor:
-    """A tensor's bits in one number, int64 []: a sum of mixed values and places, the same in any order of summation."""
-    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().contiguous().flatten()
-    size = flat.element_size()
-    if flat.nbytes % 8 == 0:  # several elements at a time
-        flat, size = (flat.clone() if flat.storage_offset() * size % 8 else flat), 8
-    bits = flat.view(INTEGERS[size]).to(torch.int64)
-    mixed = (bits + torch.arange(1, len(bits) + 1, device=x.device) * MULTIPLIER) * MULTIPLIER
-    return ((mixed ^ (mixed >> 32)) * MULTIPLIER).sum()
 
 
 def weights_digest(model: nn.Module) -> str:

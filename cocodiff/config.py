@@ -157,9 +157,13 @@ class Config:
     )
     transport: str = setting(
         "auto",
-        "how ranks talk; auto: MPI under an MPI launcher on CPU, else the device's own",
+        "how ranks talk; auto: MPI under an MPI launcher on CPU, else the device's own; host: through the host's "
+        "memory, by what auto is on CPU, where ranks share a device or its library misbehaves",
         given="machine",
-        choices=("auto", "gloo", "mpi", "xccl", "ccl", "nccl"),
+        choices=("auto", "host", "gloo", "mpi", "xccl", "ccl", "nccl"),
+    )
+    check_messages: bool = setting(
+        False, "send a checksum with every message; a wrong message ends the run and names both ranks", given="machine"
     )
     machine: str = setting(
         "local", "machine the ranks sit on: local, local-6x2, aurora or a .yaml file", given="machine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ class TiledVAE(StandIn):
 
         def gather() -> list[Tensor]:
             sent = torch.cat([tile.flatten() for tile in own.values()] or [z.new_empty(0, dtype=dtype)])
-            counts = [sum(shape.numel() for _, shape, _ in of_rank) for of_rank in of_ranks]
+            counts = [sum(math.prod(shape) for _, shape, _ in of_rank) for of_rank in of_ranks]
             parts = [z.new_empty(count, dtype=dtype) for count in counts]
             transport.world.all_gather(sent, parts).wait()
             return parts
@@ -115,7 +116,7 @@ class TiledVAE(StandIn):
         parts = [used_on_current_stream(part) for part in transport.control.submit(gather).wait()]
         tiles: dict[int, Tensor] = {}
         for part, of_rank in zip(parts, of_ranks, strict=True):
-            flat = part.split([shape.numel() for _, shape, _ in of_rank])
+            flat = part.split([math.prod(shape) for _, shape, _ in of_rank])
             tiles |= {number: x.view(shape) for x, (number, shape, _) in zip(flat, of_rank, strict=True)}
         return [tiles[number] for number in sorted(tiles)]
 

@@ -19,11 +19,12 @@ IPEX = "intel_extension_for_pytorch"
 log = logging.getLogger("cocodiff.device")
 
 
-def rank_device(name: str, local_rank: int) -> torch.device:
+def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.device:
     """The device of a rank: "cpu", "xpu", "cuda", or "auto" for the accelerator that is really there, else the CPU.
 
     On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
-    Raises OwnRankError when the named accelerator is absent or has fewer tiles than ranks.
+    shared: where ranks outnumber tiles, they take them in turns.
+    Raises OwnRankError when the named accelerator is absent or, unshared, has fewer tiles than ranks.
     """
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -34,16 +35,16 @@ def rank_device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     module = torch.get_device_module(name)
     count = module.device_count() if module.is_available() else 0
-    if local_rank >= count:
-        raise OwnRankError(f"local rank {local_rank} has no {name} device: {count} found; {_more_devices(name)}")
-    device = torch.device(name, local_rank)
+    if not count or (local_rank >= count and not shared):
+        raise OwnRankError(f"local rank {local_rank} has no {name} device: {count} found; {_more_devices(name, count)}")
+    device = torch.device(name, local_rank % count)
     module.set_device(device)
     return device
 
 
-def _more_devices(name: str) -> str:
+def _more_devices(name: str, count: int) -> str:
     """What helps where ranks outnumber devices."""
-    remedy = "start fewer ranks a node"
+    remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
     told = [f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ]
@@ -111,6 +112,15 @@ class StreamMark:
         """Makes the caller's current stream wait for this point; the host does not block."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        """Returns when this point has been reached."""
+        if self._module is not None:
+            self._event.synchronize()
+
+    def is_past(self) -> bool:
+        """Whether this point has been reached."""
+        return self._module is None or bool(self._event.query())
 
 
 @contextlib.contextmanager

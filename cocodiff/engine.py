@@ -73,10 +73,10 @@ def open_transport(
 
     on_loss: called at once when a rank is lost, also during the start."""
     launch = launch or detect()
-    device = rank_device(config.device, launch.local_rank)
-    alike = {name: str(value) for name, value in vars(config).items()}
+    device = rank_device(config.device, launch.local_rank, shared=config.transport == "host")
+    alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
     limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
-    return connect(launch, config.transport, device, alike | (settings or {}), limits, on_loss)
+    return connect(launch, config.transport, device, alike, limits, on_loss, config.check_messages)
 
 
 class Engine:

@@ -14,8 +14,9 @@ from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff import agreement
-from cocodiff.agreement import digest, form
+from cocodiff.agreement import form
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.digest import digest
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 

@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "cocodiff.topology": (),
     "cocodiff.routes": ("cocodiff.topology",),
     "cocodiff.device": (),
+    "cocodiff.digest": (),
     "cocodiff.trace": ("cocodiff.files",),
     "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology", "cocodiff.files", "cocodiff.setting"),
-    "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.trace"),
+    "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.digest", "cocodiff.trace"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.wire": (
         "cocodiff.comm.transport",
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.device"),
     "cocodiff.progress": (),
     "cocodiff.checks": ("cocodiff.device", "cocodiff.models.family", "cocodiff.planning.memory", "cocodiff.sequence"),
-    "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device"),
+    "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device", "cocodiff.digest"),
     "cocodiff.results": ("cocodiff.wire",),
     "cocodiff.assemble": (
         "cocodiff.topology",

@@ -101,6 +101,16 @@ def test_the_local_rank_is_the_tile_and_is_chosen_at_once(xpu):
     assert rank_device("xpu", 7) == torch.device("xpu", 7) and xpu.chosen == [torch.device("xpu", 7)]
 
 
+def test_ranks_that_share_devices_take_them_in_turns(xpu):
+    xpu.count = 2
+    assert [rank_device("xpu", rank, shared=True).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    with pytest.raises(OwnRankError, match="2 found; start fewer ranks a node, or --transport host to share them"):
+        rank_device("xpu", 2)
+    xpu.count = 0
+    with pytest.raises(OwnRankError, match="local rank 0 has no xpu device: 0 found; start fewer ranks a node, or let"):
+        rank_device("xpu", 0, shared=True)
+
+
 @pytest.mark.parametrize(
     ("environment", "told"),
     [({}, "neither is set"), ({"ZE_AFFINITY_MASK": "3", "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"}, "ZE_AFFINITY_MASK=3")],

@@ -23,12 +23,21 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
+from cocodiff.comm.host import HostTransport
+from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.mpi import MpiTransport, initialised_mpi
+from cocodiff.comm.mpi import MpiTransport, initialised_mpi, told_over_mpi
 from cocodiff.comm.presence import Presence, limited_start
 from cocodiff.comm.settings import overlap_killers
-from cocodiff.comm.store import environment_store, next_run, told_by_rank_0
+from cocodiff.comm.store import (
+    EVERY_INTERFACE,
+    environment_store,
+    hosted_store,
+    listening_socket,
+    next_run,
+    told_by_rank_0,
+)
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
@@ -37,7 +46,8 @@ log = logging.getLogger("cocodiff.comm")
 
 
 class _Meeting(NamedTuple):
-    """Where the ranks of a run meet. listener: rank 0's; store: of torch.distributed, where there is one already."""
+    """Where the ranks of a run meet. listener: rank 0's; store: of torch.distributed, where there is one already;
+    interface: the one that rank 0 listens on, "" elsewhere; on_loopback: whether ranks reach each other by it."""
 
     rank: int
     size: int
@@ -45,6 +55,8 @@ class _Meeting(NamedTuple):
     key: str = ""
     listener: socket.socket | None = None
     store: Any = None
+    interface: str = ""
+    on_loopback: bool = False
 
 
 def connect(
@@ -54,47 +66,58 @@ def connect(
     settings: dict[str, str],
     limits: Limits,
     on_loss: Sequence[OnLoss] = (),
+    check_messages: bool = False,
 ) -> Transport:
     """The transport of this rank, with a watch over its peers.
 
-    name: one of cocodiff.config.TRANSPORTS; "auto" is MPI under an MPI launcher on CPU, else the backend of the device.
-    settings: what every rank must have been started with alike.
+    name: of `Config.transport`; "auto" is MPI under an MPI launcher on CPU, else the backend of the device, and "host"
+    what auto is on a CPU, with copies of the device's tensors.
+    settings: what every rank must have been started with alike. check_messages: see `LaneOwner.check_messages`.
     on_loss: see `Health.when_lost`; told of a loss during the start as well.
     Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
     does not show up within `limits.start_s`.
     """
     if launch.kind == "alone" and not dist.is_initialized():
         return LoopbackTransport(LoopbackWorld(1), 0, device)
-    if name == "auto":
-        name = "mpi" if launch.kind == "mpi" and device.type == "cpu" else device_backend(device)
-    if name == "mpi" and (launch.kind != "mpi" or device.type != "cpu"):
+    # What the messages are in: with host, copies on the CPU.
+    carried = torch.device("cpu") if name == "host" else device
+    through_host = name == "host"
+    if name in ("auto", "host"):
+        name = "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
+    if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):
         raise UserError(
             f"transport mpi needs CPU tensors and an MPI launcher; here are {device.type} tensors and a run started "
             f"{_started(launch)}: use --transport {device_backend(device)} or start with mpiexec"
         )
     owns = name != "mpi" and not dist.is_initialized()
     if owns:
-        check_backend(name, device)
-    meeting = _meet(launch, device, limits)
+        check_backend(name, carried)
+    meeting = _meet(launch, limits)
     health: Alone | Watch = Alone()
     if meeting.size > 1:
         endpoint = meeting.listener or meeting.address
         health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
-    transport: MpiTransport | TorchDistTransport
+    if carried.type == "cpu" and meeting.on_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    transport: LaneOwner
     with health.blocking():
         if name == "mpi":
             transport = MpiTransport(health)
         else:
             if owns:
-                _initialise(launch, meeting, name, device, limits)
-            transport = TorchDistTransport(device, health, owns)
+                _initialise(meeting, name, carried, limits)
+            transport = TorchDistTransport(carried, health, owns, "gloo" if through_host else None)
+        if through_host:
+            transport = HostTransport(transport, device)
+    if check_messages:
+        transport.check_messages()
     _tell_of_blocking(transport)
     return transport
 
 
-def _tell_of_blocking(transport: MpiTransport | TorchDistTransport) -> None:
+def _tell_of_blocking(transport: LaneOwner) -> None:
     """Rank 0 says in one line which settings take the overlap of messages and computation away."""
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
     if killers and not transport.rank:
@@ -109,39 +132,33 @@ def _started(launch: Launch) -> str:
 # Where ranks meet -----------------------------------------------------------------------------------------------------
 
 
-def _meet(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
+def _meet(launch: Launch, limits: Limits) -> _Meeting:
     """Makes the watch's address known to all ranks, over what their launcher gave them."""
     if launch.meeting is not None:
         assert launch.rank is not None and launch.size is not None
         there = launch.meeting
-        store = dist.FileStore(there.store_file, launch.size)
-        return _Meeting(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, store)
-    if dist.is_initialized():
-        return _meet_in_process_group(launch, limits)
+        file = dist.FileStore(there.store_file, launch.size)
+        return _Meeting(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
+    store: Any
+    if dist.is_initialized():  # by the caller, whose store is ours to use
+        store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
+        return _meet_at_store(launch, dist.get_rank(), dist.get_world_size(), store, limits)
     if launch.kind == "mpi":
-        return _meet_over_mpi(launch, device, limits)
+        return _meet_over_mpi(launch, limits)
     assert launch.rank is not None and launch.size is not None
-    one_host = _on_one_host(launch, launch.size)
-    store = next_run(environment_store(launch.rank, launch.size, limits.start_s), launch.rank)
-    listener = _listen(one_host, launch.size) if launch.rank == 0 else None
-    own_word = json.dumps(_invitation(listener, one_host)) if listener is not None else None
-    word = told_by_rank_0(store, own_word, limits.start_s)
-    return _accepted(launch.rank, launch.size, json.loads(word), listener, store)
+    store = environment_store(launch.rank, launch.size, limits.start_s, _on_one_host(launch, launch.size))
+    return _meet_at_store(launch, launch.rank, launch.size, store, limits)
 
 
-def _meet_in_process_group(launch: Launch, limits: Limits) -> _Meeting:
-    """The process group that the caller has initialised tells rank 0's word."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    one_host = _on_one_host(launch, size)
+def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Limits) -> _Meeting:
+    """torch.distributed's store tells rank 0's word."""
+    store, one_host = next_run(store, rank), _on_one_host(launch, size)
     listener = _listen(one_host, size) if rank == 0 else None
-    words = [_invitation(listener, one_host) if listener is not None else None]
-    with limited_start(limits, rank, None, "the first broadcast of the process group"):
-        dist.broadcast_object_list(words)
-    assert words[0] is not None
-    return _accepted(rank, size, words[0], listener, None)
+    own_word = _invitation(listener, one_host) if listener is not None else None
+    return _accepted(rank, size, told_by_rank_0(store, own_word, limits.start_s), listener, store)
 
 
-def _meet_over_mpi(launch: Launch, device: torch.device, limits: Limits) -> _Meeting:
+def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
     presence = Presence.of_job(launch)
     if presence is not None:
@@ -152,11 +169,9 @@ def _meet_over_mpi(launch: Launch, device: torch.device, limits: Limits) -> _Mee
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
-        word = world.bcast(_invitation(listener, one_host) if listener is not None else None)
+        word = told_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
     if presence is not None:
         presence.withdraw()
-    if one_host and device.type == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return _accepted(rank, size, word, listener, None)
 
 
@@ -174,37 +189,29 @@ def _reachable_host(one_host: bool) -> str:
 
 def _listen(one_host: bool, size: int) -> socket.socket:
     """Rank 0's listening socket, on the one interface that the others reach it by where its name tells which."""
-    try:
-        address = socket.gethostbyname(_reachable_host(one_host))
-    except OSError:
-        address = ""
-    # A host's own name often means its loopback to itself and another interface to the others.
-    interface = "" if address.startswith("127.") and not one_host else address
-    try:
-        return socket.create_server((interface, 0), backlog=size + 64)
-    except OSError:  # an address that is not this host's own, behind a translation
-        return socket.create_server(("", 0), backlog=size + 64)
+    return listening_socket(_reachable_host(one_host), 0, one_host, size)
 
 
-def _invitation(listener: socket.socket, one_host: bool) -> list[Any]:
+def _invitation(listener: socket.socket, one_host: bool) -> str:
     """Rank 0's word to the others: host and port of the watch, and the run's secret."""
     interface, port = listener.getsockname()
-    return [_reachable_host(one_host) if interface == "0.0.0.0" else interface, port, secrets.token_hex(16)]
+    host = _reachable_host(one_host) if interface == EVERY_INTERFACE else interface
+    return json.dumps([host, port, secrets.token_hex(16)])
 
 
-def _accepted(rank: int, size: int, word: list[Any], listener: socket.socket | None, store: Any) -> _Meeting:
-    host, port, key = word
-    return _Meeting(rank, size, ("127.0.0.1" if host == socket.gethostname() else host, port), key, listener, store)
+def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Meeting:
+    host, port, key = json.loads(word)
+    own = "127.0.0.1" if host == socket.gethostname() else host
+    interface = "" if listener is None else listener.getsockname()[0]
+    return _Meeting(rank, size, (own, port), key, listener, store, interface, host.startswith("127."))
 
 
 # The communication library --------------------------------------------------------------------------------------------
 
 
-def _initialise(launch: Launch, meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
+def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
     """Starts torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 makes one."""
     store = meeting.store
-    if launch.kind == "forked":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
         store = _store_over_mpi(meeting, limits)
     store.set_timeout(NEVER)
@@ -213,17 +220,15 @@ def _initialise(launch: Launch, meeting: _Meeting, backend: str, device: torch.d
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     """A store on rank 0, at a port that is free there and that MPI tells the others."""
-    world = initialised_mpi().COMM_WORLD
-    limit = timedelta(seconds=limits.start_s)
-    store = None
+    limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:
-        store = dist.TCPStore(
-            meeting.address[0], 0, meeting.size, is_master=True, timeout=limit, wait_for_workers=False
-        )
-    port = world.bcast(store.port if store is not None else None)
-    if store is None:
-        store = dist.TCPStore(meeting.address[0], port, meeting.size, is_master=False, timeout=limit)
-    return store
+        listener = socket.create_server((meeting.interface, 0), backlog=meeting.size + 64)
+        port = str(listener.getsockname()[1])
+        store = hosted_store(meeting.address[0], int(port), meeting.size, limit, listener)
+    told = told_over_mpi(initialised_mpi().COMM_WORLD, port)
+    if meeting.rank == 0:
+        return store
+    return dist.TCPStore(meeting.address[0], int(told), meeting.size, is_master=False, timeout=limit)
 
 
 def _finish_mpi(health: Alone | Watch, limit_s: float) -> None:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class Alone:
     def still_waiting(self) -> None:
         return
 
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        return
+
     def blame(self, error: BaseException) -> BaseException:
         return error
 
@@ -87,6 +90,7 @@ class Watch:
         self._beat_s = min(5.0, limits.timeout_s / 4)
         self._actions = list(on_loss)
         self._own = OwnProgress()
+        self.awaits = self._own.awaits
         self._peers = ProgressOfPeers()
         self._settings: dict[str, str] = {}
         self._refused: tuple[int, str] | None = None
@@ -146,8 +150,7 @@ class Watch:
         self.check()
 
     def when_lost(self, action: OnLoss) -> None:
-        """Calls `action` with the error, from the watch's thread, at the moment of a loss: launchers kill the whole job
-        soon after one of its processes, and the main thread may be deep in a computation."""
+        """Launchers kill a job soon after one of its processes, and the main thread may be deep in a computation."""
         self._actions.append(action)
 
     @contextmanager
@@ -256,10 +259,8 @@ class Watch:
 
     def _tell(self, **message: Any) -> None:
         for line in list(self._lines.values()):
-            try:
+            with suppress(OSError):  # the listener notices who is gone
                 line.send(**message)
-            except OSError:
-                continue  # the listener notices who is gone
 
     def _settle(self, lost: PeerLost | UserError) -> None:
         with self._changed:
@@ -379,7 +380,7 @@ class Watch:
     def _beat(self) -> None:
         while not self._closing and self._lost is None:
             own = self._own.seen()
-            self._tell(calls=list(own.calls.items()), among=own.among, at=own.at, waits_s=own.waits_s)
+            self._tell(calls=[*own.calls.items()], at=own.at, among=own.among, waits_s=own.waits_s, awaits=own.awaits)
             time.sleep(self._beat_s)
 
 

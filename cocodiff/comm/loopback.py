@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Alone
-from cocodiff.comm.transport import CHECK_S, LaneOwner, PeerGroup, Pending
+from cocodiff.comm.lane_owner import LaneOwner
+from cocodiff.comm.transport import CHECK_S, PeerGroup, Pending
 from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -122,12 +123,6 @@ class LoopbackGroup(PeerGroup):
             [(self._inboxes[peer], self._inboxes[peer].post(tensor)) for tensor, peer in recvs if tensor.numel()]
         )
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return _Receipts([])
-
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1)).wait()
 
@@ -158,22 +153,9 @@ class LoopbackTransport(LaneOwner):
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self.world = self.group(range(world.size))
 
-    def group(self, ranks: Sequence[int]) -> LoopbackGroup:
-        key = tuple(ranks)
-        self._contexts[key] += 1
-        return LoopbackGroup(self._world, (key, self._contexts[key]), key, self.rank)
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        self._world.mailbox("gather", self.rank).put(value)
-        if self.rank:
-            return None
-        return [self._world.take(self._world.mailbox("gather", rank), rank) for rank in range(self.size)]
-
-    def broadcast_object(self, value: Any) -> Any:
-        if self.rank == 0:
-            for rank in range(self.size):
-                self._world.mailbox("broadcast", rank).put(value)
-        return self._world.take(self._world.mailbox("broadcast", self.rank), 0)
+    def _new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
+        self._contexts[ranks] += 1
+        return LoopbackGroup(self._world, (ranks, self._contexts[ranks]), ranks, self.rank)
 
     def _release(self) -> None:
         return

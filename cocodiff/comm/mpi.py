@@ -7,13 +7,14 @@ polls: with more ranks than cores a spinning wait starves the rank it waits for.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Health, LaneOwner, PeerGroup, Pending
+from cocodiff.comm.lane_owner import LaneOwner
+from cocodiff.comm.transport import Health, PeerGroup, Pending
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)
@@ -34,6 +35,16 @@ def initialised_mpi() -> Any:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(f"{MPI.Get_library_version().splitlines()[0]} grants no MPI_THREAD_MULTIPLE: use gloo")
     return MPI
+
+
+def told_over_mpi(world: Any, text: str | None) -> str:
+    """Rank 0's text, None elsewhere, on every rank. mpi4py's own calls for objects would unpickle what comes."""
+    content = bytearray((text or "").encode())
+    length = array("q", [len(content)])
+    world.Bcast(length)
+    content = content or bytearray(length[0])
+    world.Bcast(content)
+    return content.decode()
 
 
 class _Requests:
@@ -70,13 +81,6 @@ class MpiGroup(PeerGroup):
         requests += [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
         return _Requests(self._mpi, requests, self._health, [t for t, _ in sends + recvs])
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        # MPI has no bf16: parts are gathered and summed in rank order, which also gives every rank the same bits.
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return _Requests(self._mpi, [], self._health, [])
-
     def barrier(self) -> None:
         _Requests(self._mpi, [self._communicator.Ibarrier()], self._health, []).wait()
 
@@ -93,17 +97,11 @@ class MpiTransport(LaneOwner):
         self._communicators: list[Any] = []
         self.world = MpiGroup(self._mpi, self._communicator, tuple(range(self.size)), health)
 
-    def group(self, ranks: Sequence[int]) -> MpiGroup:
-        members, group = tuple(ranks), self._communicator.Get_group().Incl(list(ranks))
+    def _new_group(self, members: tuple[int, ...]) -> MpiGroup:
+        group = self._communicator.Get_group().Incl(list(members))
         communicator = self.blocking(lambda: self._communicator.Create_group(group), among=members)  # only they meet
         self._communicators.append(communicator)
         return MpiGroup(self._mpi, communicator, members, self.health)
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return self.blocking(lambda: self._communicator.gather(value), "gather_object")
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.blocking(lambda: self._communicator.bcast(value), "broadcast_object")
 
     def _release(self) -> None:
         for communicator in [*self._communicators, self._communicator]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Done, Group, Health, Lane, PeerGroup, Pending, Transport
+from cocodiff.comm.objects import broadcast_value, gather_values
+from cocodiff.comm.transport import Group, Health, Lane, PeerGroup, Pending, Transport
 
 
 class PartGroup(PeerGroup):
@@ -33,10 +33,7 @@ class PartGroup(PeerGroup):
     def all_reduce(self, tensor: Tensor) -> Pending:
         if len(self.ranks) == len(self._group.ranks):
             return self._group.all_reduce(tensor)
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return Done()
+        return super().all_reduce(tensor)
 
     def barrier(self) -> None:
         if len(self.ranks) == len(self._group.ranks):
@@ -62,6 +59,9 @@ class PartHealth:
 
     def still_waiting(self) -> None:
         self._whole.still_waiting()
+
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        self._whole.awaits(ranks)
 
     def blame(self, error: BaseException) -> BaseException:
         return self._whole.blame(error)
@@ -129,46 +129,14 @@ class Part:
         return self._whole.lane(name)
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """The picklable values of all ranks of the part on its rank 0, None elsewhere."""
-        others = range(1, self.size)
-        if self.rank:
-            self._pass_objects({0: value}, (), "gather_object")
-            return None
-        received = self._pass_objects({}, others, "gather_object")
-        return [value, *(received[rank] for rank in others)]
+        """The values of all ranks of the part on its rank 0, None elsewhere."""
+        self.health.arrive("gather_object")
+        return self.control.submit(lambda: gather_values(self.world, self.device, value)).wait()
 
     def broadcast_object(self, value: Any) -> Any:
-        """The picklable value of the part's rank 0."""
-        if self.rank:
-            return self._pass_objects({}, (0,), "broadcast_object")[0]
-        self._pass_objects(dict.fromkeys(range(1, self.size), value), (), "broadcast_object")
-        return value
+        """The value of the part's rank 0."""
+        self.health.arrive("broadcast_object")
+        return self.control.submit(lambda: broadcast_value(self.world, self.device, value)).wait()
 
     def close(self) -> None:
         self._closed = True
-
-    def _pass_objects(self, sent: dict[int, Any], sources: Iterable[int], at: str) -> dict[int, Any]:
-        """Sends each rank its object and returns those of `sources`: first their sizes, then their bytes."""
-        contents = {to: _as_bytes(value).to(self.device) for to, value in sent.items()}
-
-        def exchange() -> dict[int, Any]:
-            lengths = {to: torch.tensor([len(content)], device=self.device) for to, content in contents.items()}
-            expected = {source: torch.empty(1, dtype=torch.int64, device=self.device) for source in sources}
-            self.world.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
-            found = {
-                source: torch.empty(int(length), dtype=torch.uint8, device=self.device)
-                for source, length in expected.items()
-            }
-            self.world.send_recv(_by_peer(contents), _by_peer(found)).wait()
-            return {source: pickle.loads(content.cpu().numpy().tobytes()) for source, content in found.items()}
-
-        self.health.arrive(at)
-        return self.control.submit(exchange).wait()
-
-
-def _as_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _by_peer(tensors: dict[int, Tensor]) -> list[tuple[Tensor, int]]:
-    return [(tensor, peer) for peer, tensor in tensors.items()]

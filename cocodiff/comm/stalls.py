@@ -26,6 +26,7 @@ class Progress:
     last call, and the ranks that make it.
     waits_s: for how long its main thread has been waiting for others, 0 while it does something else.
     unchanged_s: how long ago `calls` changed. left: it has said goodbye.
+    awaits: the ranks whose messages it waits for, where messages are checked.
     """
 
     calls: Mapping[Ranks, int] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Progress:
     waits_s: float = 0.0
     unchanged_s: float = 0.0
     left: bool = False
+    awaits: Ranks = ()
 
 
 @dataclass
@@ -48,6 +50,7 @@ class OwnProgress:
     _changed: float = field(default_factory=time.monotonic)
     _waits_since: float = 0.0
     _noted: float = 0.0
+    _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
 
     def now(self) -> float:
         """A clock that stands while this process is stopped."""
@@ -66,6 +69,9 @@ class OwnProgress:
             self._waits_since = now
         self._noted = now
 
+    def awaits(self, ranks: Ranks) -> None:
+        self._awaited[threading.get_ident()] = ranks
+
     def seen(self, left: bool = False) -> Progress:
         """Where this rank is now."""
         now, waits_s, blocked_since = self.now(), 0.0, self.blocked_since
@@ -73,7 +79,8 @@ class OwnProgress:
             waits_s = now - blocked_since
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
-        return Progress(self.calls, self.at, self.among, waits_s, now - self._changed, left)
+        awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
+        return Progress(self.calls, self.at, self.among, waits_s, now - self._changed, left, awaited)
 
 
 class ProgressOfPeers:
@@ -86,7 +93,13 @@ class ProgressOfPeers:
         calls, now = {tuple(ranks): int(count) for ranks, count in message["calls"]}, time.monotonic()
         known = self._last.get(rank)
         changed = known[1] if known is not None and known[0].calls == calls else now
-        one = Progress(calls, str(message["at"]), tuple(message["among"]), float(message["waits_s"]))
+        one = Progress(
+            calls,
+            str(message["at"]),
+            tuple(message["among"]),
+            float(message["waits_s"]),
+            awaits=tuple(message.get("awaits", ())),
+        )
         self._last[rank] = one, changed
 
     def forgive(self, asleep_s: float) -> None:
@@ -117,7 +130,10 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
         }
         found = _find_stalled_among(among, inside, stall_s, left_s)
         if found is not None and (progress[found[0]].among == among or not progress[found[0]].waits_s):
-            return found
+            rank, reason = found
+            awaited = progress[rank].awaits
+            which = f"; it waits for a message from rank {' or '.join(map(str, awaited))}" if awaited else ""
+            return rank, reason + which
     return _in_a_circle({rank: one for rank, one in progress.items() if one.waits_s > stall_s < one.unchanged_s})
 
 
@@ -164,6 +180,10 @@ def _find_stalled_among(
         return None  # it waits as well, and for how long is known as of its last heartbeat only
     if late != waiting and (calls[late] < calls[waiting] or not one.waits_s):
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
+    ahead = max(calls, key=lambda rank: (calls[rank], -rank))
+    if calls[ahead] > calls[waiting]:
+        gone_on = f"rank {ahead} has gone on to {progress[ahead].at}"
+        return waiting, f"has waited {waits.waits_s:.0f} s in {waits.at}, and {gone_on}: a message to it was lost"
     return _in_another_call(progress, waiting)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cocodiff.comm.transport import Health, LaneOwner, PeerGroup, Pending
+from cocodiff.comm.lane_owner import LaneOwner
+from cocodiff.comm.transport import Health, PeerGroup, Pending
 from cocodiff.errors import UserError
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
@@ -22,9 +22,9 @@ _gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks th
 _users: list[TorchDistTransport] = []  # of the default process group, where one of them started it
 
 
-def new_group(ranks: tuple[int, ...]) -> Any:
+def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     """A process group, for which only its members meet."""
-    return dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=NEVER, backend=backend, use_local_synchronization=True)
 
 
 def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
@@ -34,6 +34,8 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
     torch.distributed gives each group a device of its own: where 12 ranks on two cores had made the groups of 30
     engines, these threads took half of both.
     """
+    if dist.get_backend() != "gloo":
+        return new_group(ranks, "gloo")
     gloo: Any = dist.ProcessGroupGloo
     world: Any = dist.group.WORLD
     shared: Any = getattr(world._get_backend(torch.device("cpu")), "options", None)
@@ -104,20 +106,25 @@ class TorchDistTransport(LaneOwner):
     """A process group, found initialised or initialised here; only the latter is destroyed, when the last transport
     over it is closed."""
 
-    def __init__(self, device: torch.device, health: Health, owns_process_group: bool) -> None:
+    def __init__(
+        self, device: torch.device, health: Health, owns_process_group: bool, library: str | None = None
+    ) -> None:
+        """library: the backend of its groups, by default that of the default process group."""
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.library = dist.get_backend()
+        self.library = library or dist.get_backend()
         self._groups: list[Any] = []
-        if owns_process_group or _users:
+        counted = owns_process_group or bool(_users)
+        if counted:
             _users.append(self)
+        if counted and self.library == dist.get_backend():
             self.world = self._group_over(dist.group.WORLD, tuple(range(self.size)))
         else:  # the process group of somebody else has limits of time of its own
-            self.world = self.group(range(self.size))
+            self.world = self._new_group(tuple(range(self.size)))
 
-    def group(self, ranks: Sequence[int]) -> TorchDistGroup:
+    def _new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
-        members, on_gloo = tuple(ranks), self.library == "gloo"
+        on_gloo = self.library == "gloo"
         process_group = self.blocking(
             lambda: gloo_group(members, self.rank) if on_gloo else new_group(members), among=members
         )
@@ -134,22 +141,6 @@ class TorchDistTransport(LaneOwner):
         a batch of messages that not all members take part in, it would hang (PyTorch's page on batch_isend_irecv)."""
         one = torch.ones(1, device=self.device)
         self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait(), among=members)
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        def gather() -> list[Any] | None:
-            values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-            dist.gather_object(value, values)
-            return values
-
-        return self.blocking(gather, "gather_object")
-
-    def broadcast_object(self, value: Any) -> Any:
-        def broadcast() -> Any:
-            values = [value]
-            dist.broadcast_object_list(values)
-            return values[0]
-
-        return self.blocking(broadcast, "broadcast_object")
 
     def _release(self) -> None:
         is_last = _users == [self]

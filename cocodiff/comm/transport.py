@@ -89,6 +89,11 @@ class Health(Protocol):
         """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
         ...
 
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        """Notes whose messages this thread waits for now, by their numbers in the whole run, for the error should one
+        of them never come."""
+        ...
+
     def blame(self, error: BaseException) -> BaseException:
         """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
         ...
@@ -161,18 +166,19 @@ class Transport(Ranks, Protocol):
     def closed(self) -> bool: ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """The picklable values of all ranks on rank 0, None elsewhere. Blocks; for set-up and results."""
+        """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
+        CPU. Blocks; for set-up and results."""
         ...
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's picklable value. Blocks; for set-up and results."""
+        """Rank 0's value; see `gather_object`."""
         ...
 
     def close(self) -> None: ...
 
 
 class PeerGroup(ABC):
-    """all_to_all and all_gather out of send_recv: every peer is served at once, none waits for another's turn."""
+    """The other calls out of send_recv: every peer is served at once, none waits for another's turn."""
 
     ranks: tuple[int, ...]
     index: int
@@ -192,6 +198,13 @@ class PeerGroup(ABC):
         recvs[self.index].copy_(send)
         others = [peer for peer in range(len(self.ranks)) if peer != self.index]
         return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        # Summed in rank order, which gives every rank the same bits.
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self.all_gather(tensor, parts).wait()
+        tensor.copy_(torch.stack(parts).sum(0))
+        return Done()
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:
@@ -313,49 +326,3 @@ class Lane:
                         self._run(self._jobs.popleft())
                 if not self._open:
                     return
-
-
-class LaneOwner(ABC):
-    """The lanes of a transport by their names. Set-up traffic goes over the control lane, so that a lost peer ends the
-    wait for it."""
-
-    rank: int
-    size: int
-
-    def __init__(self, device: torch.device, health: Health) -> None:
-        self.device, self.health = device, health
-        self.closed = False
-        self._lanes: dict[str, Lane] = {}
-        self.control = self.lane("control")
-
-    def lane(self, name: str) -> Lane:
-        if name not in self._lanes:
-            self._lanes[name] = Lane(name, self.device, self.health)
-        return self._lanes[name]
-
-    @property
-    def run_ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
-
-    @property
-    def run_size(self) -> int:
-        return self.size
-
-    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """What `job` returns, which all ranks call, or all of `among`; at: its name."""
-        self.health.arrive(at, among if len(among) < self.size else ())
-        return self.control.submit(job).wait()
-
-    def close(self) -> None:
-        """Leaves the run in good order. A second call does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        self.health.close()
-        for lane in self._lanes.values():
-            lane.close()
-        self._release()
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Gives back what the communication library holds."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXACT = "flat"  # the preset that others are judged against
 CODING = ("selection", "codec", "arrival")
-ROUTES = ("exchange", "exchange_table", "nic_balance", "transport")  # settings that change no bit of an exact run
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
 
 
 def describe(job: Job, ranks: int) -> dict[str, Any]:

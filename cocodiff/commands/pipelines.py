@@ -69,7 +69,7 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
         pipelines_of(index["_class_name"], name).of_task(request.task, name)
         encoders = has_encoders(index)
         if weights and Path(name).is_dir():
-            for part in ("transformer", "vae"):
+            for part in ("transformer", "vae", *_encoders(index)):
                 check_weights(Path(name), part, name)
     if encoders and not request.prompts:
         raise UserError(f"--prompt is missing: say what model {name} shall show")
@@ -108,7 +108,11 @@ def read_index(name: str) -> dict[str, Any]:
 
 
 def has_encoders(index: dict[str, Any]) -> bool:
-    return any(_is_named(index, part) for part in TEXT_PARTS if part.startswith("text_encoder"))
+    return bool(_encoders(index))
+
+
+def _encoders(index: dict[str, Any]) -> list[str]:
+    return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
 
 
 def _is_named(index: dict[str, Any], part: str) -> bool:
@@ -210,11 +214,7 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     index = read_index(request.model)
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
-    encoders = {
-        part: _load_encoder(request, part, index[part][1], dtype)
-        for part in TEXT_PARTS
-        if part.startswith("text_encoder") and part not in absent
-    }
+    encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
     pipe = _from_pretrained(request, index, dtype, known | encoders | dict.fromkeys(absent))
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:

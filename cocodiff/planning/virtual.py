@@ -154,12 +154,6 @@ class VirtualGroup(PeerGroup):
             self._recorder.write(POST, leaving, coming)
         return Arrivals(world, self._recorder, leaving + coming, real)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return Arrivals(self._world, self._recorder, [], [])
-
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1)).wait()
 

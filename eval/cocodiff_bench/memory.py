@@ -232,7 +232,9 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     from cocodiff.engine import Engine
 
     dtype = torch_dtype(values["dtype"])
-    model: Any = SD3Transformer2DModel.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).eval()
+    model: Any = SD3Transformer2DModel.from_pretrained(
+        folder, torch_dtype=dtype, use_safetensors=True, local_files_only=True
+    ).eval()
     engine = Engine(model, engine_config(values, values["preset"], steps=50), transport)
     shape = shape_of_config(family_of(model), model.config, count(model))
     load = Load(

@@ -64,8 +64,7 @@ def alltoall(world: Any) -> Callable[[int, int, int], None]:
     identity = UniqueId()
     if world.rank == 0:
         checked(c.onecclGetUniqueId(ctypes.byref(identity)), "onecclGetUniqueId")
-    sent = world.bcast(bytes(memoryview(identity)) if world.rank == 0 else None)
-    ctypes.memmove(ctypes.byref(identity), sent, len(sent))
+    world.Bcast(memoryview(identity).cast("B"))
     communicator = c_void_p()
     checked(c.onecclCommInitRank(ctypes.byref(communicator), world.size, identity, world.rank), "onecclCommInitRank")
 

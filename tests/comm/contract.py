@@ -1,8 +1,9 @@
 """What every transport promises, checked from inside its ranks. `contract` runs on each rank of a world of 4, which it
 also deals to two parts that hold to the contract side by side.
 
-As a program: `contract.py forked NAME` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job and
-checks one transport after the other; `contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
+As a program: `contract.py forked NAME...` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job; they
+check one transport after the other, "NAME+sums" with checksums, "NAME@DEVICE" for tensors of a device;
+`contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def check_all_reduce(group: Group) -> None:
         ones = torch.arange(5).to(dtype) + group.index
         group.all_reduce(ones).wait()
         assert ones.tolist() == [n * len(group.ranks) + sum(range(len(group.ranks))) for n in range(5)]
-    generator = torch.Generator().manual_seed(group.index)
-    total = torch.randn(1001, generator=generator) * 10.0 ** (3 * group.index)
+    generator = torch.Generator("cpu").manual_seed(group.index)
+    total = torch.randn(1001, generator=generator, device="cpu") * 10.0 ** (3 * group.index)
     group.all_reduce(total).wait()
     every = [torch.empty(1001) for _ in group.ranks]
     group.all_gather(total, every).wait()
@@ -279,10 +280,16 @@ def main() -> int:
         assert transport.rank != 2, "as it was told"
         transport.lane("waiting").submit(group.barrier).wait()
 
+    def on_its_device(transport: Transport) -> None:
+        with torch.device(transport.device):
+            contract(transport)
+
     for name in names:
-        config = Config(transport=name, device="cpu", timeout_s=60.0)
+        name, _, device = name.partition("@")
+        name, _, sums = name.partition("+")
+        config = Config(transport=name, check_messages=bool(sums), device=device or "cpu", timeout_s=60.0)
         if how == "launched":
-            code = run_ranks(None, detect(), config, {}, contract)
+            code = run_ranks(None, detect(), config, {}, on_its_device)
         else:
             code = run_ranks(SIZE, Launch(), config, {}, contract if how == "forked" else with_a_bad_rank)
         if code:

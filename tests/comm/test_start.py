@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -157,5 +158,5 @@ def test_ranks_meet_where_their_launcher_says_also_on_one_host(monkeypatch: pyte
     """They may be in network namespaces of their own, which share no loopback."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
     with connect._listen(True, 2) as listener:
-        host, port, _ = connect._invitation(listener, True)
+        host, port, _ = json.loads(connect._invitation(listener, True))
         assert (host, port) == listener.getsockname() and host == "127.0.0.3"

@@ -1,4 +1,5 @@
-"""One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either."""
+"""One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either; of
+these through copies in host memory, and with checksums."""
 
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from contract import SIZE, contract
 from launching import assert_succeeded, mpiexec
 from warm import forked
 
+from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -18,14 +20,23 @@ def test_loopback():
     assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
 
 
+def test_loopback_through_host_memory_and_with_checksums():
+    def work(transport):
+        over = HostTransport(transport, transport.device)
+        over.check_messages()
+        contract(over)
+
+    assert run_ranks(SIZE, work, timeout_s=60.0) == [None] * SIZE
+
+
 def test_gloo_between_forked_ranks(tmp_path):
-    done = forked("forked", "gloo", folder=tmp_path, module="contract")
+    done = forked("forked", "gloo", "host", "gloo+sums", folder=tmp_path, module="contract")
     assert_succeeded(done)
     assert "contract holds" in done.stdout
 
 
 def test_mpi_then_gloo_under_mpiexec():
-    done = mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo")
+    done = mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo", "host")
     assert_succeeded(done)
     assert done.stdout.count("contract holds") == SIZE
 

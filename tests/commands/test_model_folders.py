@@ -222,6 +222,31 @@ def test_text_encoders_with_gaps(refused: Callable[..., str], tmp_path: Path) ->
         shutil.rmtree(tmp_path / "model")
 
 
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("exploded"),)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+def test_weights_that_are_pickles_are_never_opened(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def pickled(folder: Path) -> None:
+        (weights,) = (folder / part).glob("*.safetensors")
+        name = "diffusion_pytorch_model.bin" if part in WEIGHTS else "pytorch_model.bin"
+        torch.save(Bomb(), folder / part / name)
+        weights.unlink()
+
+    line = refused("encoders", pickled)
+    assert f"{part} has pickle weights only" in line and not (tmp_path / "exploded").exists()
+    torch.load(next((tmp_path / "model" / part).glob("*.bin")), weights_only=False)
+    assert (tmp_path / "exploded").exists(), "it would not have gone off"
+
+
 def test_a_plan_of_a_broken_folder(tmp_path: Path, sound: dict[str, Path]) -> None:
     shutil.copytree(sound["sd3"], tmp_path / "sd3")
     for broken, said in (

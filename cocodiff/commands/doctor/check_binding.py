@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.commands.doctor.facts import Facts, Findings, RankFacts, name_ranks
 
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
@@ -25,7 +26,9 @@ def check_tiles(facts: Facts) -> Findings:
         for rank in ranks:
             of_tile.setdefault(rank.tile, []).append(rank.rank)
         for tile, sharing in of_tile.items():
-            if len(sharing) > 1:
+            if len(sharing) > 1 and first.library.startswith(THROUGH_HOST):
+                found.note(f"{name_ranks(sharing)} share tile {tile} of {host}")
+            elif len(sharing) > 1:
                 found.fault(
                     f"{name_ranks(sharing)} share tile {tile} of {host}",
                     "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "

@@ -60,7 +60,7 @@ class RankFacts:
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
     environment: the variables that matter (`gather.VARIABLES`).
-    library: what carries messages: mpi, gloo, xccl, ccl, nccl; "none" for a rank alone.
+    library: what carries messages: mpi, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank alone.
     device: "cpu", "xpu:3". tile: what tells tiles of a host apart, "" on a CPU. tiles_seen: devices of that kind.
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
     host_cores: all cores of the host. free and total: bytes of memory.

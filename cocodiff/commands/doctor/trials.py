@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cocodiff.comm.checked import CheckedGroup, WrongMessage
+from cocodiff.comm.health import Alone
 from cocodiff.comm.transport import Group, Transport
 from cocodiff.commands.doctor.facts import AllToAll, Overlap
 
@@ -31,7 +34,8 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 
 
 def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
-    """Every dtype and size through the transport, sizes uneven and some empty; then the library's own."""
+    """Every dtype and size through the transport, sizes uneven and some empty, and once more with checksums; then the
+    library's own."""
     cases = [(dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)]
     found = [_all_to_all(transport, group, dtype, size) for dtype, size in cases]
     own = getattr(group, "library_all_to_all", None)
@@ -50,7 +54,10 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    return _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
+    checked = CheckedGroup(group, Alone())
+    trial = _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
+    with_sums = _trial(transport, TRANSPORT, size, lambda: checked.all_to_all(sends, recvs), recvs, expected)
+    return replace(trial, wrong=trial.wrong or with_sums.wrong)
 
 
 def _library_all_to_all(
@@ -70,12 +77,16 @@ def _trial(
 ) -> AllToAll:
     """Times an exchange, and compares what arrives in `got`: on rank 0 of all ranks, elsewhere of this one."""
     synchronise(transport.device)
-    started = time.perf_counter()
-    start().wait()
+    started, word = time.perf_counter(), ""
+    try:
+        start().wait()
+    except WrongMessage as error:
+        word = str(error)
     synchronise(transport.device)
     seconds = time.perf_counter() - started
     bad = [peer for peer, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
-    word = f"rank {transport.rank} got other numbers than were sent from {bad}" if bad else ""
+    if bad:
+        word = word or f"rank {transport.rank} got other numbers than were sent from {bad}"
     of_ranks = transport.gather_object((seconds, word)) or [(seconds, word)]
     slowest, words = max(one for one, _ in of_ranks), tuple(text for _, text in of_ranks if text)
     return AllToAll(how, str(expected[0].dtype).removeprefix("torch."), size, slowest, words)

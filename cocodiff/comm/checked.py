@@ -1,0 +1,111 @@
+"""A checksum beside every message: wrong bits become an error that names both ranks, instead of a wrong image."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import Group, Health, PeerGroup, Pending
+from cocodiff.digest import digest
+from cocodiff.errors import PeerLost
+
+PIECE = 2**23  # bytes that are summed at a time, which take several times as much memory
+
+
+class WrongMessage(PeerLost):
+    """A message came with other bits than it was sent with."""
+
+
+class Awaited(NamedTuple):
+    """A message that is to come here, and its checksum. number: from 1, of those from this peer in this group."""
+
+    tensor: Tensor
+    total: Tensor
+    peer: int
+    number: int
+    lane: str
+
+    @property
+    def both(self) -> list[tuple[Tensor, int]]:
+        return [(self.tensor, self.peer), (self.total, self.peer)]
+
+
+class CheckedGroup(PeerGroup):
+    """A group whose every message is followed by its checksum, 8 bytes in the same batch, made and compared where the
+    message lies. The message's number is in it: one that was lost is not replaced by the next. The bits of sums are
+    those of rank order."""
+
+    def __init__(self, group: Group, health: Health) -> None:
+        self._group, self._health = group, health
+        self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
+        self._sent, self._awaited = Counter[int](), Counter[int]()
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        leaving, coming = [], []
+        for tensor, peer in sends:
+            if tensor.numel():
+                self._sent[peer] += 1
+                leaving += [(tensor, peer), (checksum(tensor, self._sent[peer]), peer)]
+        for tensor, peer in recvs:
+            if tensor.numel():
+                self._awaited[peer] += 1
+                total = torch.empty(1, dtype=torch.int64, device=tensor.device)
+                coming.append(Awaited(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
+        if not self.receives_ahead:
+            both = [one for message in coming for one in message.both]
+            return CheckedPending(self, [(self._group.send_recv(leaving, both), coming)])
+        received = [(self._group.send_recv([], message.both), [message]) for message in coming]
+        return CheckedPending(self, [*received, (self._group.send_recv(leaving, []), [])])
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def await_from(self, peers: set[int]) -> None:
+        """Notes whom this rank waits for, so that a message that never comes has a name."""
+        self._health.awaits(tuple(sorted(self.ranks[peer] for peer in peers)))
+
+    def refuse(self, message: Awaited) -> WrongMessage:
+        """Tells all ranks of a wrong message, and returns the error."""
+        tensor, own, sender = message.tensor, self.ranks[self.index], self.ranks[message.peer]
+        form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        lane = f" on {message.lane.replace('-', ' ')}" if message.lane.startswith("lane-") else ""
+        ranks = f"{len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}"
+        reason = (
+            f"received other bytes than rank {sender} sent to it: message {message.number} between them{lane} in a "
+            f"group of {ranks}, {tensor.nbytes} bytes, {form}; trust no result, and try another --transport"
+        )
+        self._health.fail(reason)
+        return WrongMessage(own, f"failed: {reason}")
+
+
+class CheckedPending:
+    """Messages with their checksums under way. The first `wait` compares, for which the host waits on accelerators."""
+
+    def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[Awaited]]]) -> None:
+        """transfers: with what each of them brings."""
+        self._group, self._transfers = group, transfers
+
+    def wait(self) -> None:
+        for pending, messages in self._transfers:
+            self._group.await_from({message.peer for message in messages})
+            pending.wait()
+        self._group.await_from(set())
+        came = [message for _, messages in self._transfers for message in messages]
+        self._transfers = [(pending, []) for pending, _ in self._transfers]
+        if came:
+            found = torch.cat([checksum(message.tensor, message.number) for message in came])
+            wrong = (found != torch.cat([message.total for message in came])).tolist()
+            for message in (message for message, is_wrong in zip(came, wrong, strict=True) if is_wrong):
+                raise self._group.refuse(message)
+
+
+def checksum(message: Tensor, number: int) -> Tensor:
+    """Of a message's bits and its number, int64 [1], where it lies."""
+    bits = message.view(-1).view(torch.uint8)
+    whole = len(bits) // 8 * 8  # what is no multiple of 8 bytes takes eight times the memory
+    pieces = [*bits[:whole].split(PIECE), bits[whole:]]
+    return torch.stack([digest(piece) * (2 * place + 1) for place, piece in enumerate(pieces)]).sum().view(1) + number

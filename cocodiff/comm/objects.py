@@ -1,0 +1,186 @@
+"""Python values as messages: JSON, with the bytes of tensors and arrays behind it. Plain data and nothing else.
+
+Reading a message runs no code that it brings, as unpickling would: communication libraries know nothing of who may
+connect to their ports. A record is built only where this process has its class, and only from our own packages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cocodiff.comm.transport import Group
+
+LENGTH = struct.Struct("<q")  # of the JSON, in front of it
+PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # whose records are sent
+
+
+def as_bytes(value: Any) -> Tensor:
+    """A value as uint8 [bytes] on the CPU.
+
+    value: None, numbers, texts, bytes, tensors (which arrive on the CPU), arrays, dtypes, our dataclasses and named
+    tuples, and lists, tuples, sets, dicts and Counters of these. Raises TypeError for anything else.
+    """
+    blobs: list[bytes] = []
+    text = json.dumps(_to_json(value, blobs)).encode()
+    return torch.frombuffer(bytearray(b"".join((LENGTH.pack(len(text)), text, *blobs))), dtype=torch.uint8)
+
+
+def as_value(content: Tensor) -> Any:
+    """The value that `as_bytes` has made a message of. Raises ValueError where it has not."""
+    data = content.cpu().numpy().tobytes()
+    try:
+        (length,) = LENGTH.unpack_from(data)
+        start = LENGTH.size + length
+        return _from_json(json.loads(data[LENGTH.size : start]), _Blobs(data, start))
+    except (struct.error, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"a message of {len(data)} bytes is no value of ours ({error})") from error
+
+
+def pass_values(
+    group: Group, device: torch.device, sent: Mapping[int, Tensor], sources: Iterable[int]
+) -> dict[int, Tensor]:
+    """Sends each peer of `sent` its bytes, and returns those of `sources` on the CPU: first their sizes, then they
+    themselves. Blocks; for a job of a lane."""
+    contents = {peer: content.to(device) for peer, content in sent.items()}
+    lengths = {peer: torch.tensor([len(content)], device=device) for peer, content in contents.items()}
+    expected = {peer: torch.empty(1, dtype=torch.int64, device=device) for peer in sources}
+    group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
+    found = {peer: torch.empty(int(length), dtype=torch.uint8, device=device) for peer, length in expected.items()}
+    group.send_recv(_by_peer(contents), _by_peer(found)).wait()
+    return {peer: content.cpu() for peer, content in found.items()}
+
+
+def gather_values(group: Group, device: torch.device, value: Any) -> list[Any] | None:
+    """The values of all ranks of a group on its first one, None elsewhere."""
+    if group.index:
+        pass_values(group, device, {0: as_bytes(value)}, ())
+        return None
+    received = pass_values(group, device, {}, range(1, len(group.ranks)))
+    return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
+
+
+def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
+    """The value of a group's first rank, along a binomial tree."""
+    own, size, bit = group.index, len(group.ranks), 1
+    if size == 1:
+        return value
+    while bit < size and not own & bit:
+        bit *= 2
+    # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
+    content = as_bytes(value) if own == 0 else pass_values(group, device, {}, (own - bit,))[own - bit]
+    while bit := bit // 2:
+        if own + bit < size:
+            pass_values(group, device, {own + bit: content}, ())
+    return value if own == 0 else as_value(content)
+
+
+def _by_peer(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, peer) for peer, tensor in tensors.items()]
+
+
+class _Blobs:
+    """The bytes behind the JSON, taken in order."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self._data, self._next = data, start
+
+    def take(self, count: int) -> bytearray:
+        taken = bytearray(self._data[self._next : self._next + count])
+        if len(taken) != count:
+            raise ValueError(f"{count} bytes more were expected, there are {len(taken)}")
+        self._next += count
+        return taken
+
+
+def _to_json(value: Any, blobs: list[bytes]) -> Any:
+    """Lists, texts and numbers as they are, everything else as {kind: content}."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, bytes):
+        blobs.append(value)
+        return {"bytes": len(value)}
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        blobs.append(flat.numpy().tobytes())
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), flat.numel()]}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        blobs.append(value.tobytes())
+        return {"array": [value.dtype.str, list(value.shape), value.nbytes]}
+    if isinstance(value, dict):
+        pairs = [[_to_json(key, blobs), _to_json(one, blobs)] for key, one in value.items()]
+        return {"counts" if isinstance(value, Counter) else "dict": pairs}
+    if isinstance(value, list):
+        return [_to_json(one, blobs) for one in value]
+    fields = _fields(type(value))
+    if fields is not None:
+        kind = type(value)
+        parts = [_to_json(getattr(value, name), blobs) for name in fields]
+        return {"record": [kind.__module__, kind.__qualname__, parts]}
+    for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if isinstance(value, kind):
+            return {name: [_to_json(one, blobs) for one in value]}
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not sent between ranks: send plain data")
+
+
+def _from_json(found: Any, blobs: _Blobs) -> Any:
+    if isinstance(found, list):
+        return [_from_json(one, blobs) for one in found]
+    if not isinstance(found, dict):
+        return found
+    ((kind, content),) = found.items()
+    if kind == "dtype":
+        return _dtype(content)
+    if kind == "bytes":
+        return bytes(blobs.take(content))
+    if kind == "tensor":
+        name, shape, count = content
+        flat = torch.frombuffer(blobs.take(count), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        return flat.view(_dtype(name)).view(shape)
+    if kind == "array":
+        name, shape, count = content
+        return np.frombuffer(blobs.take(count), np.dtype(name)).reshape(shape)
+    if kind in ("dict", "counts"):
+        pairs = {_from_json(key, blobs): _from_json(one, blobs) for key, one in content}
+        return pairs if kind == "dict" else Counter(pairs)
+    if kind == "record":
+        module, name, parts = content
+        return _record(module, name, [_from_json(part, blobs) for part in parts])
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_from_json(one, blobs) for one in content)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def _fields(kind: type) -> list[str] | None:
+    """The fields of one of our records, in the order of its constructor; None for anything else."""
+    if kind.__module__.split(".")[0] not in PACKAGES:
+        return None
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind) if field.init]
+    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+
+
+def _record(module: str, name: str, parts: list[Any]) -> Any:
+    kind: Any = getattr(sys.modules.get(module), name, None)
+    fields = _fields(kind) if isinstance(kind, type) else None
+    if fields is None or len(fields) != len(parts):
+        raise ValueError(f"{module}.{name} of {len(parts)} fields is none of our records")
+    return kind(**dict(zip(fields, parts, strict=True)))

@@ -1,0 +1,155 @@
+"""Checked messages: a wrong one ends the run on every rank, with one line that names both ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from exactness import Case, Expected
+from warm import forked
+from wrong_messages import spoil
+
+from cocodiff.comm.checked import checksum
+from cocodiff.comm.host import HostTransport
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.part import Part
+from cocodiff.engine import parallelize
+from cocodiff.errors import PeerLost
+
+RANKS = 4
+
+
+def send_to_next(group: Any) -> None:
+    size = len(group.ranks)
+    message = (torch.ones(9, dtype=torch.bfloat16), (group.index + 1) % size)
+    group.send_recv([message], [(torch.empty_like(message[0]), group.index - 1 if group.index else size - 1)]).wait()
+
+
+def all_gather(group: Any) -> None:
+    group.all_gather(torch.ones(7, 3), [torch.empty(7, 3) for _ in group.ranks]).wait()
+
+
+def all_to_all(group: Any) -> None:
+    sends = [torch.ones(group.index + peer) for peer in range(len(group.ranks))]
+    group.all_to_all(sends, [torch.empty_like(one) for one in sends]).wait()
+
+
+def all_reduce(group: Any) -> None:
+    group.all_reduce(torch.ones(5)).wait()
+
+
+def errors_of(call: Any, number: int, through_host: bool = False) -> list[PeerLost]:
+    """Every rank's error where the given message from rank 1 to rank 2 has a bit flipped."""
+
+    def work(transport: Any) -> PeerLost:
+        over = HostTransport(transport, transport.device) if through_host else transport
+        over.check_messages()
+        group = over.group(range(RANKS))
+        if transport.rank == 1:
+            spoil(group, "flipped", 2, number)
+        with pytest.raises(PeerLost) as caught:
+            for _ in range(20):
+                over.lane("plane").submit(lambda: call(group)).wait()
+        return caught.value
+
+    return run_ranks(RANKS, work, timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "bytes_and_form"),
+    [
+        (send_to_next, "18 bytes, bfloat16 [9]"),
+        (all_gather, "84 bytes, float32 [7, 3]"),
+        (all_to_all, "12 bytes, float32 [3]"),
+        (all_reduce, "20 bytes, float32 [5]"),
+    ],
+)
+@pytest.mark.parametrize("through_host", [False, True])
+def test_a_flipped_bit_is_an_error_on_every_rank(call: Any, bytes_and_form: str, through_host: bool) -> None:
+    said = {str(error) for error in errors_of(call, 3, through_host)}
+    assert said == {
+        "rank 2 failed: received other bytes than rank 1 sent to it: message 3 between them on lane plane in a group "
+        f"of 4 ranks from 0 to 3, {bytes_and_form}; trust no result, and try another --transport"
+    }
+
+
+def test_a_part_names_ranks_of_the_whole_run() -> None:
+    def work(transport: Any) -> str:
+        transport.check_messages()
+        part = Part(transport, (1, 3) if transport.rank % 2 else (0, 2))
+        group = part.group([0, 1])
+        if transport.rank % 2 == 0:
+            return ""
+        if transport.rank == 3:
+            spoil(group._group, "flipped", 0, 1)
+        with pytest.raises(PeerLost) as caught:
+            for _ in range(200):
+                part.control.submit(lambda: all_gather(group)).wait()
+        return str(caught.value)
+
+    said = run_ranks(RANKS, work, timeout_s=30.0)
+    assert said[1] == said[3] and said[1].startswith(
+        "rank 1 failed: received other bytes than rank 3 sent to it: message 1 between them"
+    )
+
+
+def test_a_message_that_takes_the_place_of_a_lost_one_is_found() -> None:
+    def work(transport: Any) -> None:
+        transport.check_messages()
+        group = transport.group([0, 1])
+        if transport.rank == 0:
+            spoil(group, "lost", 1, 2)
+        for _ in range(4):
+            all_gather(group)
+
+    with pytest.raises(PeerLost, match="rank 1 failed: received other bytes than rank 0 sent to it: message 2"):
+        run_ranks(2, work, timeout_s=30.0)
+
+
+def test_every_bit_of_a_message_counts() -> None:
+    for length in (1, 7, 8, 25):
+        message = torch.randint(0, 255, (length,), dtype=torch.uint8)
+        sums = {int(checksum(message, 1)), int(checksum(message, 2))}
+        for bit in range(8 * length):
+            other = message.clone()
+            other[bit // 8] ^= 1 << bit % 8
+            sums.add(int(checksum(other, 1)))
+        assert len(sums) == 2 + 8 * length
+
+
+@pytest.mark.parametrize("preset", ["split", "cocodiff", "coded"])
+def test_checks_change_no_bit_and_no_count(preset: str) -> None:
+    case = Case(6, 4, 4, 3)
+    expected = Expected.of(case)
+
+    def work(transport: Any) -> tuple[torch.Tensor, dict[str, int]]:
+        own = copy.deepcopy(expected.model)
+        with parallelize(own, preset, transport=transport, steps=2) as engine:
+            return own(**case.inputs()).sample, engine.bytes()
+
+    def checked(transport: Any) -> tuple[torch.Tensor, dict[str, int]]:
+        transport.check_messages()
+        return work(transport)
+
+    for plain, same in zip(run_ranks(3, work), run_ranks(3, checked), strict=True):
+        assert torch.equal(plain[0], same[0]) and plain[1] == same[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("flipped", "rank 2 failed: received other bytes than rank 1 sent to it: message 4 between them on lane"),
+        (
+            "lost",
+            "rank 0 has gone on to broadcast_object: a message to it was lost; it waits for a message from rank 1;",
+        ),
+    ],
+)
+def test_a_run_of_processes_ends_with_one_line(fault: str, said: str, tmp_path: Any) -> None:
+    done = forked(fault, folder=tmp_path, module="wrong_messages")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert said in line and "2 of 2 other ranks noticed and stopped, nothing was written" in line

@@ -1,0 +1,95 @@
+"""Ranks that share one device: threads of this process, whose messages pass through host memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from exactness import Case
+from torch import Tensor
+
+from cocodiff.comm.host import HostTransport
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.transport import Group, PeerGroup, Pending
+from cocodiff.engine import parallelize
+
+T = TypeVar("T")
+STEPS = 4
+Settings = dict[str, Any]
+
+
+class Late(PeerGroup):
+    """A group of the CPU's whose messages leave and arrive late, by a random time, and that keeps the stream of whoever
+    waits busy meanwhile."""
+
+    def __init__(self, group: Group, device: torch.device, delays: random.Random) -> None:
+        self._group, self._device, self._delays = group, device, delays
+        self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        self.delay()
+        return LatePending(self, self._group.send_recv(sends, recvs))
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def delay(self) -> None:
+        time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
+        if self._device.type != "cpu" and self._delays.random() < 0.3:
+            x = torch.ones(1024, 1024, device=self._device)
+            for _ in range(10):
+                x = x @ x * 1e-3
+
+
+class LatePending:
+    def __init__(self, group: Late, pending: Pending) -> None:
+        self._group, self._pending = group, pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._group.delay()
+
+
+class LateTransport(LoopbackTransport):
+    """One rank of a LoopbackWorld with late messages."""
+
+    shared: torch.device
+    delays = random.Random(0)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        return Late(super()._new_group(ranks), self.shared, self.delays)
+
+
+def on_device(size: int, device: torch.device, work: Callable[[HostTransport], T], late: bool = False) -> list[T]:
+    """`work` of every rank, all on one device."""
+
+    def with_copies(carrier: LoopbackTransport) -> T:
+        if late:
+            carrier.__class__ = type("Late", (LateTransport,), {"shared": device})
+        transport = HostTransport(carrier, device)
+        try:
+            return work(transport)
+        finally:
+            transport.close()
+
+    return run_ranks(size, with_copies, timeout_s=120.0)
+
+
+def denoised(transport: Any, model: Any, case: Case, settings: Settings) -> Tensor:
+    """What a short loop of model calls on one rank ends with, on the CPU."""
+    own, device = copy.deepcopy(model).to(transport.device), transport.device
+    with torch.no_grad(), parallelize(own, transport=transport, steps=STEPS, **settings):
+        return loop(own, case, device)
+
+
+def loop(model: Any, case: Case, device: torch.device) -> Tensor:
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.inputs().items()}
+    time_now = inputs["timestep"]
+    for step in range(STEPS):
+        inputs["timestep"] = time_now * (1 - step / STEPS)
+        inputs["hidden_states"] = inputs["hidden_states"] - 0.1 * model(**inputs).sample
+    return inputs["hidden_states"].float().cpu()
