@@ -6,15 +6,17 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from cocodiff.errors import OwnRankError
 
+T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
 log = logging.getLogger("cocodiff.device")
 
@@ -96,21 +98,25 @@ def _meminfo(key: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-class StreamMark:
-    """A point in the current stream of a device. On CPU work is done when its call returns: nothing to mark."""
+class HandedOver(Generic[T]):
+    """A value on its way to another stream, from the one that is current where this is made. Every tensor that one
+    thread makes and another uses goes this way, so that the order and the memory are seen to in one place.
 
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = None
-        if device.type != "cpu":
-            self._module = torch.get_device_module(device)
-            self._event = self._module.Event()
+    value: what `used_on_current_stream` takes. On CPU work is done when its call returns: there is nothing to order."""
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        self._value, self._module = value, None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            self._device, self._event = device, self._module.Event()
             self._event.record(self._module.current_stream(device))
-            self._device = device
 
-    def wait(self) -> None:
-        """Makes the caller's current stream wait for this point; the host does not block."""
+    def take(self) -> T:
+        """The value, for the caller's current stream, which goes on behind what the other one held; the host does not
+        block. The value's memory is kept until this stream is through with it, whoever frees it."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_event(self._event)
+            used_on_current_stream(self._value)
+        return self._value
 
 
 @contextlib.contextmanager
@@ -125,13 +131,28 @@ def lane_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def on_streams(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is an accelerator's, which streams share."""
-    return tensor.device.type not in ("cpu", "meta")
+class HoldsTensors(Protocol):
+    """What passes from stream to stream as a whole."""
+
+    def held_tensors(self) -> Iterable[Any]:
+        """Its tensors, and what holds others of them."""
+        ...
 
 
-def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells the allocator that the current stream uses a tensor made on another one, so that its memory is kept."""
-    if on_streams(tensor):
-        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
-    return tensor
+def used_on_current_stream(value: T) -> T:
+    """Tells the allocator that the current stream uses a value's tensors, on whichever one they were made: their memory
+    is not handed out again before that.
+
+    value: a tensor, what holds tensors, or a list, tuple or mapping of these; or no tensor: None, a number, a text.
+    Raises TypeError for other objects, whose tensors would be forgotten."""
+    if isinstance(value, Tensor):
+        if value.device.type not in ("cpu", "meta"):
+            value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
+    elif isinstance(value, list | tuple | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            used_on_current_stream(part)
+    elif hasattr(value, "held_tensors"):
+        used_on_current_stream(list(value.held_tensors()))
+    elif not isinstance(value, int | float | str | None):
+        raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
+    return value

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import LanePending, Transport
-from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 from cocodiff.progress import StepCounter
 from cocodiff.sequence import SequenceRanks
@@ -177,8 +176,7 @@ class Parts:
             other = torch.empty_like(x, memory_format=torch.contiguous_format)
             own = x.contiguous()
             self._begin([own])
-            self._lane.submit_inline(self._job("exchange halves", [own], [other])).wait()
-            used_on_current_stream(other)
+            self._lane.submit_inline(self._job("exchange halves"), [own], [other]).wait()
             return torch.cat([own, other] if self.number == 0 else [other, own])
 
         return mapped(output, join)
@@ -188,7 +186,7 @@ class Parts:
         copies: list[Tensor] = []
         mapped(output, lambda x: copies.append(x.clone(memory_format=torch.contiguous_format)))
         self._begin(copies)
-        self._sent.append(self._lane.submit(self._job("send the output", copies, [])))
+        self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
 
     def awaited(self, like: Any, device: torch.device) -> Any:
         """The result of a call that the other part computes, with tensors that wait for their values when asked."""
@@ -199,7 +197,7 @@ class Parts:
             return buffers[-1]
 
         result = mapped(like, allocate)
-        arrival = Arrival(self._lane.submit(self._job("receive the output", [], buffers)), lambda: self._begin(()))
+        arrival = Arrival(self._lane.submit(self._job("receive the output"), [], buffers), lambda: self._begin(()))
         self._awaited.append(arrival)
         return mapped(result, lambda x: Awaited.over(x, arrival))
 
@@ -211,10 +209,10 @@ class Parts:
             sent.wait()
         self._awaited, self._sent = [], []
 
-    def _job(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], None]:
+    def _job(self, name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
         """For the lane: one call on both sides, and both make theirs in the same order."""
 
-        def pass_messages() -> None:
+        def pass_messages(sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
             with self._trace.span(name, "guidance"):
                 self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
@@ -265,7 +263,7 @@ class Awaited(Tensor):
             if not isinstance(x, Awaited):
                 return x
             x._arrival.wait()
-            return used_on_current_stream(x.as_subclass(Tensor))
+            return x.as_subclass(Tensor)
 
         return func(*mapped(args, here), **mapped(dict(kwargs or {}), here))
 

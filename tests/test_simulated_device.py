@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+import tifffile
 import torch
+from warm import COCODIFF, forked
 
-from cocodiff.device import rank_device
+from cocodiff.comm.health import Alone
+from cocodiff.comm.transport import Lane
+from cocodiff.device import HandedOver, rank_device, used_on_current_stream
 
 
 @pytest.fixture
@@ -104,3 +109,48 @@ def test_there_are_devices_only_where_a_test_makes_them(sim):
     with sim.devices(2):
         assert rank_device("auto", 1) == torch.device("sim", 1)
         rank_device("auto", 0)
+
+
+# What lanes hand over -------------------------------------------------------------------------------------------------
+
+
+def test_a_lanes_arguments_and_results_are_ordered_and_kept(sim):
+    """Arguments are freed before the job runs and its result as soon as it was used, and their memory is used again."""
+    with sim.devices(1, strict=True, delayed=0.5, lines="tests") as found:
+        lane = Lane("test", found[0], Alone())
+        for number in range(20):
+            pending = lane.submit(lambda x: {"twice": [x * 2]}, torch.full((100,), float(number), device=found[0]))
+            torch.full((100,), -1.0, device=found[0])
+            result = pending.wait()["twice"][0] + 1
+            del pending
+            assert result.cpu().eq(2 * number + 1).all()
+        lane.close()
+    assert found.reports == []
+
+
+def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
+    class Forgetful:
+        x = torch.ones(1)
+
+    with sim.devices(1) as found:
+        handed = HandedOver([1, "a", None, Forgetful()], found[0])
+        with pytest.raises(TypeError, match="a Forgetful passes to another stream and does not tell what tensors"):
+            handed.take()
+    assert used_on_current_stream([1, "a", None, {"b": torch.ones(1)}])
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path):
+    """On one rank: `--device auto` takes the device, and all of the embedded pipeline runs there."""
+    tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
+    restored = {}
+    for device, module in (("cpu", COCODIFF), ("auto", "simulated_device.command")):
+        out = tmp_path / device
+        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", 1, "--device", device, "--dtype", "fp32")
+        done = forked("inpaint", *words, "--out", out, "--quiet", folder=tmp_path, module=module)
+        assert done.returncode == 0, done.stderr
+        restored[device] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
+    assert np.array_equal(restored["cpu"], restored["auto"])

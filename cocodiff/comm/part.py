@@ -150,8 +150,9 @@ class Part:
     def _pass_objects(self, sent: dict[int, Any], sources: Iterable[int], at: str) -> dict[int, Any]:
         """Sends each rank its object and returns those of `sources`: first their sizes, then their bytes."""
         contents = {to: _as_bytes(value).to(self.device) for to, value in sent.items()}
+        objects: dict[int, Any] = {}
 
-        def exchange() -> dict[int, Any]:
+        def exchange(contents: dict[int, Tensor]) -> None:
             lengths = {to: torch.tensor([len(content)], device=self.device) for to, content in contents.items()}
             expected = {source: torch.empty(1, dtype=torch.int64, device=self.device) for source in sources}
             self.world.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
@@ -160,10 +161,11 @@ class Part:
                 for source, length in expected.items()
             }
             self.world.send_recv(_by_peer(contents), _by_peer(found)).wait()
-            return {source: pickle.loads(content.cpu().numpy().tobytes()) for source, content in found.items()}
+            objects.update({source: pickle.loads(x.cpu().numpy().tobytes()) for source, x in found.items()})
 
         self.health.arrive(at)
-        return self.control.submit(exchange).wait()
+        self.control.submit(exchange, contents).wait()
+        return objects
 
 
 def _as_bytes(value: Any) -> Tensor:
