@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.comm.transport import Transport
-from cocodiff.device import used_on_current_stream
 from cocodiff.digest import digest
 from cocodiff.errors import UserError
 
@@ -36,12 +35,12 @@ def check_agreement(values: dict[str, Any], device: torch.device, transport: Tra
     """
     own = table(values, device)
 
-    def gather() -> Tensor:
+    def gather(own: Tensor) -> Tensor:
         parts = [torch.empty_like(own) for _ in range(transport.size)]
         transport.world.all_gather(own, parts).wait()
         return torch.stack(parts)
 
-    of_ranks = used_on_current_stream(transport.control.submit_inline(gather).wait()).tolist()
+    of_ranks = transport.control.submit_inline(gather, own).wait().tolist()
     differing = [row for row in range(ROWS) if any(rows[row] != of_ranks[0][row] for rows in of_ranks)]
     if not differing:
         return

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.comm.transport import Transport
-from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 
 
@@ -105,7 +104,7 @@ class TiledVAE(StandIn):
         of_ranks = transport.broadcast_object(told)
         dtype = next(dtype for of_rank in of_ranks for _, _, dtype in of_rank)
 
-        def gather() -> list[Tensor]:
+        def gather(own: dict[int, Tensor]) -> list[Tensor]:
             sent = torch.cat([tile.flatten() for tile in own.values()] or [z.new_empty(0, dtype=dtype)])
             counts = [sum(math.prod(shape) for _, shape, _ in of_rank) for of_rank in of_ranks]
             parts = [z.new_empty(count, dtype=dtype) for count in counts]
@@ -113,7 +112,7 @@ class TiledVAE(StandIn):
             return parts
 
         transport.health.arrive("the exchange of decoded tiles")
-        parts = [used_on_current_stream(part) for part in transport.control.submit(gather).wait()]
+        parts = transport.control.submit(gather, own).wait()
         tiles: dict[int, Tensor] = {}
         for part, of_rank in zip(parts, of_ranks, strict=True):
             flat = part.split([math.prod(shape) for _, shape, _ in of_rank])

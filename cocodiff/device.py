@@ -6,15 +6,17 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from cocodiff.errors import OwnRankError
 
+T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
 log = logging.getLogger("cocodiff.device")
 
@@ -101,12 +103,10 @@ class StreamMark:
     """A point in the current stream of a device. On CPU work is done when its call returns: nothing to mark."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = None
-        if device.type != "cpu":
-            self._module = torch.get_device_module(device)
+        self._module, self._device = None if device.type == "cpu" else torch.get_device_module(device), device
+        if self._module is not None:
             self._event = self._module.Event()
             self._event.record(self._module.current_stream(device))
-            self._device = device
 
     def wait(self) -> None:
         """Makes the caller's current stream wait for this point; the host does not block."""
@@ -123,6 +123,24 @@ class StreamMark:
         return self._module is None or bool(self._event.query())
 
 
+class HandedOver(Generic[T]):
+    """A value on its way to another stream, from the one that is current where this is made. Every tensor that one
+    thread makes and another uses goes this way, so that the order and the memory are seen to in one place.
+
+    value: what `used_on_current_stream` takes. On CPU work is done when its call returns: there is nothing to order."""
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        self._value, self._made = value, None if device.type == "cpu" else StreamMark(device)
+
+    def take(self) -> T:
+        """The value, for the caller's current stream, which goes on behind what the other one held; the host does not
+        block. The value's memory is kept until this stream is through with it, whoever frees it."""
+        if self._made is not None:
+            self._made.wait()
+            used_on_current_stream(self._value)
+        return self._value
+
+
 @contextlib.contextmanager
 def lane_stream(device: torch.device) -> Iterator[None]:
     """Gives a background thread a stream of its own on accelerators."""
@@ -135,13 +153,28 @@ def lane_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def on_streams(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is an accelerator's, which streams share."""
-    return tensor.device.type not in ("cpu", "meta")
+class HoldsTensors(Protocol):
+    """What passes from stream to stream as a whole."""
+
+    def held_tensors(self) -> Iterable[Any]:
+        """Its tensors, and what holds others of them."""
+        ...
 
 
-def used_on_current_stream(tensor: torch.Tensor) -> torch.Tensor:
-    """Tells the allocator that the current stream uses a tensor made on another one, so that its memory is kept."""
-    if on_streams(tensor):
-        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
-    return tensor
+def used_on_current_stream(value: T) -> T:
+    """Tells the allocator that the current stream uses a value's tensors, on whichever one they were made: their memory
+    is not handed out again before that.
+
+    value: a tensor, what holds tensors, or a list, tuple or mapping of these; or no tensor: None, a number, a text.
+    Raises TypeError for other objects, whose tensors would be forgotten."""
+    if isinstance(value, Tensor):
+        if value.device.type not in ("cpu", "meta"):
+            value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
+    elif isinstance(value, list | tuple | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            used_on_current_stream(part)
+    elif hasattr(value, "held_tensors"):
+        used_on_current_stream(list(value.held_tensors()))
+    elif not isinstance(value, int | float | str | None):
+        raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
+    return value

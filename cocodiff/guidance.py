@@ -29,7 +29,6 @@ from torch import Tensor
 
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import LanePending, Transport
-from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 from cocodiff.progress import StepCounter
 from cocodiff.sequence import SequenceRanks
@@ -200,9 +199,9 @@ class Parts:
         own = self._message(output)
         others = [torch.empty_like(x) for x in own]
         self._begin(own)
-        self._lane.submit_inline(self._job("exchange halves", own, others)).wait()
+        self._lane.submit_inline(self._job("exchange halves"), own, others).wait()
         self._check(others[0])
-        pairs = iter([(x, used_on_current_stream(y)) for x, y in zip(own, others, strict=True)][1:])
+        pairs = iter([(x, y) for x, y in zip(own, others, strict=True)][1:])
         return mapped(output, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]))
 
     def send(self, output: Any, failed: bool = False) -> None:
@@ -210,7 +209,7 @@ class Parts:
         self._next += 1
         copies = self._message(mapped(output, torch.clone), failed)
         self._begin(copies)
-        self._sent.append(self._lane.submit(self._job("send the output", copies, [])))
+        self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
 
     def awaited(self, like: Any) -> Any:
         """The result of a call that the other part computes, with tensors that wait for their values when asked. These
@@ -218,7 +217,7 @@ class Parts:
         self._next += 1
         result = self._without_values(like)
         buffers = self._message(result)
-        receive = self._lane.submit(self._job("receive the output", [], buffers))
+        receive = self._lane.submit(self._job("receive the output"), [], buffers)
 
         def check() -> None:
             self._check(buffers[0], like)
@@ -237,7 +236,7 @@ class Parts:
             own = self._message(nothing, failed=True)
             self._begin(own)
             others = [torch.empty_like(x) for x in own]
-            self._sent.append(self._lane.submit(self._job("exchange halves", own, others)))
+            self._sent.append(self._lane.submit(self._job("exchange halves"), own, others))
         else:
             self.send(nothing, failed=True)
             self._make_up(like)
@@ -260,7 +259,7 @@ class Parts:
 
     def _check(self, failed: Tensor, like: Any = None) -> None:
         """Raises where the other part's result says that there is none. like: of the calls that are left."""
-        if not used_on_current_stream(failed).item():
+        if not failed.item():
             return
         if like is not None:
             self._make_up(like)
@@ -276,10 +275,10 @@ class Parts:
     def _without_values(self, like: Any) -> Any:
         return mapped(like, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device))
 
-    def _job(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], None]:
+    def _job(self, name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
         """For the lane: one call on both sides, and both make theirs in the same order."""
 
-        def pass_messages() -> None:
+        def pass_messages(sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
             with self._trace.span(name, "guidance"):
                 self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
@@ -340,7 +339,7 @@ class Awaited(Tensor):
             if not isinstance(x, Awaited):
                 return x
             x._arrival.wait()
-            return used_on_current_stream(x.as_subclass(Tensor))
+            return x.as_subclass(Tensor)
 
         return func(*mapped(args, here), **mapped(dict(kwargs or {}), here))
 

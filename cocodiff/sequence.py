@@ -12,7 +12,6 @@ from cocodiff.assemble import build_strategy, mesh_of, settled
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels
 from cocodiff.planning.placement import Work
 from cocodiff.topology.axes import Mesh
@@ -72,7 +71,7 @@ class SequenceRanks:
         shares = self.shares(segment)
         B, _L, C = x_BLC.shape
 
-        def gather() -> Tensor:
+        def gather(x_BLC: Tensor) -> Tensor:
             parts = [x_BLC.new_empty(B, share, C) for share in shares]
             with self._trace.span("gather", "gather"):
                 self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
@@ -81,4 +80,4 @@ class SequenceRanks:
             return torch.cat(parts, dim=1)
 
         with self._trace.span("wait for outputs"):
-            return used_on_current_stream(self.transport.control.submit_inline(gather).wait())
+            return self.transport.control.submit_inline(gather, x_BLC).wait()

@@ -1,10 +1,12 @@
 """Makes the tests' helper modules importable from every folder of tests, and holds what many tests need."""
 
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +59,12 @@ def promptly() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Any:
+    """The simulated device, which is built once. Tests that need it are left out where there is no compiler."""
+    try:
+        return importlib.import_module("simulated_device")
+    except ImportError as error:
+        pytest.skip(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -12,24 +13,31 @@ EXHAUSTIVE = "exhaustive"  # the marker, and hypothesis's profile where everythi
 
 
 def covering(*axes: Any) -> list[Any]:
-    """The product of the axes as parametrize takes it; all but a covering set of it is marked `exhaustive`.
+    """The product of the axes as parametrize takes it; all but a covering set of it is marked `exhaustive`."""
+    chosen = covering_set(*axes)
+    left = [values for values in product(*axes) if values not in chosen]
+    return [
+        *(pytest.param(*values) for values in chosen),
+        *(pytest.param(*values, marks=pytest.mark.exhaustive) for values in left),
+    ]
 
-    In the covering set every two values of different axes meet at least once. It is chosen greedily, always the same.
-    """
-    missing = {pair for values in product(*axes) for pair in _pairs(values, axes)}
-    left = list(product(*axes))
-    chosen = []
+
+def covering_set(*axes: Any, fits: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """Some of the product of the axes, in which every two values of different axes meet at least once, where they fit
+    at all. It is chosen greedily, always the same."""
+    number = {pair: 1 << n for n, pair in enumerate({pair for values in product(*axes) for pair in _pairs(values)})}
+    pairs = {values: sum(number[pair] for pair in _pairs(values)) for values in product(*axes) if fits(*values)}
+    missing, chosen = 0, []
+    for of_values in pairs.values():
+        missing |= of_values
     while missing:
-        best = max(left, key=lambda values: len(missing & _pairs(values, axes)))
-        missing -= _pairs(best, axes)
-        left.remove(best)
-        chosen.append(pytest.param(*best))
-    return chosen + [pytest.param(*values, marks=pytest.mark.exhaustive) for values in left]
+        chosen.append(max(pairs, key=lambda values: (missing & pairs[values]).bit_count()))
+        missing &= ~pairs.pop(chosen[-1])
+    return chosen
 
 
-def _pairs(values: tuple[Any, ...], axes: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-    places = [(n, list(axis).index(value)) for n, (axis, value) in enumerate(zip(axes, values, strict=True))]
-    return set(combinations(places, 2))
+def _pairs(values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    return combinations(enumerate(values), 2)
 
 
 def all_but(chosen: Any, *axes: Any) -> list[Any]:

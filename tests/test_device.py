@@ -15,7 +15,7 @@ import torch
 from cocodiff import device as devices
 from cocodiff.comm.health import Alone
 from cocodiff.comm.transport import Lane
-from cocodiff.device import IPEX, StreamMark, import_ipex, rank_device, used_on_current_stream
+from cocodiff.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError
 
 XPU = torch.device("xpu", 0)
@@ -92,8 +92,8 @@ def test_who_waits_soon_still_uses_the_lanes_stream(xpu):
 
 def test_on_a_cpu_there_is_nothing_to_mark(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda *_: pytest.fail("a CPU has no device module"))
-    StreamMark(torch.device("cpu")).wait()
     tensor = torch.ones(1)
+    assert HandedOver(tensor, torch.device("cpu")).take() is tensor
     assert used_on_current_stream(tensor) is tensor
 
 

@@ -18,7 +18,6 @@ from cocodiff.attention.local import Keys, LocalAttention, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import LanePending, Ranks
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels, views
 from cocodiff.routes.rounds import Onward, visits_of
 from cocodiff.topology.axes import Mesh
@@ -103,16 +102,14 @@ class Ring:
         link = self.mesh.topology.link_class(self.rank, self._rank_of[onward.to])
         to, before = self._index_of[onward.to], self._index_of[onward.before]
 
-        def exchange() -> KeysValues:
+        def exchange(here: KeysValues, incoming: KeysValues) -> KeysValues:
             with self._trace.span("kv ring", LANE, layer):
-                for tensor in (*here, buffer):
-                    used_on_current_stream(tensor)
                 for purpose in ("attention", "whole"):
                     self._trace.count(link, sum(tensor.nbytes for tensor in here), purpose)
                 self._ranks.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
                 return incoming
 
-        return self._lane.submit(exchange)
+        return self._lane.submit(exchange, here, incoming)
 
     def _merge(self, merged: Partial | None, part: Partial) -> Partial:
         """The first part, in float32, is what the others are added to."""

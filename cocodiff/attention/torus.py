@@ -18,7 +18,6 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, LocalAttention, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.device import used_on_current_stream
 from cocodiff.topology.layout import Layout
 from cocodiff.wire.exchange import Arriving, Transfer
 
@@ -98,7 +97,7 @@ class Torus:
     def _await(self, name: str, chunks: range) -> Tensor:
         with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
             *_, x_BSGD = [self._arriving[name].chunk(name, number) for number in chunks]
-            return used_on_current_stream(x_BSGD)
+            return x_BSGD
 
     def _merge(self, running: Partial, part: Partial) -> None:
         self._kernels.merge_partials(*running, part.out_BLHD.to(torch.float32), part.lse_BLH.contiguous())

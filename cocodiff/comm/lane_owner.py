@@ -54,9 +54,11 @@ class LaneOwner(ABC):
         return self.size
 
     def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """What `job` returns, which all ranks call, or all of `among`; at: its name."""
+        """What `job` returns, which all ranks call, or all of `among`: no tensors of a device. at: its name."""
         self.health.arrive(at, among if len(among) < self.size else ())
-        return self.control.submit(job).wait()
+        found: list[T] = []
+        self.control.submit(lambda: found.append(job())).wait()
+        return found[0]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         return self.blocking(lambda: gather_values(self.world, self.device, value), "gather_object")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cocodiff.comm.objects import broadcast_value, gather_values
 from cocodiff.comm.transport import Group, Health, Lane, PeerGroup, Pending, Transport
+
+T = TypeVar("T")
 
 
 class PartGroup(PeerGroup):
@@ -130,13 +132,17 @@ class Part:
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks of the part on its rank 0, None elsewhere."""
-        self.health.arrive("gather_object")
-        return self.control.submit(lambda: gather_values(self.world, self.device, value)).wait()
+        return self._blocking(gather_values, value, "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
         """The value of the part's rank 0."""
-        self.health.arrive("broadcast_object")
-        return self.control.submit(lambda: broadcast_value(self.world, self.device, value)).wait()
+        return self._blocking(broadcast_value, value, "broadcast_object")
+
+    def _blocking(self, pass_on: Callable[[Group, torch.device, Any], T], value: Any, at: str) -> T:
+        self.health.arrive(at)
+        found: list[T] = []
+        self.control.submit(lambda: found.append(pass_on(self.world, self.device, value))).wait()
+        return found[0]
 
     def close(self) -> None:
         self._closed = True

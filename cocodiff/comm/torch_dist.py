@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.transport import Health, PeerGroup, Pending
+from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
@@ -50,13 +52,16 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
 
 
 class _Works:
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, works: list[Any], on_device: Sequence[Tensor] = ()) -> None:
+        """on_device: the messages, where they are an accelerator's."""
+        self._works, self._on_device = works, on_device
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._works = []
+        # The library may hold them no longer. Once this stream is behind the messages, what it uses is kept for them.
+        used_on_current_stream(self._on_device)
+        self._works, self._on_device = [], ()
 
 
 class TorchDistGroup(PeerGroup):
@@ -81,19 +86,20 @@ class TorchDistGroup(PeerGroup):
         # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
-        return _Works(dist.batch_isend_irecv(operations) if operations else [])
+        tensors = [tensor for tensor, _ in sends + recvs]
+        return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
     def library_all_to_all(self, recv: Tensor, send: Tensor) -> Pending:
         """The backend's own all-to-all of equal parts. Nothing but `doctor` uses it: it was seen to corrupt data on
         some Intel GPUs."""
         if self._on_cpu:
             return _Works([self._process_group.alltoall_base(recv, send, [], [])])
-        return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)])
+        return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)], [recv, send])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         if self._on_cpu:
             return _Works([self._process_group.allreduce([tensor])])
-        return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)])
+        return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)], [tensor])
 
     def barrier(self) -> None:
         if self._on_cpu:
@@ -173,7 +179,7 @@ BACKENDS = {"cpu": ("gloo", "ccl"), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Loads what registers a backend. Raises UserError where it is not there or does not carry a device's tensors."""
-    fitting = BACKENDS[device.type]
+    fitting = _backends_of(device)
     if backend not in fitting:
         raise UserError(
             f"transport {backend} does not carry {device.type} tensors: use --transport {' or '.join(fitting)}"
@@ -192,7 +198,15 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def device_backend(device: torch.device) -> str:
-    """The backend that fits a device; Intel's older stacks bring ccl through oneccl_bindings_for_pytorch."""
+    """The backend that fits a device; Intel's older stacks bring ccl through oneccl_bindings_for_pytorch. Raises
+    UserError where none does."""
     if device.type == "xpu" and not dist.is_xccl_available():
         return "ccl"
-    return {"cpu": "gloo", "xpu": "xccl", "cuda": "nccl"}[device.type]
+    return _backends_of(device)[0]
+
+
+def _backends_of(device: torch.device) -> tuple[str, ...]:
+    """The one to take first. Raises UserError where there is none: of an accelerator that only torch knows."""
+    if device.type not in BACKENDS:
+        raise UserError(f"no transport carries {device.type} tensors between ranks: use one rank, or --device cpu")
+    return BACKENDS[device.type]

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.device import StreamMark, lane_stream
+from cocodiff.device import HandedOver, lane_stream
 from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -29,7 +29,9 @@ CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
 class Pending(Protocol):
     """A transfer under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """On accelerators the caller's stream waits, and counts as one that uses the messages' tensors."""
+        ...
 
 
 class Done:
@@ -218,18 +220,16 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
 
 
 class Job(NamedTuple):
-    work: Callable[[], Any]
-    submitted: StreamMark
-    future: Future[Any]
+    work: Callable[..., Any]
+    given: HandedOver[tuple[Any, ...]]
+    future: Future[HandedOver[Any]]
     inference: bool  # whether its submitter is in torch's inference mode, which is a mode of each thread
 
 
 class LanePending(Generic[T]):
     """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
 
-    def __init__(
-        self, future: Future[tuple[T, StreamMark]], health: Health, begin: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, future: Future[HandedOver[T]], health: Health, begin: Callable[[], None] | None = None) -> None:
         """begin: what is to be done first when somebody waits."""
         self._future, self._health, self._begin = future, health, begin
 
@@ -238,7 +238,7 @@ class LanePending(Generic[T]):
             self._begin()
         while True:
             try:
-                value, mark = self._future.result(timeout=CHECK_S)
+                handed = self._future.result(timeout=CHECK_S)
                 break
             except FutureTimeout as late:
                 # Done by now does not say whose this is: the job may have ended just after this wait gave up.
@@ -252,12 +252,14 @@ class LanePending(Generic[T]):
                 if blamed is error:
                     raise
                 raise blamed from error
-        mark.wait()
-        return value
+        return handed.take()
 
 
 class Lane:
-    """An ordered background worker, on accelerators with a stream of its own. Daemonic: it never keeps a rank alive."""
+    """An ordered background worker, on accelerators with a stream of its own. Daemonic: it never keeps a rank alive.
+
+    Tensors pass between the caller's stream and the lane's as a job's arguments and its result alone, for
+    `used_on_current_stream` to find them there."""
 
     def __init__(self, name: str, device: torch.device, health: Health) -> None:
         self.name = name
@@ -270,29 +272,29 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> LanePending[T]:
-        """Runs `work` after all earlier jobs of this lane, and after what the caller's stream holds now."""
-        future = self._append(work)
+    def submit(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
+        """Runs `work(*given)` after all earlier jobs of this lane, and after what the caller's stream holds now."""
+        future = self._append(work, given)
         self._wake.release()
         return LanePending(future, self._health)
 
-    def submit_inline(self, work: Callable[[], T]) -> LanePending[T]:
+    def submit_inline(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
         """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
         which saves waking a thread and being woken by it."""
         if self._device.type != "cpu":
-            return self.submit(work)
-        future = self._append(work)
+            return self.submit(work, *given)
+        future = self._append(work, given)
         return LanePending(future, self._health, lambda: self._run_up_to(future))
 
     def close(self) -> None:
         self._open = False
         self._wake.release()
 
-    def _append(self, work: Callable[[], Any]) -> Future[Any]:
+    def _append(self, work: Callable[..., Any], given: tuple[Any, ...]) -> Future[Any]:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.append(Job(work, StreamMark(self._device), future, torch.is_inference_mode_enabled()))
+        self._jobs.append(Job(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
         return future
 
     def _run_up_to(self, future: Future[Any]) -> None:
@@ -309,11 +311,11 @@ class Lane:
 
     def _run(self, job: Job) -> None:
         try:
-            job.submitted.wait()
+            given = job.given.take()
             # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that
             # mode turns gradients on, so they are turned off inside.
             with torch.inference_mode(job.inference), torch.no_grad():
-                job.future.set_result((job.work(), StreamMark(self._device)))
+                job.future.set_result(HandedOver(job.work(*given), self._device))
         except BaseException as error:
             job.future.set_exception(error)
 

@@ -177,12 +177,12 @@ class VirtualLane:
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.name, self._recorder = name, recorder
 
-    def submit(self, work: Callable[[], T]) -> LanePending[T]:
+    def submit(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
         number = self._recorder.submit(self.name)
         value, error = None, None
         with self._recorder.job(number):
             try:
-                value = work()
+                value = work(*given)
             except Exception as caught:
                 error = caught
         return VirtualPending(self._recorder, number, value, error)

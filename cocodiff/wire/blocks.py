@@ -33,6 +33,9 @@ class BlockSet:
         self._batch, self._width = len(self.like), self.like.shape[-1]
         self._itemsize = self.like.new_empty(0).element_size()
 
+    def held_tensors(self) -> list[Payload]:
+        return [payload for payloads in self.blocks.values() for payload in payloads]
+
     @property
     def cell_bytes(self) -> int:
         """Bytes of one token of one head, of all tensors together."""
@@ -81,6 +84,9 @@ class Target:
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
         self.tensors, self._places, self._kernels = tensors, places, kernels
+
+    def held_tensors(self) -> Sequence[Tensor]:
+        return self.tensors
 
     def place(self, blocks: Blocks) -> None:
         """Copies those blocks that belong here to their places, in one launch."""

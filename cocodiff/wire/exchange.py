@@ -21,18 +21,18 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels import Kernels
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
 from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import Block, Phase, Plan, reverse, split_plan
+from cocodiff.routes.plans import Phase, Plan, reverse, split_plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.blocks import BlockSet, Target, rows_of_ranks, whole_cell
-from cocodiff.wire.coding import CodedCall, Encoded
+from cocodiff.wire.blocks import BlockSet, Target
+from cocodiff.wire.cargo import Back, Cargo, Forward
+from cocodiff.wire.coding import CodedCall
 from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
 from cocodiff.wire.staged import OutputInStages, StagedExchange
 
@@ -101,16 +101,16 @@ class Exchange:
     def submit(self, cargo: Cargo, wait_next: bool = False) -> LanePending[Target]:
         """Sends a cargo on its way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
-            return self._on_lane("plane", partial(self._all_phases, cargo), wait_next)
+            return self._on_lane("plane", self._all_phases, cargo, wait_next)
         earlier: LanePending[BlockSet] | None = None
         *early, last = self._routes[self._name][cargo.way]
         for phase in early:
-            earlier = self._on_lane(phase.lane, partial(self.phase, phase, cargo, earlier), wait_next)
-        return self._on_lane(last.lane, partial(self._last_phase, last, cargo, earlier), wait_next)
+            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), cargo, wait_next)
+        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), cargo, wait_next)
 
-    def _on_lane(self, name: str, job: Callable[[], T], wait_next: bool) -> LanePending[T]:
+    def _on_lane(self, name: str, job: Callable[[Cargo], T], cargo: Cargo, wait_next: bool) -> LanePending[T]:
         lane, job = self.lanes[name], partial(self._in_order.run, job)
-        return lane.submit_inline(job) if wait_next else lane.submit(job)
+        return lane.submit_inline(job, cargo) if wait_next else lane.submit(job, cargo)
 
     def _all_phases(self, cargo: Cargo) -> Target:
         """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
@@ -127,7 +127,7 @@ class Exchange:
             run_pipelined(self.port, plan, held, self.groups, target)
             return target
 
-    def phase(self, phase: Phase, cargo: Cargo, earlier: LanePending[BlockSet] | None) -> BlockSet:
+    def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, cargo: Cargo) -> BlockSet:
         """One phase on its own lane, after the one before it, or of a cargo that has not been encoded. Returns the
         blocks that are here then."""
         held = cargo.blocks() if earlier is None else earlier.wait()
@@ -139,7 +139,7 @@ class Exchange:
         self._run_phase(phase, cargo, held)
         return _placed(cargo, held)
 
-    def _last_phase(self, phase: Phase, cargo: Cargo, earlier: LanePending[BlockSet] | None) -> Target:
+    def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, cargo: Cargo) -> Target:
         return self.last_phase(phase, cargo, cargo.blocks() if earlier is None else earlier.wait())
 
     def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
@@ -217,7 +217,7 @@ class Transfer:
         here: dict[str, Tensor] = {}
         for arriving in sent:
             with self.exchange.trace.span(f"wait for {''.join(arriving.names)}", layer=self.layer):
-                here |= zip(arriving.names, map(used_on_current_stream, arriving.wait()), strict=True)
+                here |= zip(arriving.names, arriving.wait(), strict=True)
         return here
 
     def back(self, out_BSGD: Tensor) -> Tensor:
@@ -308,92 +308,4 @@ class OutputArriving:
         exchange, layer = self._transfer.exchange, self._transfer.layer
         with nullcontext() if self._cargo.late else exchange.trace.span("wait for o", layer=layer):
             (received,) = exchange.arrived(self._cargo, self._pending)
-            return used_on_current_stream(self._transfer.coded.decode_output(received))
-
-
-class Cargo(Protocol):
-    """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place."""
-
-    way: str  # "forward" or "back"
-    label: str  # of its spans in the trace
-    layer: str
-    late: bool  # see `Transfer.post`
-
-    def blocks(self) -> BlockSet: ...
-
-    def target(self, held: BlockSet) -> Target:
-        """Allocates what the blocks fill."""
-        ...
-
-
-class Forward:
-    """Tensors on their way from the ranks of their rows to the ranks of their heads."""
-
-    way = "forward"
-
-    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], late: bool = False) -> None:
-        """late: see `Transfer.post`."""
-        self.names, self._tensors, self.late = tuple(tensors_BLHD), tensors_BLHD, late
-        self.label, self.layer = ("late " if late else "") + "".join(self.names), transfer.layer
-        self.coded, self.exchange = transfer.coded, transfer.exchange
-        self.layout = transfer.layout  # of what travels, once it was encoded
-        self._whole = self.layout, whole_cell(tensors_BLHD.values())
-        self._code: Encoded | None = None
-        if late:
-            self._code, self._tensors = self.encoded(), {}
-
-    def blocks(self) -> BlockSet:
-        (payloads, self.layout), self._code = self._code or self.encoded(), None
-        own, parts = self.exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
-        blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
-        return BlockSet(blocks, self.layout, self._whole)
-
-    def encoded(self) -> Encoded:
-        return self.coded.encode(self._tensors)
-
-    def target(self, held: BlockSet) -> Target:
-        own, layout = self.exchange.rank, held.layout
-        shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
-        received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
-        of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
-        places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
-        return Target(received_BSGW, places, self.exchange.kernels)
-
-    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        """rows: those that have just arrived, None for all."""
-        by_name = dict(zip(self.names, received_BSGW, strict=True))
-        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
-
-
-class Back:
-    """Attention's output on its way from the ranks of its heads to the ranks of its rows."""
-
-    way = "back"
-
-    def __init__(
-        self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None, late: bool = False
-    ) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all. late: see `Transfer.post`."""
-        self.label, self.layer, self._exchange = "late o" if late else "o", transfer.layer, transfer.exchange
-        self._layout = transfer.layout
-        self._ranks = transfer.layout.in_sequence if ranks is None else ranks
-        where = self._layout.row_slices
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
-        self._whole = self._layout, whole_cell([out_BTGD])
-        self._coded, self._rows, self.late = transfer.coded, rows, late
-        self._out = self._coded.encode_output(out_BTGD, rows) if late else out_BTGD
-
-    def blocks(self) -> BlockSet:
-        own = self._exchange.rank
-        out_BTGW = self._out if self.late else self._coded.encode_output(self._out, self._rows)
-        parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
-        blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
-        return BlockSet(blocks, self._layout, self._whole)
-
-    def target(self, held: BlockSet) -> Target:
-        own, layout = self._exchange.rank, held.layout
-        shape = (len(held.like), layout.rows[own], sum(layout.heads), held.like.shape[-1])
-        out_BLHW = held.like.new_empty(shape)
-        parts = out_BLHW.split_with_sizes(layout.heads, 2)
-        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
-        return Target([out_BLHW], places, self._exchange.kernels)
+            return self._transfer.coded.decode_output(received)

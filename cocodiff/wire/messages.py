@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Pending
-from cocodiff.device import on_streams, used_on_current_stream
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows
 from cocodiff.routes.plans import Block, Phase, Plan
@@ -44,8 +43,6 @@ class Port:
     def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
         """Copies all messages to their buffers in one launch."""
         pieces = [piece for message in messages for piece in message]
-        if buffers and on_streams(buffers[0]):
-            use_on_current_stream(pieces)
         if any(isinstance(piece, Rows) for piece in pieces):
             self.kernels.gather_pack(messages, buffers)
         elif messages:
@@ -60,22 +57,16 @@ class InOrder:
     def __init__(self) -> None:
         self._failed: Exception | None = None
 
-    def run(self, job: Callable[[], T]) -> T:
+    def run(self, job: Callable[..., T], *given: Any) -> T:
         if self._failed is not None:
             raise self._failed
         try:
-            return job()
+            return job(*given)
         except UserError:  # which all ranks have alike
             raise
         except Exception as error:
             self._failed = error
             raise
-
-
-def use_on_current_stream(payloads: Sequence[Payload]) -> None:
-    for payload in payloads:
-        for tensor in (payload.source_RHD, payload.index_K) if isinstance(payload, Rows) else (payload,):
-            used_on_current_stream(tensor)
 
 
 def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
@@ -129,6 +120,10 @@ class InFlight:
         self._phases: list[dict[int, PendingReceive]] = []
         self._bringing: dict[Block, PendingReceive] = {}
 
+    def held_tensors(self) -> list[Tensor]:
+        """What comes. What is sent is the `BlockSet`'s that this was made of."""
+        return [receive.buffer for receives in self._phases for receive in receives.values()]
+
     def post_receives(self, plan: Plan, groups: Groups) -> None:
         """Allocates every message of the plan and, where the backend can, posts each receive on its own, so that each
         can be waited for."""
@@ -172,7 +167,6 @@ class InFlight:
                 blocks: list[Block] = []
                 for receive in came:
                     receive.open(self._held)
-                    used_on_current_stream(receive.buffer)
                     blocks += receive.message
                 target.place({block: self._held.blocks[block] for block in blocks})
         for forgotten in (self._phases, self._bringing, self._held.blocks):
@@ -191,7 +185,6 @@ class InFlight:
                 sent = self._held.buffer(message)
                 pieces.append(parts)
                 buffers.append(sent)
-            used_on_current_stream(sent)
             self._port.count(peer, self._held.bytes(message), self._held.whole_bytes(message))
             found.append(sent)
         if buffers:

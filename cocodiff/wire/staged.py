@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cocodiff.comm.transport import LanePending, Pending, Ranks
-from cocodiff.device import used_on_current_stream
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import Parts, Stages
 from cocodiff.routes.plans import Block
 from cocodiff.topology.layout import Layout
 from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.messages import Groups, InFlight, Sent, use_on_current_stream
+from cocodiff.wire.messages import Groups, InFlight, Sent
 
 if TYPE_CHECKING:
-    from cocodiff.wire.exchange import Cargo, Exchange, Forward, Transfer
+    from cocodiff.wire.cargo import Cargo, Forward
+    from cocodiff.wire.exchange import Exchange, Transfer
 
 QUEUE = "qvk"  # of tensors that are there together: q first, for Pull Q has work while k and v are on their way
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
@@ -77,7 +77,7 @@ class StagedExchange:
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
         """Has one stage of a tensor posted and passed on. in_order: after the last stage's messages have left this
         node, so that chunks come one by one over the links that they share."""
-        posted = self._lanes[0].submit(partial(self._post, started, number, in_order))
+        posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
         return Stage(
             number,
             posted,
@@ -95,7 +95,7 @@ class StagedExchange:
         """Returns when all that was sent has left."""
         self._landing.submit(self._wait_for_sends).wait()
 
-    def _post(self, started: Started, number: int, in_order: bool) -> tuple[Started, InFlight]:
+    def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Posts all receives of a stage, and sends what leaves at once."""
         exchange, cargo = self.exchange, started.cargo
         with exchange.trace.span(f"{cargo.label} plane", "plane", cargo.layer):
@@ -125,9 +125,7 @@ class StagedExchange:
         with self.exchange.trace.span(f"{started.cargo.label} plane", "plane", started.cargo.layer):
             own = Block(self.exchange.rank, self.exchange.rank)
             if stage.number == 0:  # the block that stays here belongs to the first chunk
-                use_on_current_stream(started.held.blocks[own])
                 started.target.place({own: started.held.blocks[own]})
-            used_on_current_stream(started.target.tensors[0])
             flight.land(started.target)
         return started.target.tensors[0]
 
@@ -147,6 +145,9 @@ class Started:
         self.cargo, self._staged, self._first = cargo, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes
         self._parts: list[Parts] = []
+
+    def held_tensors(self) -> tuple[Any, ...]:
+        return (self.held, self.target) if self._parts else (self.cargo,)
 
     def begin(self) -> list[Parts]:
         """Every stage's plan, for the exchange that the tensor's size calls for."""
@@ -179,7 +180,7 @@ class TensorInStages:
         return self._landed[number]
 
     def chunk(self, number: int) -> Tensor:
-        received_BSGW = used_on_current_stream(self.expect(number).wait())
+        received_BSGW = self.expect(number).wait()
         return self._cargo.decode([received_BSGW], self._staged.rows(self._cargo.layout, number))[0]
 
 
@@ -219,7 +220,7 @@ class OutputInStages:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
-        return self._transfer.coded.decode_output(used_on_current_stream(out_BLHW))
+        return self._transfer.coded.decode_output(out_BLHW)
 
 
 def _parts_in_use(plans: Mapping[str, list[Parts]], number: int) -> list[int]:

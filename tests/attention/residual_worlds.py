@@ -139,11 +139,11 @@ class DelayedLane:
     def __init__(self, lane: Any) -> None:
         self._lane = lane
 
-    def submit(self, work: Callable[[], Any]) -> Any:
-        return self._lane.submit(lambda: (dawdle(), work())[1])
+    def submit(self, work: Callable[..., Any], *given: Any) -> Any:
+        return self._lane.submit(lambda *given: (dawdle(), work(*given))[1], *given)
 
-    def submit_inline(self, work: Callable[[], Any]) -> Any:
-        return self._lane.submit_inline(lambda: (dawdle(), work())[1])
+    def submit_inline(self, work: Callable[..., Any], *given: Any) -> Any:
+        return self._lane.submit_inline(lambda *given: (dawdle(), work(*given))[1], *given)
 
 
 class DelayedGroup:

@@ -54,6 +54,13 @@ def test_the_backend_of_a_device(monkeypatch):
     assert device_backend(XPU) == "ccl"
 
 
+def test_an_accelerator_that_no_backend_carries_is_told_to_the_user():
+    """`--device auto` takes whatever accelerator torch has."""
+    for ask in (device_backend, lambda device: check_backend("nccl", device)):
+        with pytest.raises(UserError, match="no transport carries mps tensors between ranks: use one rank, or --dev"):
+            ask(torch.device("mps"))
+
+
 def test_ccl_is_loaded_by_its_bindings_or_said_to_be_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, CCL_BINDINGS, ModuleType(CCL_BINDINGS))
     check_backend("ccl", XPU)

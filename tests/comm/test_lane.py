@@ -10,7 +10,7 @@ import torch
 from cocodiff.comm.health import Alone
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.transport import Lane, LanePending
-from cocodiff.device import StreamMark
+from cocodiff.device import HandedOver
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class DoneTooLate(Future):
 
 
 def test_a_job_that_ends_as_a_wait_gives_up_has_its_result():
-    ended = DoneTooLate(lambda future: future.set_result((5, StreamMark(CPU))))
+    ended = DoneTooLate(lambda future: future.set_result(HandedOver(5, CPU)))
     assert LanePending(ended, Alone()).wait() == 5
 
 

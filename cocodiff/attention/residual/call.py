@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cocodiff.attention.residual.state import TENSORS, End, SiteState, kept
 from cocodiff.attention.strategy import Site
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels.residual import Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.wire.coding import CodedCall, Encoded
@@ -133,7 +132,6 @@ class ResidualCall(CodedCall):
 
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
         """What travels in the place of `rows` of a tensor's `length` rows."""
-        used_on_current_stream(x_BTHD)
         if not self.coding.codes:
             if self.coding.measures:
                 self._measure(name, x_BTHD, rows, length)
@@ -173,7 +171,7 @@ class ResidualCall(CodedCall):
             last_BNHD.copy_(some_BNHD)
         elif some_BNHD.shape[1]:
             with self._span("measure", name):
-                self.kernels.note_change(some_BNHD, used_on_current_stream(last_BNHD), self._notes_of(name))
+                self.kernels.note_change(some_BNHD, last_BNHD, self._notes_of(name))
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
         """Of a pass over a tensor. Those of displaced ones are the main thread's work: nobody waits for a lane's."""
@@ -181,7 +179,7 @@ class ResidualCall(CodedCall):
 
     def _notes_of(self, name: str) -> Tensor:
         assert self.notes is not None, "a call that follows others has notes"
-        return used_on_current_stream(self.notes)[TENSORS.index(name)]
+        return self.notes[TENSORS.index(name)]
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
         """All rows of a tensor, of which `rows` have just come."""
@@ -193,7 +191,7 @@ class ResidualCall(CodedCall):
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
         how, known = self.predictions[name], ends[name].known(self.number, rows)
-        code_BTGW = used_on_current_stream(x_BSGW)[:, rows]
+        code_BTGW = x_BSGW[:, rows]
         onward = self.state.taken_up(name)
         assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from cocodiff.attention.residual.call import SAMPLING, ResidualCall, width_of
 from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -122,7 +120,7 @@ class Residual(Coding):
         if self._coded:
             noted = torch.cat(self._notes) if len(self._notes) > 1 else self._notes[0]
             own = noted[: len(self._coded) * len(TENSORS)]
-            self._deciding = self._coded, self._everyone.ranks.control.submit(partial(self._sum_notes, own))
+            self._deciding = self._coded, self._everyone.ranks.control.submit(self._sum_notes, own)
             self._coded, self._notes = [], []
 
     def agree(self) -> None:
@@ -228,7 +226,7 @@ class Residual(Coding):
         assert self._exchange is not None, "one rank alone has no notes"
         trace = self._exchange.trace
         with trace.span("gather notes", "control"):
-            parts = [torch.empty_like(used_on_current_stream(own)) for _ in range(ranks.size)]
+            parts = [torch.empty_like(own) for _ in range(ranks.size)]
             ranks.world.all_gather(own, parts).wait()
         for peer in range(ranks.size):
             trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.device import used_on_current_stream
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 
 TENSORS = ("q", "k", "v", "o")
@@ -30,8 +29,6 @@ class End:
     def known(self, call: int, rows: slice) -> Reconstructions:
         """Some rows for that call: the newest, and what is written over."""
         last, written = self.newest(call), self.written(call)
-        used_on_current_stream(last)
-        used_on_current_stream(written)
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:

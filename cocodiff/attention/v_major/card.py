@@ -16,8 +16,9 @@ from cocodiff.attention.v_major.selection import Selection, scored_blocks, stayi
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.wire.blocks import BlockSet, Payload, Target
+from cocodiff.wire.cargo import Forward
 from cocodiff.wire.coding import CodedCall, Encoded
-from cocodiff.wire.exchange import Arriving, Forward, Together, Transfer, WholeArriving
+from cocodiff.wire.exchange import Arriving, Together, Transfer, WholeArriving
 
 
 class CardCall(SelectiveCall):
@@ -39,15 +40,15 @@ class CardCall(SelectiveCall):
         self.chosen = Future()
         cargo, lanes = WholeFirst(transfer, {"v": v_BLHD}), self.exchange.lanes
         first, second = self.exchange.both_phases()
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, cargo, None))
-        landed = lanes["plane"].submit(partial(self._second_phase, second, cargo, swapped))
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), cargo)
+        landed = lanes["plane"].submit(partial(self._second_phase, second, swapped), cargo)
         transfer.in_stages = transfer.travels_in_stages(v_BLHD)
         return WholeArriving(cargo, landed)
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def _second_phase(self, phase: Phase, cargo: Forward, swapped: LanePending[BlockSet]) -> Target:
+    def _second_phase(self, phase: Phase, swapped: LanePending[BlockSet], cargo: Forward) -> Target:
         held = swapped.wait()
         if self.full:
             self._update_at_full_step(held)
@@ -79,7 +80,7 @@ class CardCall(SelectiveCall):
     def _active_rows(self, held: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
-            self.chosen.set_result(self.coding.transport.control.submit(partial(self._choose, held)))
+            self.chosen.set_result(self.coding.transport.control.submit(self._choose, held))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise

@@ -250,7 +250,7 @@ class SourceCall(SelectiveCall):
         self.begin(v_BLHD)
         own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.coding.rank]]
         if not self.full:
-            self.chosen = self.coding.transport.control.submit(lambda: self._choose(own_BNHD))
+            self.chosen = self.coding.transport.control.submit(self._choose, own_BNHD)
             return
         if self.cache.reference is not None:
             self.score(own_BNHD)

@@ -151,6 +151,9 @@ class Selection:
     of_rank: tuple[Tensor, ...]
     arriving: Tensor
 
+    def held_tensors(self) -> tuple[Tensor, ...]:
+        return (*self.of_rank, self.arriving)
+
     @classmethod
     def build(cls, active_BS: Tensor, layout: Layout) -> Selection:
         """active_BS: bool, of the tokens that may stay those that travel. Rows go by batch row, then in the model's

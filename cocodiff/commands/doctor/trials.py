@@ -101,7 +101,7 @@ def overlap(transport: Transport, group: Group) -> Overlap:
     lane = transport.lane("doctor")
 
     def exchange() -> Any:
-        return lane.submit(lambda: group.all_to_all(sends, recvs).wait())
+        return lane.submit(lambda sends, recvs: group.all_to_all(sends, recvs).wait(), sends, recvs)
 
     def timed(action: Callable[[], Any]) -> float:
         group.barrier()

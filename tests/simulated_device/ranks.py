@@ -1,0 +1,126 @@
+"""Ranks as threads of one process, a simulated device each, that talk through the product's code for device backends.
+
+What stands in torch.distributed's place keeps the order of NCCL and XCCL and promises no more than they do: a group has
+a stream of its own, which first waits for the caller's; a batch is one operation there; `wait` orders the caller's
+stream behind it and does not block the host; and tensors are only held until then, by whoever waits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from cocodiff.comm import loopback, torch_dist
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.comm.torch_dist import TorchDistGroup
+from simulated_device import host_view, launch
+
+T = TypeVar("T")
+
+
+class _Work:
+    """A message under way: one operation of a library's stream."""
+
+    def __init__(self, stream: torch.Stream, name: str, reads: list[Tensor], writes: list[Tensor], work: Any) -> None:
+        module = torch.get_device_module(stream.device)
+        self._current = partial(module.current_stream, stream.device)
+        ready, self._done = module.Event(), module.Event()
+        ready.record(self._current())
+        stream.wait_event(ready)
+        launch(stream, name, reads, writes, work)
+        self._done.record(stream)
+        self._held = [*reads, *writes]
+
+    def wait(self) -> None:
+        self._current().wait_event(self._done)
+        self._held = []
+
+
+class _ProcessGroup:
+    """One rank's end of a communicator. Its messages go through the mailboxes of a loopback world."""
+
+    def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], index: int, device: Any) -> None:
+        self._world, self._context, self._ranks, self._index, self._device = world, context, ranks, index, device
+        self._streams: dict[Any, torch.Stream] = defaultdict(lambda: torch.get_device_module(device).Stream(device))
+
+    def batch(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]], of: Any = None) -> _Work:
+        """of: what has a stream of its own, by default the group."""
+        out = [(host_view(x), self._mailbox(self._index, peer)) for x, peer in sends]
+        into = [(host_view(x), self._mailbox(peer, self._index), self._ranks[peer]) for x, peer in recvs]
+
+        def exchange() -> None:
+            for x, mailbox in out:
+                mailbox.put(x.clone())
+            for x, mailbox, rank in into:
+                message = self._world.take(mailbox, rank)
+                assert message.shape == x.shape and message.dtype == x.dtype
+                x.copy_(message)
+
+        return _Work(self._streams[of], "messages", [x for x, _ in sends], [x for x, _ in recvs], exchange)
+
+    def all_reduce(self, x: Tensor) -> _Work:
+        host, peers = host_view(x), range(len(self._ranks))
+
+        def add() -> None:
+            for peer in peers:
+                self._mailbox(self._index, peer, "sum").put(host.clone())
+            parts = [self._world.take(self._mailbox(peer, self._index, "sum"), self._ranks[peer]) for peer in peers]
+            host.copy_(torch.stack(parts).sum(0))
+
+        return _Work(self._streams[None], "all_reduce", [x], [x], add)
+
+    def _mailbox(self, *key: Any) -> Any:
+        return self._world.mailbox(self._context, *key)
+
+
+class _Message(NamedTuple):
+    way: str
+    tensor: Tensor
+    group: _ProcessGroup
+    group_peer: int
+
+
+class _Library:
+    """What TorchDistGroup asks of torch.distributed."""
+
+    P2POp, isend, irecv = _Message, "send", "receive"
+
+    @staticmethod
+    def batch_isend_irecv(messages: list[_Message]) -> list[_Work]:
+        sends, recvs = ([(m.tensor, m.group_peer) for m in messages if m.way == way] for way in ("send", "receive"))
+        return [messages[0].group.batch(sends, recvs)]
+
+    @staticmethod
+    def all_reduce(x: Tensor, group: _ProcessGroup, async_op: bool) -> _Work:
+        assert async_op
+        return group.all_reduce(x)
+
+
+class SimulatedTransport(LoopbackTransport):
+    """One rank of a loopback world whose tensors are a simulated device's."""
+
+    def __init__(self, world: LoopbackWorld, rank: int) -> None:
+        device = torch.device("sim", rank)
+        torch.get_device_module(device).set_device(device)
+        super().__init__(world, rank, device)
+
+    def group(self, ranks: Sequence[int]) -> Any:
+        members = tuple(ranks)
+        self._contexts[members] += 1
+        context = members, self._contexts[members]
+        library = _ProcessGroup(self._world, context, members, members.index(self.rank), self.device)
+        return TorchDistGroup(library, members, self.rank, self.device)
+
+
+def run_ranks(size: int, work: Callable[[LoopbackTransport], T]) -> list[T]:
+    """As `cocodiff.comm.loopback.run_ranks`, on devices 0 to size - 1, which the caller has made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loopback, "LoopbackTransport", SimulatedTransport)
+        patch.setattr(torch_dist, "dist", _Library)
+        return loopback.run_ranks(size, work)

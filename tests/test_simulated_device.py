@@ -1,0 +1,156 @@
+"""The simulated device itself: what it finds, and what it lets pass."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from warm import COCODIFF, forked
+
+from cocodiff.comm.health import Alone
+from cocodiff.comm.transport import Lane
+from cocodiff.device import HandedOver, rank_device, used_on_current_stream
+
+
+@pytest.fixture
+def sim(simulated: Any) -> Any:
+    return simulated
+
+
+def on_another_stream(sim: Any, device: torch.device, forgotten: str = "") -> torch.Tensor:
+    """What another stream computes from a tensor whose memory is used again meanwhile: 3, if all is in order. What is
+    forgotten shows, for the stream that it lets be overtaken is held back."""
+    module, may_go_on = torch.get_device_module(device), threading.Event()
+    first, second, made = module.current_stream(device), module.Stream(device), module.Event()
+    held_back = {"wait": first, "record": second}.get(forgotten)
+    if held_back is not None:
+        sim.launch(held_back, "hold back", [], [], may_go_on.wait)
+    x = torch.full((1000,), 2.0, device=device)
+    made.record(first)
+    with module.stream(second):
+        if forgotten != "wait":
+            second.wait_event(made)
+        y = x + 1
+    if forgotten != "record":
+        x.record_stream(second)
+    else:
+        del x
+        torch.zeros(1000, device=device)
+    if held_back is not None:
+        (second if held_back is first else first).synchronize()
+        may_go_on.set()
+    second.synchronize()
+    return y.cpu()
+
+
+def test_what_is_in_order_gives_the_cpus_values_and_no_report(sim):
+    with sim.devices(2, delayed=0.5, lines="tests") as found:
+        assert torch.equal(on_another_stream(sim, found[0]), torch.full((1000,), 3.0))
+        a, b = torch.randn(3, 5), torch.randn(5, 2)
+        assert torch.equal((a.to(found[1]) @ b.to(found[1])).cpu(), a @ b)
+        assert (a.to(found[0]) > 0).nonzero().cpu().tolist() == (a > 0).nonzero().tolist()
+    assert found.reports == []
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "said"),
+    [("wait", "no event orders two accesses"), ("record", "memory is used again that another stream was not recorded")],
+)
+def test_what_was_forgotten_is_reported_and_gives_other_values(sim, forgotten, said):
+    with sim.devices(1, lines="tests") as found:
+        wrong = on_another_stream(sim, found[0], forgotten)
+    assert not torch.equal(wrong, torch.full((1000,), 3.0))
+    assert any(said in report and "test_simulated_device.py:" in report for report in found.reports)
+
+
+def test_strict_overwrites_as_soon_as_memory_is_freed(sim):
+    for strict in (False, True):
+        with sim.devices(1, strict=strict) as found:
+            x = torch.ones(8, device=found[0])
+            view = sim.host_view(x)
+            del x
+        assert bool(view.isnan().all()) == strict
+
+
+def test_parts_of_a_tensor_that_do_not_overlap_need_no_order(sim):
+    with sim.devices(1) as found:
+        module, x = torch.get_device_module(found[0]), torch.zeros(4, 6, device=found[0])
+        module.synchronize()
+        with module.stream(module.Stream(found[0])):
+            x[:, :3] += 1
+        x[:, 3:] += 1
+        module.synchronize()
+        assert x.cpu().eq(1).all()
+    assert found.reports == []
+
+
+def test_an_error_in_a_stream_is_raised_where_the_host_waits(sim):
+    def fail() -> None:
+        raise ValueError("no such message")
+
+    with sim.devices(1) as found:
+        module = torch.get_device_module(found[0])
+        sim.launch(module.current_stream(), "message", [], [], fail)
+        with pytest.raises(RuntimeError, match="an earlier operation failed: ValueError: no such message"):
+            module.synchronize()
+
+
+def test_tensors_of_the_host_are_refused_as_on_other_devices(sim):
+    with sim.devices(1) as found, pytest.raises(RuntimeError, match=r"is given a tensor on cpu|on the same device"):
+        torch.ones(3, device=found[0]) + torch.ones(3)
+
+
+def test_there_are_devices_only_where_a_test_makes_them(sim):
+    assert torch.accelerator.current_accelerator(check_available=True) is None and rank_device("auto", 0).type == "cpu"
+    with sim.devices(2):
+        assert rank_device("auto", 1) == torch.device("sim", 1)
+        rank_device("auto", 0)
+
+
+# What lanes hand over -------------------------------------------------------------------------------------------------
+
+
+def test_a_lanes_arguments_and_results_are_ordered_and_kept(sim):
+    """Arguments are freed before the job runs and its result as soon as it was used, and their memory is used again."""
+    with sim.devices(1, strict=True, delayed=0.5, lines="tests") as found:
+        lane = Lane("test", found[0], Alone())
+        for number in range(20):
+            pending = lane.submit(lambda x: {"twice": [x * 2]}, torch.full((100,), float(number), device=found[0]))
+            torch.full((100,), -1.0, device=found[0])
+            result = pending.wait()["twice"][0] + 1
+            del pending
+            assert result.cpu().eq(2 * number + 1).all()
+        lane.close()
+    assert found.reports == []
+
+
+def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
+    class Forgetful:
+        x = torch.ones(1)
+
+    with sim.devices(1) as found:
+        handed = HandedOver([1, "a", None, Forgetful()], found[0])
+        with pytest.raises(TypeError, match="a Forgetful passes to another stream and does not tell what tensors"):
+            handed.take()
+    assert used_on_current_stream([1, "a", None, {"b": torch.ones(1)}])
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path):
+    """On one rank: `--device auto` takes the device, and all of the embedded pipeline runs there."""
+    tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
+    restored = {}
+    for device, module in (("cpu", COCODIFF), ("auto", "simulated_device.command")):
+        out = tmp_path / device
+        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", 1, "--device", device, "--dtype", "fp32")
+        done = forked("inpaint", *words, "--out", out, "--quiet", folder=tmp_path, module=module)
+        assert done.returncode == 0, done.stderr
+        restored[device] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
+    assert np.array_equal(restored["cpu"], restored["auto"])

@@ -1,0 +1,129 @@
+"""Whole models on simulated devices: every exchange, order, coding, arrival, ring, chunks and guidance gives the CPU's
+bits there, and every access to memory is ordered."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from covering import covering_set
+from tiny_models import FAMILIES
+
+from cocodiff import engine
+from cocodiff.attention import local
+from cocodiff.comm import loopback
+from cocodiff.comm.launch import Launch
+from cocodiff.engine import parallelize
+
+STEPS = 3
+HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
+CODINGS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "v_major": {"selection": "v_major", "scoring": "source", **HALF},
+    "by card": {"selection": "v_major", "scoring": "card", "reference": "prev", **HALF},
+    "int8": {"codec": "int8", "predictor": "last"},
+    "int4": {"codec": "int4", "predictor": "taylor"},
+    "int2": {"codec": "int2", "predictor": "auto"},
+}
+# family and calls of a step: without guidance, with both branches in one call, with a call for each
+CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}
+AXES = (
+    (4, 3, 2),
+    ("tapa", "split", "flat"),
+    ("v_first", "joint"),
+    tuple(CODINGS),
+    ("now", "displaced", "adaptive"),
+    (1, 2),  # chunks
+    (1, 2),  # ranks of a ring
+    tuple(CALLS),
+    (None, 2),  # ranks on a node
+)
+
+
+def fits(
+    size: int, exchange: str, _: str, coding: str, arrival: str, chunks: int, ring: int, calls: str, node: Any
+) -> bool:
+    """Whether the settings go together, and leave something to be sent."""
+    parts = ring * CALLS[calls][2]
+    if size % parts or size // CALLS[calls][2] < 2 or (node is not None and size < 4) or (chunks > 1 and size < 3):
+        return False
+    if CODINGS[coding].get("selection") == "v_major" and arrival != "now":
+        return False
+    return coding != "by card" or exchange == "tapa"
+
+
+# What comes in chunks has a lane and groups of its own for each part of its way. On three ranks a tile has no sibling.
+FURTHER = [
+    (3, "tapa", "v_first", "whole", "now", 1, 1, "unguided", None),
+    (4, "split", "v_first", "whole", "now", 2, 1, "unguided", None),
+    (4, "split", "v_first", "whole", "now", 2, 2, "unguided", None),
+    (4, "split", "v_first", "int4", "now", 2, 1, "unguided", 2),
+    (4, "split", "v_first", "v_major", "now", 2, 1, "unguided", 2),
+]
+CASES = [*covering_set(*AXES, fits=fits), *FURTHER]
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@cache
+def model_of(family: str) -> Any:
+    return FAMILIES[family][0](6).requires_grad_(False)
+
+
+def outputs_of(transport: Any, settings: dict[str, Any], family: str, calls: int) -> torch.Tensor:
+    """A model's outputs over a few steps of an input that moves, so many calls each, on this rank's device."""
+    device, outputs = transport.device, []
+    own, inputs_of = copy.deepcopy(model_of(family)).to(device), FAMILIES[family][1]
+    inputs = [inputs_of(2 if family == "sd3" else 1, 4, 5, text) for text in (3, 5)[:calls]]
+    with parallelize(own, transport=transport, kernels="torch", **settings):
+        for step in range(STEPS):
+            moment = {"timestep": torch.full_like(inputs[0]["timestep"], 0.9 - 0.2 * step)}
+            moment["hidden_states"] = inputs[0]["hidden_states"] * (1 + 0.1 * step)
+            of_step = [
+                own(**{name: x.to(device) for name, x in (call | moment).items()}, return_dict=False)[0]
+                for call in inputs
+            ]
+            outputs += [(output * 1).cpu() for output in of_step]
+    return torch.stack(outputs)
+
+
+@contextlib.contextmanager
+def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, int]]:
+    """The ranks, settings, family and calls of a step, for so long as the world is the case's."""
+    size, exchange, order, coding, arrival, chunks, ring, kind, node = case
+    family, calls, parts = CALLS[kind]
+    settings = {"exchange": exchange, "order": order, "arrival": arrival, "chunks": chunks, "ring": ring}
+    model_of(family)  # once, before there are threads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "detect", lambda: Launch(local_size=node))
+        patch.setitem(local._KERNELS, "sim", local._KERNELS["cpu"])
+        yield size, settings | {"guidance_parallel": parts, **CODINGS[coding]}, family, calls
+
+
+def check(simulated: Any, case: tuple[Any, ...], **devices: Any) -> None:
+    from simulated_device.ranks import run_ranks
+
+    with at_case(case) as (size, settings, family, calls):
+        expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
+        with simulated.devices(size, strict=True, **devices) as found:
+            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
+    assert found.reports == []
+    for outputs in of_ranks:
+        assert torch.equal(outputs, expected[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
+    check(simulated, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_same_with_operations_that_start_late(simulated, case, seed):
+    check(simulated, case, delayed=0.3, seed=seed)
