@@ -72,7 +72,7 @@ class Storm:
     @staticmethod
     def _options(number: int, chance: random.Random) -> tuple[list[str], int]:
         """Of a job, and the ranks of a replica."""
-        options = ["--format", FORMATS[number % len(FORMATS)], "--samples", str(chance.choice((1, 8)))]
+        options = ["--format", FORMATS[number % len(FORMATS)], "--samples", str(chance.choice((1, 3)))]
         quality = chance.random() < 0.35
         options += ["--quality", "30dB", "--quality_slices", "1"] if quality else []
         return [*options, "--exact_slices", str(chance.choice((1, 4)))], 2 if quality else chance.choice((1, 2))
@@ -88,7 +88,7 @@ class Storm:
     def _run(self, words: list[str], strike: list[str] | None, chance: random.Random | None = None) -> tuple[int, str]:
         """A run to its end: its exit code, and all that it said. Raises TimeoutExpired where it hangs."""
         log = self.folder / "log"
-        fixed = ["inpaint", "--input", str(self.scan), "--steps", "2", "--batch", "2", "--quiet"]
+        fixed = ["inpaint", "--input", str(self.scan), "--steps", "2", "--batch", "1", "--quiet"]
         if strike is None or strike[0] == "some time":
             process = Started([*fixed, *words], log)
         else:
