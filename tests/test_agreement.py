@@ -140,6 +140,8 @@ def test_digests_tell_values_places_and_types_apart():
     assert int(digest(x.view(4, 6).t().contiguous().t())) == int(digest(x))
     short = x.bfloat16()
     assert int(digest(short[2:22])) == int(digest(short[2:22].clone()))  # not where a 64-bit word begins
+    words = torch.arange(10)
+    assert int(digest(words[:3]) + digest(words[3:], 3)) == int(digest(words))
     assert int(digest(x[:0])) == 0 and int(digest(x.sum())) == int(digest(x.sum().clone()))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,8 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
 OURS = ("flat", "tapa", "split", "auto")
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto")
+CHECKED = "tapa_checked"  # tapa with --check_messages; measured where it is asked for
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto", CHECKED)
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -45,7 +47,7 @@ OPTIONS = common.with_common_options(
     Option("tune", "write exchange.yaml: which of flat, tapa and split auto shall take", False, type=bool),
     Option("exchange_table", "auto's table, instead of the shipped one"),
     Option("repeats", "measurements of each variant", 5, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi", "xccl", "ccl", "nccl")),
+    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "xccl", "ccl", "nccl")),
 )
 
 
@@ -75,7 +77,8 @@ def wanted(values: Values) -> list[str]:
     under_mpi = detect().kind == "mpi"
     can = {"mpi": under_mpi, "oneccl": under_mpi and oneccl.available(), "gloo": values["transport"] == "gloo"}
     allowed = [name for name in VARIANTS if can.get(name, True)]
-    names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
+    usual = [name for name in allowed if name != CHECKED]
+    names = [name for word in values["variants"] or usual for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
@@ -166,8 +169,14 @@ def makers(
 ) -> dict[str, Callable[[], Variant]]:
     """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
+
+    def checked_tapa() -> Variant:
+        over = copy(transport)  # its lanes, and groups with checksums
+        over.check_messages()
+        return exchange_variant("tapa", values, topology, over, Trace(transport.rank))
+
     others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}
-    return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
+    return {**ours, CHECKED: checked_tapa, **{name: partial(make, transport) for name, make in others.items()}}
 
 
 def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
