@@ -173,8 +173,11 @@ def devices(
         yield found
         for device in found:
             _extension.synchronize(device.index)
-        _extension.empty_cache()
     finally:
+        for device in found:  # what a run that failed has left
+            with contextlib.suppress(RuntimeError):
+                _extension.synchronize(device.index)
+        _extension.empty_cache()
         _extension.reuse_streams()
         _extension.set_device_count(0)
         found.reports = _extension.take_reports()

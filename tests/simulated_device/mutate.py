@@ -89,10 +89,11 @@ def mutate(patch: pytest.MonkeyPatch, mutation: Mutation) -> None:
 
 
 def noticed(case: tuple[Any, ...]) -> bool:
-    with at_case(case) as (size, settings, family, calls), simulated_device.devices(size, strict=True) as found:
+    with at_case(case) as (size, settings, family, calls):
         try:
-            run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        except Exception:  # of memory that was used again, which is what was to be noticed
+            with simulated_device.devices(size, strict=True) as found:
+                run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
+        except Exception:  # of an index, say, out of memory that is used again
             return True
     return bool(found.reports)
 
