@@ -9,12 +9,13 @@ import pytest
 import torch
 from exactness import Case, Expected
 from warm import forked
-from wrong_messages import spoil
+from wrong_messages import Faulty, spoil
 
 from cocodiff.comm.checked import checksum
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.part import Part
+from cocodiff.commands.doctor.trials import all_to_alls
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost
 
@@ -136,6 +137,20 @@ def test_checks_change_no_bit_and_no_count(preset: str) -> None:
 
     for plain, same in zip(run_ranks(3, work), run_ranks(3, checked), strict=True):
         assert torch.equal(plain[0], same[0]) and plain[1] == same[1]
+
+
+def test_doctor_checks_its_own_messages() -> None:
+    """The second exchange of each trial has checksums: its wrong message is named, and the run lives."""
+
+    def work(transport: Any) -> list[str]:
+        group: Any = transport.group([0, 1])
+        if transport.rank == 0:
+            group = Faulty(group, "flipped", 1, 1)
+            group._left = 3  # a plain message, one with a checksum, which is the third
+        return [word for trial in all_to_alls(transport, group) for word in trial.wrong]
+
+    ((said,), _) = run_ranks(2, work, timeout_s=30.0)
+    assert said.startswith("rank 1 failed: received other bytes than rank 0 sent to it: message 1 between them")
 
 
 @pytest.mark.processes

@@ -371,6 +371,13 @@ def test_a_cpu_world_has_notes_where_gpus_have_faults():
         assert [f.check for f in findings if f.severity == WARNING] == ["overlap"]
 
 
+def test_ranks_may_share_a_tile_where_messages_pass_through_host_memory():
+    job = change(change(healthy_job(), 5, tile="uuid-4"), -1, library="host memory over mpi")
+    findings = examine(job)
+    assert is_healthy(findings)
+    assert "ranks 4-5 share tile uuid-4 of x1" in [f.text for f in findings if f.check == "tiles"]
+
+
 def test_least_versions_are_those_of_the_project():
     text = (ROOT / "pyproject.toml").read_text()
     for package, least in LEAST.items():
