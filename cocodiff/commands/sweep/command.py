@@ -154,7 +154,7 @@ def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -
     described = {
         "cocodiff": __version__,
         "ranks": ranks,
-        **{name: values[name] for name in REMEMBERED},
+        **{name: values[name] for name in REMEMBERED if name in values},
         "steps": grid.steps,
         "points": [{"name": p.name, **lasting(p.config)} for p in grid.points],
         "inputs": described_inputs(tasks),
