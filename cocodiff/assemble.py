@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
@@ -12,18 +11,54 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_chunk_table, load_exchange_table
-from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.planning.codec_choice import choose_codec
-from cocodiff.planning.placement import Work, choose
-from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, load
+from cocodiff.models.tokens import image_and_text
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, imported, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.routes.chunks import sequence_of
-from cocodiff.topology.axes import Mesh
+from cocodiff.topology.axes import Mesh, mesh_without_ring
+from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import AllRanks, Coding, StateSizes
+from cocodiff.wire.coding import AllRanks, Coding
 from cocodiff.wire.exchange import Exchange
+
+
+def never(_part: Topology) -> Chunking:
+    return Chunking()
+
+
+USUAL = image_and_text(4096, 512)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
+    pixels with a prompt of 512 tokens.
+
+    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
+    chunking: in how many chunks tensors travel among a group's ranks (Torus).
+    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
+    """
+
+    heads: int
+    head_dim: int = 128
+    segments: Segments = USUAL
+    batch: int = 1
+    itemsize: int = 2
+    attention_s: float | None = None
+    chunking: Callable[[Topology], Chunking] = never
+    head_bytes: int | None = None
+
+    @property
+    def cell(self) -> int:
+        """Bytes of one token for one head, as they are and as rings send them."""
+        return self.batch * self.head_dim * self.itemsize
+
+    @property
+    def wire_cell(self) -> int:
+        """Bytes of one token for one head, as the exchange sends them."""
+        return self.cell if self.head_bytes is None else self.batch * self.head_bytes
 
 
 def build_strategy(
@@ -51,21 +86,17 @@ def build_strategy(
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
 
 
-def coding_of(config: Config) -> type[Coding]:
-    """What travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
+def coding_name(config: Config) -> str:
+    """The import string of what travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
     if config.codec != "none":
-        coding: type[Coding] = load(CODECS, config.codec)
-    elif config.arrival != "now":
-        coding = load(ARRIVALS, config.arrival)
-    else:
-        coding = load(CODINGS, config.selection)
+        return CODECS[config.codec]
+    return CODINGS[config.selection] if config.arrival == "now" else ARRIVALS[config.arrival]
+
+
+def coding_of(config: Config) -> type[Coding]:
+    """What travels in tensors' places."""
+    coding: type[Coding] = imported(coding_name(config))
     return coding
-
-
-def state_sizes(config: Config) -> StateSizes | None:
-    """How much the coding keeps between calls; None where it keeps nothing."""
-    coding = coding_of(config)
-    return StateSizes(coding, config) if coding.keeps_state else None
 
 
 def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str | None]:
@@ -73,23 +104,17 @@ def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str
     nothing was to decide."""
     if config.codec != "auto":
         return config, None
-
-    def width(codec: str) -> int:
-        chosen = config.with_(codec=codec)
-        return coding_of(chosen).head_bytes(chosen, work.head_dim, work.itemsize)
-
-    choice = choose_codec(topology, work, config, width)
-    return config.with_(codec=choice.codec), choice.line()
+    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, work)
+    return chosen
 
 
 def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    coding = coding_of(config)
-    head_bytes = coding.head_bytes(config, work.head_dim, work.itemsize)
-    work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
-    return choose(topology, work, config.ring, config.placement, prefer_ulysses=coding.prefers_ulysses)
+    plain = mesh_without_ring(topology, work.heads, config.ring, coding_of(config).prefers_ulysses)
+    chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
+    return chosen
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
@@ -110,16 +135,3 @@ def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
         return Chunking(*load_chunk_table(machine.name, nodes))
     return Chunking(int(config.chunks))
-
-
-def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
-    """`chunking` for predictions, which look at meshes that nobody takes: without chunks where none were measured."""
-
-    @cache
-    def on_nodes(machine: Machine, nodes: int) -> Chunking:
-        try:
-            return chunking_on(config, machine, nodes)
-        except UserError:
-            return Chunking()
-
-    return lambda part: on_nodes(part.machine, part.nodes)

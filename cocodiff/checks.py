@@ -4,17 +4,12 @@ of its calls, since a user may change it in between."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocodiff.device import free_memory
 from cocodiff.errors import UserError
-from cocodiff.models.family import Family
-from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
-from cocodiff.sequence import SequenceRanks
 
 # Caches of diffusers that go by the number of calls, which all ranks have in common, and were seen to give one
 # process's images on several ranks. Others decide by what a rank sees of its own tokens, or are not known.
@@ -74,18 +69,3 @@ def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
             f"gradients are wanted for {', '.join(wanted)}, but none pass between ranks: call the transformer in "
             f"torch.no_grad(), or on one rank"
         )
-
-
-def check_memory(
-    model: nn.Module, family: Family, ranks: SequenceRanks, load: Load, device: torch.device, on_node: int
-) -> None:
-    """Raises UserError where this rank does not have the memory for a load. on_node: ranks that share the node's."""
-    free = free_memory(device, on_node)
-    if free is None:
-        return
-    stored = [*model.parameters(), *model.buffers()]
-    weights = sum(x.nbytes for x in stored if x.device == device)
-    config: Any = model.config
-    shape = shape_of_config(family, config, sum(x.numel() for x in stored))
-    need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
-    check_fits(need, free + weights + ranks.strategy.coding.bytes_held(), f"rank {ranks.rank} on {device}")

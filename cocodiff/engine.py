@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cocodiff import checks
 from cocodiff.agreement import check_agreement, weights_digest
-from cocodiff.assemble import state_sizes
+from cocodiff.assemble import Work
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.connect import connect
@@ -33,9 +33,8 @@ from cocodiff.guidance import Call, Guidance, Parts, Way, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.adapter import Adapter, Arguments, replace_attention, replace_forward
-from cocodiff.planning.memory import Load
-from cocodiff.planning.placement import Work
 from cocodiff.progress import StepCounter
+from cocodiff.registry import PLANNER, load
 from cocodiff.results import Results
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
@@ -105,7 +104,7 @@ class Engine:
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
         self._restore: list[Any] = []
-        self._sized: set[tuple[SequenceRanks, Load]] = set()
+        self._sized: set[tuple[Any, ...]] = set()
         self._kernels = Kernels(config.kernels, self.trace.note_kernel)
         family, guidance = self.family, config.guidance_parallel
         # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
@@ -320,10 +319,10 @@ class Engine:
         ranks, branches = self._ranks, self.counter.branch + 1
         if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
             branches = (branches + 1) // 2
-        load = Load(ranks.segments, len(hidden), hidden.element_size(), branches, state_sizes(ranks.config))
-        if (ranks, load) not in self._sized:
-            self._sized.add((ranks, load))
-            checks.check_memory(self.model, self.family, ranks, load, hidden.device, self._ranks_on_node)
+        call = len(hidden), hidden.element_size(), branches
+        if (ranks, ranks.segments, call) not in self._sized:
+            self._sized.add((ranks, ranks.segments, call))
+            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node)
 
     def _steps(self) -> int | None:
         """How many steps run, from the pipeline or the settings."""

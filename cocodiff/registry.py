@@ -25,11 +25,28 @@ CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention
 CODECS = dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual")
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.residual.coding:Residual")
+# What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
+# sends tensors whole and keeps nothing.
+COSTS = {
+    CODINGS["v_major"]: "cocodiff.planning.costs.v_major:VMajorCosts",
+    CODECS["auto"]: "cocodiff.planning.costs.residual:ResidualCosts",
+}
+# What a run leaves open and the planner answers: runs that ask nothing never import it.
+PLANNER = {
+    "codec": "cocodiff.planning.automatic:codec_of",
+    "mesh": "cocodiff.planning.automatic:mesh_of",
+    "room": "cocodiff.planning.automatic:check_room",
+}
 # The dataclass of settings that the command line, settings files and sweeps are made from, and that engines run by.
 RECORDS = {"engine": "cocodiff.config:Config"}
 
 
 def load(table: Mapping[str, str], name: str) -> Any:
     """What an entry "module:attribute" of a table stands for. Raises KeyError for a name that is not in the table."""
-    module, _, attribute = table[name].partition(":")
+    return imported(table[name])
+
+
+def imported(name: str) -> Any:
+    """What "module:attribute" stands for."""
+    module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

@@ -8,12 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, mesh_of, settled
+from cocodiff.assemble import Work, build_strategy, mesh_of, settled
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
-from cocodiff.planning.placement import Work
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments, slices
 from cocodiff.topology.machine import Topology

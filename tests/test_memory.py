@@ -16,8 +16,7 @@ from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
-from cocodiff import checks
-from cocodiff.assemble import build_strategy, state_sizes
+from cocodiff.assemble import build_strategy
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.commands.model_shapes import load_shape
@@ -28,6 +27,8 @@ from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.tokens import image_and_text
+from cocodiff.planning import automatic
+from cocodiff.planning.costs import StateSizes, state_sizes
 from cocodiff.planning.memory import (
     MIB,
     Load,
@@ -42,7 +43,7 @@ from cocodiff.planning.memory import (
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment, StateSizes
+from cocodiff.wire.coding import Moment
 
 QWEN = load_shape("qwen-image")
 
@@ -288,7 +289,7 @@ def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
 def run_on(monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, **settings: Any) -> int:
     """Runs V-Major on 3 ranks that have `free` bytes; returns how often memory was asked for."""
     asked: list[int] = []
-    monkeypatch.setattr(checks, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
+    monkeypatch.setattr(automatic, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
     make, inputs_of = FAMILIES["sd3"]
     model, inputs = make(4), inputs_of(2, 6, 7, 5)
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy, settled, state_sizes
+from cocodiff.assemble import Work, build_strategy, settled
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
+from cocodiff.planning.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planning.decisions import Decisions, without_seldom
 from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE
 from cocodiff.planning.roofline import seconds, started
@@ -26,7 +26,6 @@ from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.links import Network, alltoall_bound
 from cocodiff.topology.machine import Device, Machine, Topology
-from cocodiff.wire.coding import WHOLE, CallKind
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies

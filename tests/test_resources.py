@@ -9,13 +9,12 @@ import pytest
 import yaml
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
+from cocodiff.assemble import Work, build_strategy
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
 from cocodiff.guidance import Parts
 from cocodiff.kernels import Kernels
-from cocodiff.planning.placement import Work
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology

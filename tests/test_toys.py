@@ -10,16 +10,16 @@ import tifffile
 import torch
 from worlds import topology_of
 
-from cocodiff import assemble
-from cocodiff.assemble import build_strategy
+from cocodiff.assemble import Work, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.cli import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.placement import Work, by_degree
-from cocodiff.registry import CODINGS, ORDERS
+from cocodiff.planning import automatic
+from cocodiff.planning.placement import by_degree
+from cocodiff.registry import CODINGS, COSTS, ORDERS
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
@@ -41,6 +41,7 @@ WAYS = {
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ORDERS, "toy", "toys.order:one_by_one")
     monkeypatch.setitem(CODINGS, "half", "toys.coding:Half")
+    monkeypatch.setitem(COSTS, "toys.coding:Half", "toys.coding:HalfCosts")
 
 
 def tensors() -> list[torch.Tensor]:
@@ -127,9 +128,9 @@ def test_both_are_planned(tmp_path: Path) -> None:
 def test_a_mesh_is_chosen_by_coded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the exchange half, of rings all."""
     asked: list[Work] = []
-    monkeypatch.setattr(assemble, "choose", lambda topology, work, *_, **__: asked.append(work))
+    monkeypatch.setattr(automatic, "choose", lambda topology, work, *_, **__: asked.append(work))
     for selection in ("full", "half"):
-        assemble.mesh_of(Config(selection=selection), topology_of("aurora", 24), Work(12, 64, itemsize=4))
+        mesh_of(Config(selection=selection), topology_of("aurora", 24), Work(12, 64, itemsize=4))
     full, half = (by_degree(topology_of("aurora", 24), work, "auto") for work in asked)
     (whole, *_), (halved, *_) = full[0], half[0]
     assert whole.mesh.ring == halved.mesh.ring == 2

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodiff.cli import main
+from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.trace import Span, load_traces, save_traces
 from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union
-from cocodiff.wire.coding import WHOLE, CallKind
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))

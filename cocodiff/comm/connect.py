@@ -1,6 +1,7 @@
 """From a launch to a transport: opens the watch over the ranks, compares their settings, starts the library.
 
-The watch is opened first, at an address that ranks learn from their launcher, so that all that follows is watched.
+The watch is opened first, at an address that ranks learn from their launcher, so that all that follows is watched. A
+transport is imported by the runs that use it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,8 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
-from cocodiff.comm.host import HostTransport
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.mpi import MpiTransport, initialised_mpi, told_over_mpi
 from cocodiff.comm.presence import Presence, limited_start
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.store import (
@@ -78,6 +76,8 @@ def connect(
     does not show up within `limits.start_s`.
     """
     if launch.kind == "alone" and not dist.is_initialized():
+        from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+
         return LoopbackTransport(LoopbackWorld(1), 0, device)
     # What the messages are in: with host, copies on the CPU.
     carried = torch.device("cpu") if name == "host" else device
@@ -104,12 +104,16 @@ def connect(
     transport: LaneOwner
     with health.blocking():
         if name == "mpi":
+            from cocodiff.comm.mpi import MpiTransport
+
             transport = MpiTransport(health)
         else:
             if owns:
                 _initialise(meeting, name, carried, limits)
             transport = TorchDistTransport(carried, health, owns, "gloo" if through_host else None)
         if through_host:
+            from cocodiff.comm.host import HostTransport
+
             transport = HostTransport(transport, device)
     if check_messages:
         transport.check_messages()
@@ -160,6 +164,8 @@ def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Lim
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
+    from cocodiff.comm.mpi import initialised_mpi, told_over_mpi
+
     presence = Presence.of_job(launch)
     if presence is not None:
         presence.announce()
@@ -220,6 +226,8 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     """A store on rank 0, at a port that is free there and that MPI tells the others."""
+    from cocodiff.comm.mpi import initialised_mpi, told_over_mpi
+
     limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:
         listener = socket.create_server((meeting.interface, 0), backlog=meeting.size + 64)

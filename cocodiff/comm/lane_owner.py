@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.objects import broadcast_value, gather_values
 from cocodiff.comm.transport import Group, Health, Lane
 
@@ -38,12 +37,17 @@ class LaneOwner(ABC):
 
     def group(self, ranks: Sequence[int]) -> Group:
         group = self._new_group(tuple(ranks))
-        return CheckedGroup(group, self.health) if self._checks else group
+        return self._checked(group) if self._checks else group
 
     def check_messages(self) -> None:
         """Has a checksum travel with every message from now on: a wrong message is an error that names both ranks. All
         ranks call it, before they make groups."""
-        self._checks, self.world = True, CheckedGroup(self.world, self.health)
+        self._checks, self.world = True, self._checked(self.world)
+
+    def _checked(self, group: Group) -> Group:
+        from cocodiff.comm.checked import CheckedGroup
+
+        return CheckedGroup(group, self.health)
 
     @property
     def run_ranks(self) -> tuple[int, ...]:

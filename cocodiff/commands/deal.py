@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cocodiff.assemble import Work
 from cocodiff.comm.launch import detect
 from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
 from cocodiff.commands.terminal import say
@@ -16,7 +17,6 @@ from cocodiff.files import read_json
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
-from cocodiff.planning.placement import Work
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
@@ -129,9 +129,9 @@ def workloads(
     values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
 ) -> list[Workload]:
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
-    from cocodiff.assemble import state_sizes
     from cocodiff.commands.model_shapes import shape_of_folder
     from cocodiff.models.tokens import image_and_text
+    from cocodiff.planning.costs import state_sizes
     from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import Load
 

@@ -44,7 +44,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("kernels build", ABOUT, devices, words[1:])
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device
-    from cocodiff.kernels import compile_ahead, sycl_ops
+    from cocodiff.kernels import sycl_ops
+    from cocodiff.kernels.offline import compile_ahead
 
     if values["ahead_of_time"] is not None:
         if launch.speaks:
@@ -64,7 +65,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def _build_native(ocloc: str | None, launch: Launch) -> int:
-    from cocodiff.kernels import compile_native_for
+    from cocodiff.kernels.offline import compile_native_for
 
     if launch.speaks:
         started = time.perf_counter()
@@ -76,7 +77,7 @@ def _build_native(ocloc: str | None, launch: Launch) -> int:
 
 def _report(values: dict[str, Any], launch: Launch) -> int:
     quiet_libraries(values["log_level"])
-    from cocodiff.kernels import report_on
+    from cocodiff.kernels.offline import report_on
 
     if launch.speaks:
         lines = report_on(GPU, values["ocloc"])

@@ -19,10 +19,10 @@ from cocodiff.config import Config, find_shipped, read_yaml
 from cocodiff.errors import UserError
 
 if TYPE_CHECKING:
+    from cocodiff.assemble import Work
     from cocodiff.commands.cost import Cost
     from cocodiff.commands.replicas import Queue
     from cocodiff.commands.samples import PartsOfSettings
-    from cocodiff.planning.placement import Work
     from cocodiff.topology.machine import Topology
 
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named

@@ -12,11 +12,9 @@ import os
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from cocodiff_sycl import SyclOps, Unavailable, build_ahead_of_time, build_for_gpu, open_cpu, open_xpu, report_lines
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
@@ -24,6 +22,9 @@ from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
+
+if TYPE_CHECKING:
+    from cocodiff_sycl import SyclOps
 
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
@@ -135,7 +136,7 @@ def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
     """The SYCL operations of a device, opened once for a process. Where there are none: None, after one log line, or
     with `required` a UserError; both say why."""
     found = _open(device)
-    if isinstance(found, SyclOps):
+    if not isinstance(found, str):
         return found
     if required:
         raise UserError(f"no SYCL kernels on {device}: {found}; or choose kernels auto or torch")
@@ -145,6 +146,8 @@ def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
 @cache
 def _open(device: torch.device) -> SyclOps | str:
     """The operations, or why there are none. Kept for the process: it belongs to the machine, not to a run."""
+    from cocodiff_sycl import Unavailable, open_cpu, open_xpu
+
     openers: dict[str, Callable[[], SyclOps]] = {"cpu": open_cpu, "xpu": partial(open_xpu, device)}
     try:
         if device.type not in openers:
@@ -155,29 +158,3 @@ def _open(device: torch.device) -> SyclOps | str:
         return str(error)
     log.info("SYCL kernels on %s: %s, %d lanes", device, ops.library.device_name, ops.library.lanes)
     return ops
-
-
-def compile_ahead(gpu: str) -> Path:
-    """The library of kernels that icpx compiled for a GPU (intel_gpu_pvc); runs on it take them from there. Raises
-    UserError where that is not possible here."""
-    try:
-        return build_ahead_of_time(gpu)
-    except Unavailable as error:
-        raise UserError(f"no kernels ahead of time for {gpu}: {error}") from error
-
-
-def compile_native_for(gpu: str, ocloc: str | Path | None) -> tuple[Path, bool]:
-    """The file of binaries that Intel's offline compiler made for a GPU (pvc), and whether it was made now. Raises
-    UserError where that is not possible here."""
-    try:
-        return build_for_gpu(gpu, ocloc)
-    except Unavailable as error:
-        raise UserError(f"no binaries for {gpu}: {error}") from error
-
-
-def report_on(gpu: str, ocloc: str | Path | None) -> list[str]:
-    """What the kernels cost on a tile of a GPU (pvc), as the lines of a table in Markdown. Raises UserError."""
-    try:
-        return report_lines(gpu, ocloc)
-    except Unavailable as error:
-        raise UserError(f"no report on {gpu}: {error}") from error

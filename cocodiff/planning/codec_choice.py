@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cocodiff.assemble import Work
 from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.planning.memory import ModelShape
-from cocodiff.planning.placement import Work, choose, price
+from cocodiff.planning.placement import choose, price
 from cocodiff.planning.pricing import cost_of
 from cocodiff.planning.roofline import roofline, seconds
 from cocodiff.topology.layout import Layout

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.assemble import chunking, exchange_table, mesh_of, settled, state_sizes
+from cocodiff.assemble import Work, chunking, exchange_table, mesh_of, settled
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
+from cocodiff.planning.costs import state_sizes
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import Decisions
 from cocodiff.planning.layers import Case, kinds_of
 from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
-from cocodiff.planning.placement import Work
 from cocodiff.planning.roofline import roofline
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan

@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 
-from cocodiff.assemble import build_strategy, mesh_of
+from cocodiff.assemble import Work, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
@@ -21,7 +21,6 @@ from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.placement import Work
 from cocodiff.topology.links import wires
 from cocodiff.topology.machine import Device, Links, Topology
 from cocodiff.trace import Trace

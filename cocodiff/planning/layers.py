@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, coding_of, mesh_of
+from cocodiff.assemble import Work, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE
+from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.placement import Work
 from cocodiff.planning.pricing import PricedKernels, Pricing
 from cocodiff.planning.program import Label, Message, Program, Recorder
 from cocodiff.planning.roofline import Layer, roofline
@@ -31,7 +31,7 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Span, Trace
-from cocodiff.wire.coding import WHOLE, CallKind, Moment, Typical
+from cocodiff.wire.coding import Moment
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
@@ -132,7 +132,7 @@ def kinds_of_steps(case: Case) -> list[Mapping[CallKind, float]]:
         return [{WHOLE: 1.0}] * case.steps
     decisions = decisions_of(case.config, case.steps, case.decisions)
     displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
-    return coding_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
+    return costs_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
 
 
 def recorded_kinds(case: Case) -> list[CallKind]:
@@ -166,7 +166,7 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
             calls = RecordedCalls(case, strategy, layer, transport.recorder, trace)
             if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
                 calls.run(1)
-                strategy.coding.prepare(layouts[group], torch.device("cpu"))
+                costs_of(case.config).prepare(strategy.coding, layouts[group], torch.device("cpu"))
             return [calls.of_kind(one) for one in kinds]
 
     of_ranks, _, messages = record(case.topology.size, work, receives_ahead=False)  # as on the device that is priced
@@ -190,7 +190,7 @@ class RecordedCalls:
         self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
     ) -> None:
         self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
-        self._image, self._step = 0, -1
+        self._image, self._step, self._costs = 0, -1, costs_of(case.config)
         self._settled = 0  # layers whose calls are like those that follow
 
     def run(self, layers: int) -> Program:
@@ -199,22 +199,22 @@ class RecordedCalls:
         coding = self._strategy.coding
         with self._recorder.apart() as agreement:
             coding.begin_step(Moment(self._image, self._step, self._case.steps))
-            coding.agree()
+            self._costs.agree(coding)
         for number in range(layers):
             self._layer.run(self._strategy, number)
         return agreement
 
     def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
         """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
-        coding, layers = self._strategy.coding, SITES if kind.displaced else 1
-        coding.hold_at(kind._replace(displaced=""))
-        for _ in range(0 if kind.whole or layers == self._settled else coding.steps_to_settle):
+        coding, costs, layers = self._strategy.coding, self._costs, SITES if kind.displaced else 1
+        costs.hold_at(coding, kind._replace(displaced=""))
+        for _ in range(0 if kind.whole or layers == self._settled else costs.steps_to_settle):
             self.run(layers)
         self._settled = 0 if kind.whole else layers
-        if kind.whole and coding.steps_to_settle:  # it begins a run: nothing came before it
+        if kind.whole and costs.steps_to_settle:  # it begins a run: nothing came before it
             self._image += 1
         self._recorder.cut()
-        coding.hold_at(kind)
+        costs.hold_at(coding, kind)
         for _ in range(2 if kind.displaced else 0):
             self.run(layers)
         self._trace.clear()
@@ -222,7 +222,7 @@ class RecordedCalls:
             agreement = self.run(layers)
         sent = {link: count / layers for link, count in self._trace.bytes().items()}
         program = self._recorder.cut()
-        coding.catch_up()  # what is in flight is no part of the next program
+        costs.catch_up(coding)  # what is in flight is no part of the next program
         return program, sent, agreement
 
 

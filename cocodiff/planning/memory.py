@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family, VaeSize
 from cocodiff.models.tokens import IMAGE, image_and_text
+from cocodiff.planning.costs import Cell, StateSizes
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import Cell, StateSizes
 
 T = TypeVar("T")
 MIB = 2**20

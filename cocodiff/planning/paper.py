@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cocodiff.assemble import state_sizes
+from cocodiff.assemble import Work
 from cocodiff.config import Config
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
+from cocodiff.planning.costs import state_sizes
 from cocodiff.planning.layers import Case
 from cocodiff.planning.memory import Load, ModelShape, largest_batch, size_run
-from cocodiff.planning.placement import Work, choose
+from cocodiff.planning.placement import choose
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording, StepPlan
 from cocodiff.topology.axes import Mesh

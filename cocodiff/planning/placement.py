@@ -9,22 +9,21 @@ to rank meshes, not to tell seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.errors import UserError
-from cocodiff.models.tokens import image_and_text
+from cocodiff.assemble import Work
 from cocodiff.planning.traffic import Traffic, Wires, busiest_node
-from cocodiff.routes.choice import Chunking, megabytes_per_rank
+from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
 from cocodiff.routes.rounds import LEVELS, rounds_of
 from cocodiff.text_table import aligned
-from cocodiff.topology.axes import AXES, PLACEMENTS, Mesh
-from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
 
@@ -33,43 +32,6 @@ UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order o
 MESSAGE_S = 20e-6  # what a step of messages takes at least
 GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
 NODE = "node"
-
-
-def never(_part: Topology) -> Chunking:
-    return Chunking()
-
-
-USUAL = image_and_text(4096, 512)
-
-
-@dataclass(frozen=True)
-class Work:
-    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
-    pixels with a prompt of 512 tokens.
-
-    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
-    chunking: in how many chunks tensors travel among a group's ranks (Torus).
-    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
-    """
-
-    heads: int
-    head_dim: int = 128
-    segments: Segments = USUAL
-    batch: int = 1
-    itemsize: int = 2
-    attention_s: float | None = None
-    chunking: Callable[[Topology], Chunking] = never
-    head_bytes: int | None = None
-
-    @property
-    def cell(self) -> int:
-        """Bytes of one token for one head, as they are and as rings send them."""
-        return self.batch * self.head_dim * self.itemsize
-
-    @property
-    def wire_cell(self) -> int:
-        """Bytes of one token for one head, as the exchange sends them."""
-        return self.cell if self.head_bytes is None else self.batch * self.head_bytes
 
 
 class InStages(NamedTuple):
@@ -128,27 +90,6 @@ class Priced:
         if self.stages is not None:
             return self.stages.seconds(a_block, self.moves_s)
         return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
-
-
-def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
-    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree.
-
-    Raises UserError for a ring that these ranks and heads do not allow.
-    """
-    size = topology.size
-    fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
-    if ring != "auto" and ring not in fitting:
-        raise UserError(
-            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
-            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
-        )
-    found: dict[frozenset[tuple[int, ...]], Mesh] = {}
-    for degree in fitting if ring == "auto" else [int(ring)]:
-        for name in PLACEMENTS if placement == "auto" else (placement,):
-            for axis in AXES:
-                mesh = Mesh.build(topology, degree, name, axis)
-                found.setdefault(frozenset(mesh.groups), mesh)
-    return list(found.values())
 
 
 def price(mesh: Mesh, work: Work) -> Priced:
@@ -245,10 +186,8 @@ def choose(
 
     prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
     """
-    alone = topology.size <= work.heads
-    known = topology.machine.device.bf16_tflop_s > 0
-    if ring == 1 or (ring == "auto" and alone and (prefer_ulysses or not known)):
-        return meshes(topology, work.heads, 1)[0]
+    if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses)) is not None:
+        return plain
     defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement)]
     fastest = min(one.seconds for one in defaults)
     return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)

@@ -113,6 +113,37 @@ class Mesh:
         return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)
 
 
+def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
+    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree.
+
+    Raises UserError for a ring that these ranks and heads do not allow.
+    """
+    size = topology.size
+    fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
+    if ring != "auto" and ring not in fitting:
+        raise UserError(
+            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
+            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
+        )
+    found: dict[frozenset[tuple[int, ...]], Mesh] = {}
+    for degree in fitting if ring == "auto" else [int(ring)]:
+        for name in PLACEMENTS if placement == "auto" else (placement,):
+            for axis in AXES:
+                mesh = Mesh.build(topology, degree, name, axis)
+                found.setdefault(frozenset(mesh.groups), mesh)
+    return list(found.values())
+
+
+def mesh_without_ring(topology: Topology, heads: int, ring: int | str, prefer_ulysses: bool = False) -> Mesh | None:
+    """Ulysses alone, where that is asked for or takes no comparison: with ring auto where heads allow it, for what
+    speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate. Raises
+    UserError as `meshes`."""
+    known = topology.machine.device.bf16_tflop_s > 0
+    if ring == 1 or (ring == "auto" and topology.size <= heads and (prefer_ulysses or not known)):
+        return meshes(topology, heads, 1)[0]
+    return None
+
+
 class Coordinates(NamedTuple):
     """Where a rank stands on each axis, from 0. ring: its Ulysses group; ulysses: its slot in that group."""
 

@@ -8,7 +8,6 @@ The ones here send tensors as they are. Routes, chunks and sizes follow from wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -57,50 +56,12 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
     return rows
 
 
-class CallKind(NamedTuple):
-    """How calls of attention are made, for predictions, which know each kind by one recording.
-
-    whole: as a run's first ones, which have nothing to go by: tensors as they are, or as nearly as a code can. stable:
-    the part of the tokens that stays behind. fine: with the bits of the last steps. displaced: names of the tensors
-    that no call waits for, as "qkv"."""
-
-    whole: bool = False
-    stable: float = 0.0
-    fine: bool = False
-    displaced: str = ""
-
-
-WHOLE = CallKind(whole=True)
-
-
-class Typical(NamedTuple):
-    """What tensors decide in a run, for predictions that have none. stable: where a threshold decides, the part of the
-    tokens that stay. displaced: where a controller decides, of every step the part of the calls by the tensors that are
-    displaced together."""
-
-    stable: float = 0.0
-    displaced: Sequence[Mapping[str, float]] = ()
-
-
 class Encoded(NamedTuple):
     """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
     rows L of every rank they have."""
 
     payloads: Sequence[Payload]
     layout: Layout
-
-
-class Cell(NamedTuple):
-    """One token of one head of a tensor, over the batch: what sizes are counted in."""
-
-    batch: int
-    head_dim: int
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        """As the tensor itself has it."""
-        return self.batch * self.head_dim * self.itemsize
 
 
 class CodedCall:
@@ -149,7 +110,6 @@ class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
-    steps_to_settle = 0  # for predictions: coded calls after a whole one, before those that all others are like
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
@@ -160,34 +120,12 @@ class Coding:
         of the group's ranks. everyone: these and, with a ring, those of the other groups."""
         return cls()
 
-    @classmethod
-    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        """For predictions: what one token of one head takes on the wire, of q, k, v or the output each."""
-        return head_dim * itemsize
-
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
-        """For predictions: of every step the parts of its calls by their kind."""
-        return [{WHOLE: 1.0}] * steps
-
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """What one site keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
-        it is (fields of `RankMemory`). cell: of one tensor."""
-        return [{} for _ in range(topology.size)]
-
     def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
         """The coding of one attention call. site: which layer and guidance branch."""
         return CodedCall(layout)
 
     def begin_step(self, moment: Moment) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""
-
-    def agree(self) -> None:
-        """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
-
-    def catch_up(self) -> None:
-        """Receives what calls have sent and did not wait for."""
 
     def forget(self, site: Any) -> None:
         """The site's next call is made elsewhere: what is kept for it is given back."""
@@ -206,22 +144,3 @@ class Coding:
 
     def forget_report(self) -> None:
         """Starts the report afresh."""
-
-    def prepare(self, layout: Layout, device: Any) -> None:
-        """For predictions: works out beforehand what calls of a layout need once."""
-
-    def hold_at(self, kind: CallKind) -> None:
-        """For predictions: makes every call as one of this kind, as far as it can: one that follows no other is
-        whole."""
-
-
-@dataclass(frozen=True)
-class StateSizes:
-    """How much a coding keeps between calls by the engine's settings, for predictions."""
-
-    coding: type[Coding]
-    settings: Any
-
-    def of_site(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """As `Coding.state_bytes`."""
-        return self.coding.state_bytes(self.settings, topology, layout, cell)

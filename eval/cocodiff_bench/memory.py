@@ -228,8 +228,8 @@ def random_one(values: Values, transport: Any, folder: Path) -> tuple[Callable[[
     import torch
     from diffusers import SD3Transformer2DModel
 
-    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
+    from cocodiff.planning.costs import state_sizes
 
     dtype = torch_dtype(values["dtype"])
     model: Any = SD3Transformer2DModel.from_pretrained(
@@ -270,8 +270,8 @@ def embedded(values: Values, transport: Any) -> tuple[Callable[[], None], RankMe
     """One call of the embedded model's pipeline."""
     import torch
 
-    from cocodiff.assemble import state_sizes
     from cocodiff.engine import Engine
+    from cocodiff.planning.costs import state_sizes
     from cocodiff_bench.step import restore_once
 
     model = load_requested(Request(EMBEDDED, INPAINT), "fp32", transport)

@@ -29,6 +29,7 @@ from cocodiff.commands.options import Option, check_counts
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.planning.roofline import Layer, roofline
@@ -36,7 +37,6 @@ from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace, save_traces
-from cocodiff.wire.coding import WHOLE, CallKind
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.step_rows import OUTPUTS, Late, Measured, config_of, key_of, measured_kinds, more_words, rows_of

@@ -40,12 +40,11 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
-    from cocodiff.assemble import settled
+    from cocodiff.assemble import Work, settled
     from cocodiff.models.tokens import image_and_text
     from cocodiff.planning.calibrate import Constants
     from cocodiff.planning.here import measure_device, rank_share
     from cocodiff.planning.memory import Load, ModelShape
-    from cocodiff.planning.placement import Work
 
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
     segments = image_and_text(values["side"] ** 2, values["text"])

@@ -29,8 +29,8 @@ from cocodiff_bench.common import Benchmark, Row, Values, meet
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
+    from cocodiff.assemble import Work
     from cocodiff.attention.strategy import Strategy
-    from cocodiff.planning.placement import Work
     from cocodiff_bench.waiting import WaitingAttention
 
 OPTIONS = common.with_common_options(
@@ -104,7 +104,7 @@ def check(values: Values, ranks: int | None) -> None:
 
 def work_of(values: Values, attention_s: float | None = None) -> Work:
     """attention_s: of a wait, in seconds of the emulated machine where there is one."""
-    from cocodiff.planning.placement import Work
+    from cocodiff.assemble import Work
 
     scale = float(emulated().get("scale", 1.0))
     return Work(
@@ -118,7 +118,8 @@ def work_of(values: Values, attention_s: float | None = None) -> Work:
 
 def named_cases(values: Values, topology: Topology, attention_s: float) -> dict[str, Case]:
     """The variants: of every Ring degree the best mesh of each placement, in chunks or not, the default one first."""
-    from cocodiff.assemble import chunking, predicted_chunking
+    from cocodiff.assemble import chunking
+    from cocodiff.planning.automatic import predicted_chunking
     from cocodiff.planning.placement import by_degree
 
     found: dict[str, Case] = {}

@@ -13,13 +13,14 @@ from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import Site
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions
+from cocodiff.planning.costs import CallKind, costs_of
 from cocodiff.planning.layers import SITES
 from cocodiff.planning.pricing import cost_of, prefer_linear
 from cocodiff.planning.roofline import seconds
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Device
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import CallKind, Moment
+from cocodiff.wire.coding import Moment
 from cocodiff_bench.engine_parts import make_strategy
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class StandIn:
         self._step, self._attention = 0, Timed()
         self.last_s: list[float] = []
         self.record: dict[str, Any] = {}
-        self._trace = trace
+        self._trace, self._costs = trace, costs_of(config)
         self._kernels = WaitingKernels(mesh.topology.machine.device, config.kernels, trace.note_kernel)
         self._strategy = make_strategy(config, mesh, transport, trace, self._attention, self._kernels)
 
@@ -97,13 +98,13 @@ class StandIn:
         """The next step of the image, of calls of this kind. What ranks agree on at its beginning is once for all
         layers, so it is not a layer's."""
         self._step += 1
-        self._strategy.coding.hold_at(kind)
+        self._costs.hold_at(self._strategy.coding, kind)
         self._strategy.coding.begin_step(Moment(0, self._step, 1))
-        self._strategy.coding.agree()
+        self._costs.agree(self._strategy.coding)
 
     def settle(self, calls: Sequence[Call], kind: CallKind) -> None:
         """The whole step and those that differ from the ones which follow, without waits."""
-        leading = 0 if kind.whole else self._strategy.coding.steps_to_settle
+        leading = 0 if kind.whole else self._costs.steps_to_settle
         for _ in range(1 + leading if leading else 0):
             self.begin(kind._replace(displaced=""))
             for number in range(SITES if kind.displaced else 1):
@@ -122,7 +123,7 @@ class StandIn:
                     self.run(call, branch, dilation, number)
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
-        self._strategy.coding.catch_up()
+        self._costs.catch_up(self._strategy.coding)
 
     def run(self, call: Call, branch: int, dilation: float, number: int = 0) -> None:
         """One layer, all that computes so many times longer. number: of layers that are alike."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cocodiff.config import Config
+from cocodiff.planning.costs import WHOLE, CallKind, Typical
 from cocodiff.planning.decisions import Decisions, decisions_of, read_decisions, without_seldom
 from cocodiff.planning.memory import ModelShape
 from cocodiff.topology.machine import Topology
 from cocodiff.trace_summary import summarise_late
-from cocodiff.wire.coding import WHOLE, CallKind, Typical
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
 from cocodiff_bench.step_variants import ALL_VARIANTS, STABLE, Variant
@@ -37,12 +37,12 @@ def replayed(values: Values, config: Config) -> Decisions | None:
 def schedule_of(values: Values, variant: Variant) -> list[Mapping[CallKind, float]]:
     """Of every step the parts of its calls by their kind. For V-Major it is the paper's schedule: linear, a tenth of
     the steps warm, every tenth step full."""
-    from cocodiff.assemble import coding_of
+    from cocodiff.planning.costs import costs_of
 
     config, steps = config_of(values, variant), values["steps"]
     decisions = replayed(values, config)
     displaced = without_seldom(decisions.over(steps)) if decisions else ()
-    return coding_of(config).kinds_of_steps(config, steps, Typical(0.0, displaced))
+    return costs_of(config).kinds_of_steps(config, steps, Typical(0.0, displaced))
 
 
 def measured_kinds(values: Values, variant: Variant) -> list[CallKind]:

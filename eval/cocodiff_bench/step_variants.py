@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cocodiff.wire.coding import WHOLE, CallKind
+from cocodiff.planning.costs import WHOLE, CallKind
 
 STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
 

@@ -8,20 +8,15 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.build import build_ahead
 from cocodiff_sycl.layouts import Layouts, Tensors, numbers_of
-from cocodiff_sycl.library import GPU_LANES, Library
+from cocodiff_sycl.library import Library
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.native import build_native
-from cocodiff_sycl.ocloc import find_ocloc
 from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans
-from cocodiff_sycl.report import report, table_of
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
@@ -49,23 +44,6 @@ def open_xpu(device: torch.device) -> SyclOps:
         return int(torch.xpu.current_stream(device).sycl_queue)
 
     return SyclOps(_library_of_xpu(device), device, current_queue)
-
-
-def build_ahead_of_time(gpu: str) -> Path:
-    """The library of kernels that icpx compiled for a GPU, which need not be here: what -fsycl-targets calls it, such
-    as intel_gpu_pvc. `open_xpu` takes them from there. Raises Unavailable."""
-    return build_ahead(gpu, GPU_LANES)
-
-
-def build_for_gpu(gpu: str, ocloc: str | Path | None) -> tuple[Path, bool]:
-    """The file of binaries that ocloc made for a GPU, which need not be here (pvc), and whether it was made now rather
-    than kept. `open_xpu` takes them from there. ocloc: see find_ocloc. Raises Unavailable."""
-    return build_native(gpu, GPU_LANES, find_ocloc(ocloc))
-
-
-def report_lines(gpu: str, ocloc: str | Path | None) -> list[str]:
-    """What the kernels cost on a tile of a GPU, which need not be here (pvc), as a table. Raises Unavailable."""
-    return table_of(report(gpu, find_ocloc(ocloc)))
 
 
 @cache

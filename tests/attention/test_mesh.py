@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
+from cocodiff.assemble import Work
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.placement import MESSAGE_S, Priced, Work, by_degree, choose, meshes, price, table
+from cocodiff.planning.placement import MESSAGE_S, Priced, by_degree, choose, price, table
 from cocodiff.planning.traffic import Traffic, Wires
 from cocodiff.routes.choice import Chunking
 from cocodiff.routes.rounds import rounds_of, visits_of
-from cocodiff.topology.axes import Mesh
+from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Machine, Topology
 

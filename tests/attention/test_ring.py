@@ -30,11 +30,10 @@ from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.part import Part
 from cocodiff.models.tokens import TEXT, image_and_text
-from cocodiff.planning.placement import meshes
 from cocodiff.routes.choice import Chunking
 from cocodiff.routes.chunks import sequence_of
 from cocodiff.routes.rounds import rounds_of
-from cocodiff.topology.axes import Mesh
+from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Trace

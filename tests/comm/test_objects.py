@@ -16,7 +16,7 @@ import torch
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
 from cocodiff.commands.doctor.facts import Card, PlaneMap
-from cocodiff.wire.coding import CallKind
+from cocodiff.planning.costs import CallKind
 
 
 @dataclass

@@ -11,10 +11,11 @@ from cocodiff_bench.placement import BENCHMARK, check_alike, named_cases
 from launching import with_options
 from warm import forked
 
+from cocodiff.assemble import Work
 from cocodiff.cli import main
 from cocodiff.config import load_machine
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.placement import Work, by_degree
+from cocodiff.planning.placement import by_degree
 from cocodiff.topology.machine import Topology
 
 pytestmark = pytest.mark.processes

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from killed_runs import Killed, results
 from warm import forked
 
+from cocodiff.assemble import Work
 from cocodiff.cli import main
 from cocodiff.commands.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
 from cocodiff.commands.quality import CODED, UNCODED, Figure, Group, Quality, read_ladder
 from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
-from cocodiff.planning.placement import Work
 from cocodiff.topology.machine import Topology
 
 BOUND = "65.8dB"

@@ -16,14 +16,13 @@ from cocodiff_bench.step_rows import over_schedule
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.assemble import coding_of
 from cocodiff.cli import main
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.emulate.command import cocodiff_of, emulated, is_this_one
 from cocodiff.commands.emulate.leftovers import registered
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
-from cocodiff.wire.coding import WHOLE, CallKind, Typical
+from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 
 pytestmark = pytest.mark.processes
 
@@ -217,7 +216,7 @@ def test_limits_lie_between_sizes():
 
 def test_the_schedule_is_averaged_between_fractions():
     config = Config(selection="v_major")
-    steps = coding_of(config).kinds_of_steps(config, 50, Typical())
+    steps = costs_of(config).kinds_of_steps(config, 50, Typical())
     (kinds,) = zip(*steps, strict=True)
     assert kinds[:6] == (*[WHOLE] * 5, CallKind()) and kinds[15] == WHOLE and kinds[-1].stable == 1.0
     mean = sum(kind.stable for kind in kinds) / 50

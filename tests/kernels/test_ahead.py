@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps, Unavailable, build, build_ahead_of_time
+from cocodiff_sycl import SyclOps, Unavailable, build
 from cocodiff_sycl import library as opening
 from cocodiff_sycl.build import AHEAD_OPTIONS, ahead_library, ahead_source, build_ahead, kernel_names
 from cocodiff_sycl.find import find_runtime
@@ -22,7 +22,8 @@ from cocodiff_sycl.library import GPU_LANES, Library
 from cocodiff_sycl.spirv import spirv_of
 
 from cocodiff.errors import UserError
-from cocodiff.kernels import TorchOps, compile_ahead
+from cocodiff.kernels import TorchOps
+from cocodiff.kernels.offline import compile_ahead
 
 GPU = "intel_gpu_pvc"
 HANDS_OUT = """
@@ -66,7 +67,7 @@ def in_folder(library: Library, folder: Path, lanes: int) -> Library:
 
 def test_icpx_is_given_the_kernels_and_the_gpu(sycl_on_cpu: SyclOps, icpx, tmp_path):
     icpx(f'const char linked[] = "libsycl.so.{find_runtime().major}";')
-    path = build_ahead_of_time(GPU)
+    path = build_ahead(GPU, GPU_LANES)
     assert path == ahead_library(tmp_path, GPU_LANES)
     words = (tmp_path / "words").read_text().splitlines()
     assert words[:-3] == [*AHEAD_OPTIONS, f"-fsycl-targets={GPU}"]
@@ -89,7 +90,7 @@ def test_a_device_that_is_opened_takes_its_kernels_and_compiles_none(sycl_on_cpu
 
 def test_kernels_for_another_device_are_left_alone(sycl_on_cpu: SyclOps, icpx, tmp_path, caplog):
     icpx(f'const char linked[] = "libsycl.so.{find_runtime().major}"; void *cocodiff_ahead_kernel() {{ return 0; }}')
-    build_ahead_of_time(GPU)
+    build_ahead(GPU, GPU_LANES)
     with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
         assert in_folder(sycl_on_cpu.library, tmp_path, GPU_LANES)._ahead() is None
     ahead_library(tmp_path, GPU_LANES).unlink()  # not written to: it is loaded
@@ -102,7 +103,7 @@ def test_kernels_for_another_device_are_left_alone(sycl_on_cpu: SyclOps, icpx, t
 def test_what_cannot_be_compiled_leaves_nothing(icpx, tmp_path):
     icpx("int a;")
     with pytest.raises(Unavailable, match=r"icpx does not link libsycl\.so"):
-        build_ahead_of_time(GPU)
+        build_ahead(GPU, GPU_LANES)
     (tmp_path / "program.c").write_text("nonsense")
     with pytest.raises(
         UserError, match=f"no kernels ahead of time for {GPU}: icpx could not compile the kernels: .*err"

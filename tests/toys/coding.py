@@ -2,14 +2,17 @@
 
 import torch
 
+from cocodiff.planning.costs import Costs
 from cocodiff.wire.coding import CodedCall, Coding, Encoded
 
 
-class Half(Coding):
+class HalfCosts(Costs):
     @classmethod
     def head_bytes(cls, settings, head_dim, itemsize):
         return 2 * head_dim
 
+
+class Half(Coding):
     def call(self, exchange, layout, site):
         return HalfCall(layout)
 

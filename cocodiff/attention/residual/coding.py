@@ -17,20 +17,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.call import SAMPLING, ResidualCall, width_of
+from cocodiff.attention.residual.call import ResidualCall
 from cocodiff.attention.residual.state import TENSORS, CodedStep, SiteState
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import LanePending
 from cocodiff.kernels.residual import GROUP, NOTES, Prediction
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import WHOLE, AllRanks, CallKind, Cell, CodedCall, Coding, Moment, StepNotes, Typical
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
@@ -44,11 +43,20 @@ DAMPING = 0.5
 LAG = 1.5
 
 
+class Held(NamedTuple):
+    """A kind of call. anew: it follows no other. fine: with the bits of the last steps. displaced: see
+    `ResidualCall`."""
+
+    anew: bool
+    fine: bool
+    displaced: frozenset[str]
+
+
 class Residual(Coding):
     """Sends residuals. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
-    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
+    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps,
@@ -57,7 +65,6 @@ class Residual(Coding):
         self.kept, self.codes = reconstructions(settings), settings.codec != "none"
         self.measures = settings.arrival == "adaptive"
         self._exchange, self._everyone = exchange, everyone
-        self._held: CallKind | None = None  # the one kind of call that is predicted
         self._sites: dict[Site, SiteState] = {}
         self._coded: list[SiteState] = []  # the coded sites of the current call of the model, in order
         self._notes: list[Tensor] = []  # theirs, int64 [tensors, NOTES] of so many sites each
@@ -69,40 +76,6 @@ class Residual(Coding):
         cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
     ) -> Residual:
         return cls(exchange, everyone, settings)
-
-    @classmethod
-    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        return width_of(head_dim, itemsize, BITS[settings.codec])
-
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
-        """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
-        tensors are."""
-        bits, last = BITS[settings.codec], steps - settings.fine_steps
-        finer = CallKind(fine=bits is not None and bits < FINEST)
-        of_arrival: dict[str, Callable[[int], Mapping[str, float]]] = {
-            "now": lambda _: {"": 1.0},
-            "displaced": lambda _: {"".join(TENSORS): 1.0},
-            "adaptive": lambda step: typical.displaced[step],
-        }
-        found: list[Mapping[CallKind, float]] = [{WHOLE: 1.0}]
-        for step in range(1, steps):
-            sets = of_arrival[settings.arrival](step) if step < last else {}
-            found.append({CallKind(displaced=names): part for names, part in sets.items()} or {finer: 1.0})
-        return found[:steps]
-
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
-        tensor until it has left, and what came until the next call takes it, as wide as it travels."""
-        if topology.size == 1:
-            return [{}]
-        S, H, width = sum(layout.rows), sum(layout.heads), cls.head_bytes(settings, cell.head_dim, cell.itemsize)
-        late = len(TENSORS) * cell.batch * width if settings.arrival != "now" else 0
-        return [
-            {"reconstructions": kept_cells(settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
-            for L, G in zip(layout.rows, layout.heads, strict=True)
-        ]
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         return ResidualCall(self, exchange, layout, site)
@@ -116,15 +89,12 @@ class Residual(Coding):
         if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
             self.end()
         self.moment = moment
-        self._settle()
+        self.settle()
         if self._coded:
             noted = torch.cat(self._notes) if len(self._notes) > 1 else self._notes[0]
             own = noted[: len(self._coded) * len(TENSORS)]
             self._deciding = self._coded, self._everyone.ranks.control.submit(self._sum_notes, own)
             self._coded, self._notes = [], []
-
-    def agree(self) -> None:
-        self._settle()
 
     def catch_up(self) -> None:
         for site in self._sites.values():
@@ -136,7 +106,7 @@ class Residual(Coding):
 
     def end(self, drain: bool = True) -> None:
         if drain:
-            self._settle()
+            self.settle()
             self.catch_up()
         self._sites.clear()
         self._coded, self._notes, self._deciding = [], [], None
@@ -150,14 +120,11 @@ class Residual(Coding):
     def forget_report(self) -> None:
         self._report.clear()
 
-    def hold_at(self, kind: CallKind) -> None:
-        self._held = kind
-
     @property
     def fine(self) -> bool:
         """Whether this is one of the last steps, whose errors no later step corrects."""
-        if self._held is not None:
-            return self._held.fine
+        if self.held is not None:
+            return self.held.fine
         steps = self.moment.steps
         return steps is not None and self.moment.step >= steps - self._settings.fine_steps
 
@@ -174,11 +141,11 @@ class Residual(Coding):
 
     def begin_call(self, site: Site, like_BLHD: Tensor, layout: Layout) -> SiteState:
         """The state of a site whose call begins."""
-        self._settle()
+        self.settle()
         state, moment = self._sites.setdefault(site, SiteState()), self.moment
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
-        state.begin(form, moment.step, level, self._held == WHOLE)
+        state.begin(form, moment.step, level, self.held is not None and self.held.anew)
         return state
 
     def predictions(self, state: SiteState) -> dict[str, Prediction]:
@@ -199,8 +166,8 @@ class Residual(Coding):
         """The tensors that this call does not wait for, alike on all ranks: attention takes what the last call left."""
         if self._settings.arrival == "now" or not state.follows or self.fine:
             return frozenset()
-        if self._held is not None:
-            return frozenset(self._held.displaced)
+        if self.held is not None:
+            return self.held.displaced
         if self._settings.arrival == "displaced":
             return frozenset(TENSORS)
         limit, how = self._settings.tau / state.pace, self.predictions(state)
@@ -233,7 +200,7 @@ class Residual(Coding):
         total = torch.stack(parts).sum(0)
         return None if total.is_meta else total.tolist()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the notes, and has their sites decide by them: alike on all ranks."""
         if self._deciding is None:
             return
@@ -250,16 +217,6 @@ def codes_first_calls(codec: str) -> bool:
     """Whether a run's first calls, which nothing predicts, are coded; else their tensors travel as they are."""
     bits = BITS.get(codec)
     return bits is not None and FIRST_BITS * bits <= FINEST
-
-
-def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
-    """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
-    the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
-    the sender measures how they change."""
-    if settings.codec != "none":
-        return len(TENSORS) * reconstructions(settings) * (L * H + S * G)
-    received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G
-    return received + (sampled if settings.arrival == "adaptive" else 0)
 
 
 def reconstructions(settings: Any) -> int:

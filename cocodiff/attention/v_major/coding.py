@@ -18,13 +18,13 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import Site
 from cocodiff.attention.v_major.drift import DriftNotes
-from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, rows_in_order, scored_blocks
+from cocodiff.attention.v_major.selection import Cards, Schedule, Selection
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import WHOLE, AllRanks, CallKind, Cell, CodedCall, Coding, Encoded, Moment, StepNotes, Typical
+from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
 from cocodiff.wire.exchange import Arriving, Exchange, Transfer
 
 
@@ -65,38 +65,6 @@ class VMajor(Coding):
     ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
-        schedule, found = Schedule.of(settings), list[Mapping[CallKind, float]]()
-        for step in range(steps):
-            part = schedule.stable_fraction(step, steps)
-            selective = CallKind(stable=typical.stable if part is None else part)
-            found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
-        return found
-
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
-        own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
-        tile's plane's heads (card). One rank alone keeps nothing."""
-        if topology.size == 1:
-            return [{}]
-        found: list[Mapping[str, int]] = []
-        for rank, heads in enumerate(layout.heads):
-            rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
-            if settings.scoring == "card":
-                card, of_plane = scored_blocks(topology, rank)
-                rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
-                scored_heads = sum(layout.heads[other] for other in of_plane)
-            found.append(
-                {
-                    "image_cache": 3 * sum(layout.may_stay) * heads * cell.bytes,
-                    "reference_cache": rows * scored_heads * cell.bytes,
-                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell.bytes,
-                }
-            )
-        return found
-
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
         from cocodiff.attention.v_major.card import CardCall
 
@@ -129,15 +97,12 @@ class VMajor(Coding):
     def forget_report(self) -> None:
         self.drift.clear()
 
-    def prepare(self, layout: Layout, device: torch.device) -> None:
-        if self._exchange is not None:
-            self.cards(layout, device)
-            rows_in_order(layout, device)
-
-    def hold_at(self, kind: CallKind) -> None:
-        self.schedule = self.schedule.held_at(None if kind.whole else kind.stable)
-
     # Choosing ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there are ranks to select for."""
+        return self._exchange is not None
 
     @property
     def steps(self) -> int:

@@ -165,7 +165,7 @@ def of_run(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Workload:
-    from cocodiff.assemble import state_sizes
+    from cocodiff.planning.costs import state_sizes
 
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image, negative = shape.image_tokens(values["size"]), values["negative_tokens"]

@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import coding_of, settled, state_sizes
+from cocodiff.assemble import Work, settled
 from cocodiff.commands.options import engine_record
 from cocodiff.commands.terminal import say
 from cocodiff.config import Config, preset_names
 from cocodiff.errors import UserError
+from cocodiff.planning.costs import CallKind, costs_of, state_sizes
 from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import as_file, decisions_of
 from cocodiff.planning.layers import SITES, Case
 from cocodiff.planning.memory import misfit
-from cocodiff.planning.placement import Work, by_degree, table
+from cocodiff.planning.placement import by_degree, table
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES, load
@@ -28,7 +29,6 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
-from cocodiff.wire.coding import CallKind
 
 PEERS_SHOWN = 6  # of one phase's messages
 
@@ -198,7 +198,7 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens, coded where the settings have a codec."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    head_bytes = coding_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
+    head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
     work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     work = replace(work, head_bytes=head_bytes)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]

@@ -1,0 +1,77 @@
+"""The planner's answers to a run: which codec and mesh `auto` stands for, and whether there is room for what is kept.
+
+The engine asks by the table `PLANNER` of the registry, so that runs which leave nothing open import none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from cocodiff.assemble import Work, chunking_on, coding_of
+from cocodiff.config import Config
+from cocodiff.device import free_memory
+from cocodiff.errors import UserError
+from cocodiff.models.family import Family
+from cocodiff.planning.codec_choice import choose_codec
+from cocodiff.planning.costs import costs_of, state_sizes
+from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
+from cocodiff.planning.placement import choose
+from cocodiff.routes.choice import Chunking
+from cocodiff.sequence import SequenceRanks
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Machine, Topology
+
+
+def codec_of(config: Config, topology: Topology, work: Work) -> tuple[Config, str]:
+    """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words."""
+
+    def width(codec: str) -> int:
+        chosen = config.with_(codec=codec)
+        return costs_of(chosen).head_bytes(chosen, work.head_dim, work.itemsize)
+
+    choice = choose_codec(topology, work, config, width)
+    return config.with_(codec=choice.codec), choice.line()
+
+
+def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+    """The mesh that the settings `ring` and `placement` leave to be chosen. Raises UserError for a ring that ranks and
+    heads do not allow."""
+    head_bytes = costs_of(config).head_bytes(config, work.head_dim, work.itemsize)
+    work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
+    prefer_ulysses = coding_of(config).prefers_ulysses
+    return choose(topology, work, config.ring, config.placement, prefer_ulysses=prefer_ulysses)
+
+
+def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
+    """`chunking` for predictions, which look at meshes that nobody takes: without chunks where none were measured."""
+
+    @cache
+    def on_nodes(machine: Machine, nodes: int) -> Chunking:
+        try:
+            return chunking_on(config, machine, nodes)
+        except UserError:
+            return Chunking()
+
+    return lambda part: on_nodes(part.machine, part.nodes)
+
+
+def check_room(
+    model: nn.Module, family: Family, ranks: SequenceRanks, call: tuple[int, int, int], device: Any, on_node: int
+) -> None:
+    """Raises UserError where this rank does not have the memory for what a run keeps between calls. call: its batch,
+    the bytes of a number and the branches. on_node: ranks that share the node's memory."""
+    free = free_memory(device, on_node)
+    if free is None:
+        return
+    stored = [*model.parameters(), *model.buffers()]
+    weights = sum(x.nbytes for x in stored if x.device == device)
+    config: Any = model.config
+    shape = shape_of_config(family, config, sum(x.numel() for x in stored))
+    load = Load(ranks.segments, *call, state_sizes(ranks.config))
+    need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
+    check_fits(need, free + weights + ranks.strategy.coding.bytes_held(), f"rank {ranks.rank} on {device}")
