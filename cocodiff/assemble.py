@@ -88,9 +88,9 @@ def build_strategy(
 
 def coding_name(config: Config) -> str:
     """The import string of what travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
-    if config.codec != "none":
-        return CODECS[config.codec]
-    return CODINGS[config.selection] if config.arrival == "now" else ARRIVALS[config.arrival]
+    if config.arrival != "now":
+        return ARRIVALS[config.arrival]
+    return CODECS[config.codec] if config.codec != "none" else CODINGS[config.selection]
 
 
 def coding_of(config: Config) -> type[Coding]:

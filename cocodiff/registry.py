@@ -23,13 +23,14 @@ CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention
 # The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one
 # of the others, or none, before a run starts.
 CODECS = dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual")
-# The setting `arrival`, which also takes "now": how a call comes to do without what it sends.
-ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.residual.coding:Residual")
+# The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.
+ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
 # sends tensors whole and keeps nothing.
 COSTS = {
     CODINGS["v_major"]: "cocodiff.planning.costs.v_major:VMajorCosts",
     CODECS["auto"]: "cocodiff.planning.costs.residual:ResidualCosts",
+    ARRIVALS["displaced"]: "cocodiff.planning.costs.residual:ResidualCosts",
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.
 PLANNER = {

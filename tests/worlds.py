@@ -1,9 +1,13 @@
 """Topologies to test on: full, ragged and multi-node ones; and tensors through an exchange."""
 
+from types import SimpleNamespace
+
 from hypothesis import strategies as st
 
 from cocodiff.config import load_machine
 from cocodiff.topology.machine import Machine, Topology
+from cocodiff.wire.coded import CodedCall
+from cocodiff.wire.transfer import Transfer
 
 TRIPLE = Machine("triple", tiles=3, planes=(0, 1, 2))
 SWAPPED = Machine("swapped", tiles=2, planes=(0, 1, 1, 0), cards=2)
@@ -32,10 +36,11 @@ def is_full(topology: Topology) -> bool:
 
 
 def forward(exchange, tensors_BLHD, layout):
-    """Sends this rank's rows of some tensors, which travel together, on their way to its heads."""
-    return exchange.transfer(layout).send(**{f"x{number}": x_BLHD for number, x_BLHD in enumerate(tensors_BLHD)})
+    """Sends this rank's rows of some tensors, which travel together, on their way to its heads: `wait` returns them."""
+    sent = Transfer(exchange, CodedCall(layout)).send(**{f"x{number}": x for number, x in enumerate(tensors_BLHD)})
+    return SimpleNamespace(wait=lambda: [arriving.wait() for arriving in sent.values()])
 
 
 def back(exchange, out_BSGD, layout):
     """This rank's rows of all heads."""
-    return exchange.transfer(layout).back(out_BSGD)
+    return Transfer(exchange, CodedCall(layout)).back(out_BSGD)

@@ -8,7 +8,7 @@ sent. Parts are merged in float32, in this order whatever arrives first: results
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from cocodiff.attention.local import Keys, LocalAttention, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.exchange import Arriving, Transfer
+from cocodiff.wire.transfer import Arriving, Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
@@ -31,7 +31,7 @@ class Torus:
     def __init__(
         self,
         transfer: Transfer,
-        sent: Sequence[Arriving],
+        sent: Mapping[str, Arriving],
         local: LocalAttention,
         ring: Ring | None,
         layouts: Sequence[Layout],
@@ -41,7 +41,7 @@ class Torus:
         staged = transfer.exchange.staged
         assert staged is not None, "Torus attends to what comes in stages"
         self._transfer, self._local, self._ring, self._layouts = transfer, local, ring, layouts
-        self._arriving = {name: arriving for arriving in sent for name in arriving.names}
+        self._arriving = sent
         self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
         self._rows = [staged.rows(transfer.layout, number) for number in range(len(staged.chunks))]
         # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
@@ -79,7 +79,7 @@ class Torus:
         order = [("q", number) for number in range(1, len(self._rows))]
         order += [(name, number) for group in self._key_groups[1:] for name in "vk" for number in group]
         for name, number in order:
-            self._arriving[name].expect(name, number)
+            self._arriving[name].expect(number)
 
     def _keys(self, qkv: LazyQKV) -> Iterator[Keys]:
         """All keys in the order in which they are attended to, each as soon as it is here. The own ones are on their
@@ -96,7 +96,7 @@ class Torus:
 
     def _await(self, name: str, chunks: range) -> Tensor:
         with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
-            *_, x_BSGD = [self._arriving[name].chunk(name, number) for number in chunks]
+            *_, x_BSGD = [self._arriving[name].chunk(number) for number in chunks]
             return x_BSGD
 
     def _merge(self, running: Partial, part: Partial) -> None:

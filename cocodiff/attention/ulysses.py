@@ -21,15 +21,16 @@ from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Coding
-from cocodiff.wire.exchange import Arriving, Exchange, Transfer
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Arriving, Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
 
-Order = Callable[[LazyQKV, Transfer, Trace], list[Arriving]]
+Order = Callable[[LazyQKV, Transfer, Trace], dict[str, Arriving]]
 
 
-def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> list[Arriving]:
+def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]:
     """Projects everything, then sends q, k and v in one message to each peer."""
     with trace.span("project qk", layer=transfer.layer):
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
@@ -38,10 +39,10 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> list[Arriving]:
     sent = transfer.send(q=q_BLHD, k=k_BLHD, v=v_BLHD, wait_next=qkv.meanwhile is nothing)
     with trace.span("meanwhile", layer=transfer.layer):
         qkv.meanwhile()
-    return [sent]
+    return sent
 
 
-def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> list[Arriving]:
+def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]:
     """V-First (CoCoDiff section III-C): v needs neither normalisation nor rotation, so it is projected first and
     travels while q and k are still being made. Packing is the lanes' work as well, so v costs this thread its
     projection alone."""
@@ -53,7 +54,7 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> list[Arriving]:
     qk = transfer.send(q=q_BLHD, k=k_BLHD, wait_next=qkv.meanwhile is nothing)
     with trace.span("meanwhile", layer=transfer.layer):
         qkv.meanwhile()
-    return [v, qk]
+    return v | qk
 
 
 class Ulysses:
@@ -84,8 +85,7 @@ class Ulysses:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, site.kind)
             qkv.meanwhile()
             return out_BLHD
-        coded = self.coding.call(self._exchange, layout, site)
-        transfer = self._exchange.transfer(layout, coded, site.kind)
+        transfer = self.coding.open(self._exchange, layout, site)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
             return Torus(transfer, sent, self._local, self._ring, self._layouts_of_groups(qkv)).attend(qkv)

@@ -25,7 +25,9 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.topology.segments import Segment
+from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Transfer
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
@@ -93,7 +95,7 @@ class AllToAll:
             trace = VirtualTrace(transport.recorder)
             exchange = Exchange(self._variant.removesuffix("_serial"), self._topology, over, trace)
             x_BLHD = torch.empty(1, L, P, ROW_BYTES // 4, device="meta")
-            exchange.transfer(layout).send(x=x_BLHD).wait()
+            Transfer(exchange, CodedCall(layout)).send(x=x_BLHD)["x"].wait()
 
         _, programs, messages = record(P, work)
         return programs, messages

@@ -6,25 +6,34 @@ A cargo is encoded and cut into blocks by the lane that sends it first, and tell
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
 from cocodiff.wire.blocks import BlockSet, Payload, Target, rows_of_ranks, whole_cell
-from cocodiff.wire.coding import Encoded
+from cocodiff.wire.coded import CodedCall, Encoded
 
-if TYPE_CHECKING:
-    from cocodiff.wire.exchange import Transfer
+
+class End(NamedTuple):
+    """Whose end of a call this is. layer: the kind of layer, for the trace."""
+
+    rank: int
+    kernels: Kernels
+    coded: CodedCall
+    layer: str
 
 
 class Cargo(Protocol):
-    """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place."""
+    """What an exchange carries one way: `blocks` on the first lane, `target` where it is put in place.
+
+    purpose: what its bytes are counted for in the trace besides attention, if anything."""
 
     way: str  # "forward" or "back"
     label: str  # of its spans in the trace
     layer: str
-    late: bool  # see `Transfer.post`
+    purpose: str | None
 
     def held_tensors(self) -> Sequence[Payload]:
         """What `blocks` is made of."""
@@ -42,23 +51,25 @@ class Forward:
 
     way = "forward"
 
-    def __init__(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], late: bool = False) -> None:
-        """late: see `Transfer.post`."""
-        self.names, self._tensors, self.late = tuple(tensors_BLHD), tensors_BLHD, late
-        self.label, self.layer = ("late " if late else "") + "".join(self.names), transfer.layer
-        self.coded, self.exchange = transfer.coded, transfer.exchange
-        self.layout = transfer.layout  # of what travels, once it was encoded
+    def __init__(self, end: End, tensors_BLHD: Mapping[str, Tensor], label: str = "", purpose: str | None = None):
+        """label: by default the tensors' names."""
+        self.names, self._tensors, self._end = tuple(tensors_BLHD), tensors_BLHD, end
+        self.label, self.layer, self.purpose = label or "".join(self.names), end.layer, purpose
+        self.coded = end.coded
+        self.layout = end.coded.layout  # of what travels, once it was encoded
         self._whole = self.layout, whole_cell(tensors_BLHD.values())
         self._code: Encoded | None = None
-        if late:
-            self._code, self._tensors = self.encoded(), {}
 
     def held_tensors(self) -> Sequence[Payload]:
         return (*self._tensors.values(), *(() if self._code is None else self._code.payloads))
 
+    def encode_now(self) -> None:
+        """On the thread that calls, so that only the code waits for the lane."""
+        self._code, self._tensors = self.encoded(), {}
+
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._code = self._code or self.encoded(), None
-        own, parts = self.exchange.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        own, parts = self._end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
         return BlockSet(blocks, self.layout, self._whole)
 
@@ -66,12 +77,12 @@ class Forward:
         return self.coded.encode(self._tensors)
 
     def target(self, held: BlockSet) -> Target:
-        own, layout = self.exchange.rank, held.layout
+        own, layout = self._end.rank, held.layout
         shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
         received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
         of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
         places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
-        return Target(received_BSGW, places, self.exchange.kernels)
+        return Target(received_BSGW, places, self._end.kernels)
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """rows: those that have just arrived, None for all."""
@@ -85,32 +96,40 @@ class Back:
     way = "back"
 
     def __init__(
-        self, transfer: Transfer, out_BTGD: Tensor, ranks: Sequence[int] | None = None, late: bool = False
+        self,
+        end: End,
+        out_BTGD: Tensor,
+        ranks: Sequence[int] | None = None,
+        label: str = "o",
+        purpose: str | None = None,
     ) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all. late: see `Transfer.post`."""
-        self.label, self.layer, self._exchange = "late o" if late else "o", transfer.layer, transfer.exchange
-        self._layout = transfer.layout
-        self._ranks = transfer.layout.in_sequence if ranks is None else ranks
+        """ranks: whose rows these are, consecutive in the sequence; None for all."""
+        self.label, self.layer, self.purpose, self._end = label, end.layer, purpose, end
+        self._layout = end.coded.layout
+        self._ranks = self._layout.in_sequence if ranks is None else ranks
         where = self._layout.row_slices
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        self._rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         self._whole = self._layout, whole_cell([out_BTGD])
-        self._coded, self._rows, self.late = transfer.coded, rows, late
-        self._out = self._coded.encode_output(out_BTGD, rows) if late else out_BTGD
+        self._out, self._encoded = out_BTGD, False
 
     def held_tensors(self) -> Sequence[Payload]:
         return (self._out,)
 
+    def encode_now(self) -> None:
+        """As of `Forward`."""
+        self._out, self._encoded = self._end.coded.encode_output(self._out, self._rows), True
+
     def blocks(self) -> BlockSet:
-        own = self._exchange.rank
-        out_BTGW = self._out if self.late else self._coded.encode_output(self._out, self._rows)
+        own = self._end.rank
+        out_BTGW = self._out if self._encoded else self._end.coded.encode_output(self._out, self._rows)
         parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
         return BlockSet(blocks, self._layout, self._whole)
 
     def target(self, held: BlockSet) -> Target:
-        own, layout = self._exchange.rank, held.layout
+        own, layout = self._end.rank, held.layout
         shape = (len(held.like), layout.rows[own], sum(layout.heads), held.like.shape[-1])
         out_BLHW = held.like.new_empty(shape)
         parts = out_BLHW.split_with_sizes(layout.heads, 2)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
-        return Target([out_BLHW], places, self._exchange.kernels)
+        return Target([out_BLHW], places, self._end.kernels)

@@ -1,24 +1,21 @@
 """Codings: what is sent in a tensor's place, and what the receiver makes of it.
 
 A `Coding` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
-attention call it gives a `CodedCall`, whose two ends encode on the sender's lane and decode where the receiver waits.
-The ones here send tensors as they are. Routes, chunks and sizes follow from what `encode` returns.
+attention call it gives a `CodedCall` (`coded.py`), whose two ends encode on the sender's lane and decode where the
+receiver waits, and the `Transfer` that sends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import Ranks
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.blocks import Payload
-
-if TYPE_CHECKING:
-    from cocodiff.wire.exchange import Arriving, Exchange, Transfer
+from cocodiff.wire.coded import CodedCall
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Transfer
 
 
 class Moment(NamedTuple):
@@ -56,56 +53,6 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
     return rows
 
 
-class Encoded(NamedTuple):
-    """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
-    rows L of every rank they have."""
-
-    payloads: Sequence[Payload]
-    layout: Layout
-
-
-class CodedCall:
-    """One attention call's tensors on the wire. Subclasses change what they need."""
-
-    awaited = True  # whether attention waits for all that this call sends; else nothing of it comes chunk by chunk
-
-    def __init__(self, layout: Layout) -> None:
-        """layout: of the tensors themselves."""
-        self.layout = layout
-
-    def cell_bytes(self, x_BLHD: Tensor) -> int:
-        """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
-        return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
-
-    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
-        """Starts sending tensors, by name. Called on the thread that attends, with v before or together with what
-        depends on it."""
-        return transfer.post(tensors_BLHD, wait_next)
-
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        """What travels in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
-        return Encoded(list(tensors_BLHD.values()), self.layout)
-
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
-        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
-        coded: the layout of what `encode` gave. Runs on the thread that attends."""
-        return list(received_BSGW.values())
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
-        """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
-        Runs on a lane."""
-        return out_BTGD
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        """All heads of this rank's rows of the output, [B, L, H, D]."""
-        return received_BLHW
-
-    def back(self, transfer: Transfer, out_BSGD: Tensor) -> Tensor:
-        """Sends the output, all rows of this rank's heads, back; returns what the model goes on with in the place
-        of all heads of its own rows, [B, L, H, D]. Called on the thread that attends, not where it goes in chunks."""
-        return transfer.post_back(out_BSGD).wait()
-
-
 class Coding:
     """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
@@ -123,6 +70,10 @@ class Coding:
     def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
         """The coding of one attention call. site: which layer and guidance branch."""
         return CodedCall(layout)
+
+    def open(self, exchange: Exchange, layout: Layout, site: Any) -> Transfer:
+        """The messages of one attention call."""
+        return Transfer(exchange, self.call(exchange, layout, site), site.kind)
 
     def begin_step(self, moment: Moment) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""

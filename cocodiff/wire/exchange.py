@@ -1,24 +1,15 @@
 """The exchange of one rank: from sequence-parallel to head-parallel layout and back, along any plan.
 
-`Exchange` owns what all attention calls share: plans, lanes and groups. Each call opens a `Transfer` on it:
-
-    v = transfer.send(v=v_BLHD)                    # travels while q and k are made
-    qk = transfer.send(q=q_BLHD, k=k_BLHD)         # together: one message to each peer
-    ...
-    out_BLHD = transfer.back(out_BSGD)
-
-Nothing here knows who owns what: a block travels through intermediate ranks unchanged, so results have the same bits
-whatever the route.
+`Exchange` owns what all attention calls share: plans, lanes and groups. Each call sends by a `Transfer` over it
+(`transfer.py`). Nothing here knows who owns what: a block travels through intermediate ranks unchanged, so results have
+the same bits whatever the route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
-
-from torch import Tensor
+from typing import TypeVar
 
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.kernels import Kernels
@@ -27,14 +18,12 @@ from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
 from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, Plan, reverse, split_plan
-from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.cargo import Back, Cargo, Forward
-from cocodiff.wire.coding import CodedCall
+from cocodiff.wire.cargo import Cargo
 from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
-from cocodiff.wire.staged import OutputInStages, StagedExchange
+from cocodiff.wire.staged import StagedExchange
 
 T = TypeVar("T")
 
@@ -83,11 +72,6 @@ class Exchange:
             if len(stages.chunks) > 1:
                 self.staged = StagedExchange(self, transport, stages, chunking.from_mb)
 
-    def transfer(self, layout: Layout, coded: CodedCall | None = None, layer: str = "") -> Transfer:
-        """Opens the transfer of one attention call. coded: what travels in its tensors' place, by default they
-        themselves. layer: the kind of layer, for the trace."""
-        return Transfer(self, coded or CodedCall(layout), layer)
-
     def name_of(self, held: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""
         if self._table is None:
@@ -122,7 +106,7 @@ class Exchange:
             for phase in plan:
                 self._run_phase(phase, cargo, held)
             return _placed(cargo, held)
-        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer, self._late_bytes(cargo, plan, held)):
+        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer, self._set_apart(cargo, plan, held)):
             target = cargo.target(held)
             run_pipelined(self.port, plan, held, self.groups, target)
             return target
@@ -144,25 +128,18 @@ class Exchange:
 
     def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
         if phase.sends or phase.receives:
-            late, lane = self._late_bytes(cargo, [phase], held), phase.lane
-            with self.trace.span(f"{cargo.label} {lane}", lane, cargo.layer, late):
+            apart, lane = self._set_apart(cargo, [phase], held), phase.lane
+            with self.trace.span(f"{cargo.label} {lane}", lane, cargo.layer, apart):
                 run_phase(self.port, phase, held, self.groups[phase.lane])
 
-    def _late_bytes(self, cargo: Cargo, phases: Sequence[Phase], held: BlockSet) -> int:
-        """What this rank sends in some phases, where no call waits for the cargo: counted in the trace as late."""
-        if not cargo.late:
+    def _set_apart(self, cargo: Cargo, phases: Sequence[Phase], held: BlockSet) -> int:
+        """Counts what this rank sends in some phases of a cargo that has a purpose of its own; how much it is."""
+        if cargo.purpose is None:
             return 0
         sent = [(peer, held.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
         for peer, count in sent:
-            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose="late")
+            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=cargo.purpose)
         return sum(count for _, count in sent)
-
-    def arrived(self, cargo: Cargo, pending: LanePending[Target]) -> Sequence[Tensor]:
-        """The tensors of a cargo, when they are here. The wait for a late one has a span of its own."""
-        if not cargo.late:
-            return pending.wait().tensors
-        with self.trace.span(f"wait for {cargo.label}", layer=cargo.layer):
-            return pending.wait().tensors
 
 
 def _both_ways(plan: Plan) -> dict[str, Plan]:
@@ -175,137 +152,3 @@ def _placed(cargo: Cargo, held: BlockSet) -> Target:
     target = cargo.target(held)
     target.place(held.blocks)
     return target
-
-
-class Transfer:
-    """The messages of one attention call."""
-
-    def __init__(self, exchange: Exchange, coded: CodedCall, layer: str) -> None:
-        self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
-        self.in_stages = False  # whether tensors come chunk by chunk; known once something was sent
-
-    def send(self, wait_next: bool = False, **tensors_BLHD: Tensor) -> Arriving:
-        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer.
-
-        wait_next: the caller waits for them next, so there is nothing to travel behind: the lane's job runs on the
-        thread that waits.
-        """
-        return self.coded.send(self, tensors_BLHD, wait_next)
-
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool = False, late: bool = False) -> Arriving:
-        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size.
-
-        late: this call does not wait for them. They are encoded here and now, so that what their encoding notes is
-        known to the next call of the model however long the lane is behind, and only the code waits for its turn."""
-        if late:
-            cargo = Forward(self, tensors_BLHD, late)
-            return WholeArriving(cargo, self.exchange.submit(cargo))
-        staged = self.exchange.staged
-        self.in_stages = self.travels_in_stages(next(iter(tensors_BLHD.values())))
-        if staged is not None and self.in_stages:
-            return staged.send({name: Forward(self, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()})
-        cargo = Forward(self, tensors_BLHD)
-        return WholeArriving(cargo, self.exchange.submit(cargo, wait_next))
-
-    def travels_in_stages(self, like_BLHD: Tensor) -> bool:
-        """The same on all ranks."""
-        staged, coded = self.exchange.staged, self.coded
-        return staged is not None and coded.awaited and staged.pays(self.layout, coded.cell_bytes(like_BLHD))
-
-    def wait(self, sent: Sequence[Arriving]) -> dict[str, Tensor]:
-        """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
-        here: dict[str, Tensor] = {}
-        for arriving in sent:
-            with self.exchange.trace.span(f"wait for {''.join(arriving.names)}", layer=self.layer):
-                here |= zip(arriving.names, arriving.wait(), strict=True)
-        return here
-
-    def back(self, out_BSGD: Tensor) -> Tensor:
-        """Sends all rows of this rank's heads of attention's output and returns all heads of its own rows,
-        [B, L, H, D]."""
-        return self.coded.back(self, out_BSGD)
-
-    def post_back(self, out_BSGD: Tensor, late: bool = False) -> OutputArriving:
-        """Sends all rows of this rank's heads of the output. late: as in `post`."""
-        cargo = Back(self, out_BSGD, late=late)
-        return OutputArriving(self, cargo, self.exchange.submit(cargo, wait_next=not late))
-
-    def back_in_stages(self) -> OutputInStages:
-        """The way back, chunk by chunk."""
-        assert self.exchange.staged is not None, "what came in stages goes back in stages"
-        return OutputInStages(self.exchange.staged, self)
-
-    def output_of(self, out_BTGD: Tensor, ranks: Sequence[int]) -> Back:
-        """The output for some ranks' rows, consecutive in the sequence, as it goes back."""
-        return Back(self, out_BTGD, ranks)
-
-
-class Arriving(Protocol):
-    """Tensors that were sent together, on their way to this rank's heads."""
-
-    names: tuple[str, ...]
-
-    def wait(self) -> list[Tensor]:
-        """All rows of this rank's heads of each tensor, [B, S, G, D]."""
-        ...
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        """The whole sequence of one tensor, of which this chunk and those asked for before are here. In ascending
-        order, each chunk once."""
-        ...
-
-    def expect(self, name: str, number: int) -> None:
-        """Has a chunk put in place as soon as it is here. Chunks land in the order in which they are expected."""
-        ...
-
-
-class WholeArriving:
-    """Tensors that travel whole: every chunk is there when all are."""
-
-    def __init__(self, cargo: Forward, pending: LanePending[Target]) -> None:
-        self.names, self._cargo, self._pending = cargo.names, cargo, pending
-        self._decoded: list[Tensor] = []
-
-    def wait(self) -> list[Tensor]:
-        if not self._decoded:
-            self._decoded = self._cargo.decode(self._cargo.exchange.arrived(self._cargo, self._pending))
-        return self._decoded
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        return self.wait()[self.names.index(name)]
-
-    def expect(self, name: str, number: int) -> None:
-        return
-
-
-class Together:
-    """Tensors of several sendings as one; see `Arriving`."""
-
-    def __init__(self, names: tuple[str, ...], parts: Sequence[Arriving]) -> None:
-        self.names, self._of = names, {name: part for part in parts for name in part.names}
-
-    def wait(self) -> list[Tensor]:
-        here: dict[str, Tensor] = {}
-        for part in dict.fromkeys(self._of.values()):
-            here |= zip(part.names, part.wait(), strict=True)
-        return [here[name] for name in self.names]
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        return self._of[name].chunk(name, number)
-
-    def expect(self, name: str, number: int) -> None:
-        self._of[name].expect(name, number)
-
-
-class OutputArriving:
-    """Attention's output on its way to the ranks of its rows, whole."""
-
-    def __init__(self, transfer: Transfer, cargo: Back, pending: LanePending[Target]) -> None:
-        self._transfer, self._cargo, self._pending = transfer, cargo, pending
-
-    def wait(self) -> Tensor:
-        """All heads of this rank's rows, [B, L, H, D]."""
-        exchange, layer = self._transfer.exchange, self._transfer.layer
-        with nullcontext() if self._cargo.late else exchange.trace.span("wait for o", layer=layer):
-            (received,) = exchange.arrived(self._cargo, self._pending)
-            return self._transfer.coded.decode_output(received)

@@ -11,30 +11,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LanePending, Pending, Ranks
+from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import Parts, Stages
-from cocodiff.routes.plans import Block
+from cocodiff.routes.plans import Block, Plan
 from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.messages import Groups, InFlight, Sent
-
-if TYPE_CHECKING:
-    from cocodiff.wire.cargo import Cargo, Forward
-    from cocodiff.wire.exchange import Exchange, Transfer
+from cocodiff.wire.cargo import Back, Cargo, End, Forward
+from cocodiff.wire.messages import Groups, InFlight, Port, Sent
 
 QUEUE = "qvk"  # of tensors that are there together: q first, for Pull Q has work while k and v are on their way
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
 
 
+class Unstaged(Protocol):
+    """The exchange that is cut into stages, see `Exchange`."""
+
+    rank: int
+    topology: Topology
+    trace: Trace
+    port: Port
+    plans: dict[str, Plan]
+    groups: dict[str, Group]
+
+    def name_of(self, held: BlockSet) -> str: ...
+
+
 class StagedExchange:
     """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
-    def __init__(self, exchange: Exchange, transport: Ranks, stages: Stages, from_mb: float) -> None:
+    def __init__(self, exchange: Unstaged, transport: Ranks, stages: Stages, from_mb: float) -> None:
         """from_mb: of q, k and v per rank, the size from which stages are worth it."""
         self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
         topology = exchange.topology
@@ -63,7 +75,7 @@ class StagedExchange:
         where, ranks = layout.row_slices, self.chunks[number]
         return slice(where[ranks[0]].start, where[ranks[-1]].stop)
 
-    def send(self, cargos: Mapping[str, Forward]) -> StagedArriving:
+    def send(self, cargos: Mapping[str, Forward]) -> dict[str, TensorInStages]:
         """Starts sending tensors, by name, each on its own."""
         sent = {}
         for name, cargo in sorted(cargos.items(), key=lambda item: QUEUE.find(item[0])):
@@ -72,7 +84,7 @@ class StagedExchange:
             sent[name] = TensorInStages(self, cargo, stages)
         for tensor in sent.values():
             tensor.expect(0)
-        return StagedArriving(tuple(cargos), sent)
+        return {name: sent[name] for name in cargos}
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
         """Has one stage of a tensor posted and passed on. in_order: after the last stage's messages have left this
@@ -168,11 +180,14 @@ class Stage:
 
 
 class TensorInStages:
-    """One tensor on its way, chunk by chunk."""
+    """One tensor on its way, chunk by chunk; see `Arriving`."""
 
     def __init__(self, staged: StagedExchange, cargo: Forward, stages: list[Stage]) -> None:
-        self._staged, self._cargo, self._stages = staged, cargo, stages
+        self._staged, self._cargo, self._stages, self.together = staged, cargo, stages, cargo.names[0]
         self._landed: dict[int, LanePending[Tensor]] = {}
+
+    def wait(self) -> Tensor:
+        return [self.chunk(number) for number in range(len(self._stages))][-1]
 
     def expect(self, number: int) -> LanePending[Tensor]:
         if number not in self._landed:
@@ -184,35 +199,18 @@ class TensorInStages:
         return self._cargo.decode([received_BSGW], self._staged.rows(self._cargo.layout, number))[0]
 
 
-class StagedArriving:
-    """Tensors that were sent together and come chunk by chunk; see `Arriving`."""
-
-    def __init__(self, names: tuple[str, ...], tensors: Mapping[str, TensorInStages]) -> None:
-        self.names, self._tensors = names, tensors
-
-    def wait(self) -> list[Tensor]:
-        numbers = range(len(self._tensors[self.names[0]]._stages))
-        return [[self._tensors[name].chunk(number) for number in numbers][-1] for name in self.names]
-
-    def chunk(self, name: str, number: int) -> Tensor:
-        return self._tensors[name].chunk(number)
-
-    def expect(self, name: str, number: int) -> None:
-        self._tensors[name].expect(number)
-
-
 class OutputInStages:
     """Attention's output on its way to the ranks of its rows, the last chunk first."""
 
-    def __init__(self, staged: StagedExchange, transfer: Transfer) -> None:
-        self._staged, self._transfer = staged, transfer
+    def __init__(self, staged: StagedExchange, end: End) -> None:
+        self._staged, self._end = staged, end
         self._first: Started | None = None
         self._landed: list[LanePending[Tensor]] = []
 
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Sends a finished chunk's rows [B, T, G, D]."""
         staged = self._staged
-        started = Started(staged, self._transfer.output_of(out_BTGD, staged.chunks[number]), self._first)
+        started = Started(staged, Back(self._end, out_BTGD, staged.chunks[number]), self._first)
         self._first = self._first or started
         self._landed.append(staged.land(staged.post(started, number)))
 
@@ -220,7 +218,7 @@ class OutputInStages:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
-        return self._transfer.coded.decode_output(out_BLHW)
+        return self._end.coded.decode_output(out_BLHW)
 
 
 def _parts_in_use(plans: Mapping[str, list[Parts]], number: int) -> list[int]:

@@ -15,7 +15,9 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Transfer
 
 
 def make_strategy(
@@ -49,9 +51,10 @@ def send(exchange: Exchange, layout: Layout, kind: str = "", wait_next: bool = F
     """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D].
 
     wait_next: on the thread that calls, as attention does where nothing is left to compute meanwhile."""
-    return exchange.transfer(layout, layer=kind).send(wait_next=wait_next, **x_BLHD).wait()
+    sent = Transfer(exchange, CodedCall(layout), kind).send(wait_next=wait_next, **x_BLHD)
+    return [arriving.wait() for arriving in sent.values()]
 
 
 def send_back(exchange: Exchange, out_BSGD: Tensor, layout: Layout, kind: str = "") -> Tensor:
     """Sends attention's output [B, S, G, D] back and returns [B, L, H, D] when all has arrived."""
-    return exchange.transfer(layout, layer=kind).back(out_BSGD)
+    return Transfer(exchange, CodedCall(layout), kind).back(out_BSGD)

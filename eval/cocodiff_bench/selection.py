@@ -98,7 +98,7 @@ def stages(values: Values, topology: Topology, layout: Any) -> dict[str, Stage]:
     gather: own rows of q, k and v into what is sent to each rank; scatter: what arrives into the caches."""
     import torch
 
-    from cocodiff.attention.v_major.coding import travelling_rows
+    from cocodiff.attention.v_major.call import travelling_rows
     from cocodiff.attention.v_major.selection import Cards, Selection
     from cocodiff.kernels import Kernels
 

@@ -3,7 +3,8 @@
 import torch
 
 from cocodiff.planning.costs import Costs
-from cocodiff.wire.coding import CodedCall, Coding, Encoded
+from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.wire.coding import Coding
 
 
 class HalfCosts(Costs):

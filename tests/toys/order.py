@@ -9,4 +9,4 @@ def one_by_one(qkv, transfer, trace):
         q = transfer.send(q=qkv.q())
     with trace.span("meanwhile", layer=transfer.layer):
         qkv.meanwhile()
-    return [v, k, q]
+    return v | k | q

@@ -11,44 +11,50 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cocodiff.attention.v_major.coding import SelectiveCall, travelling_rows
+from cocodiff.attention.strategy import Site
+from cocodiff.attention.v_major.call import Decides, SelectiveCall, SelectiveTransfer, SiteCache, travelling_rows
 from cocodiff.attention.v_major.selection import Selection, scored_blocks, staying
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
+from cocodiff.topology.layout import Layout
 from cocodiff.wire.blocks import BlockSet, Payload, Target
 from cocodiff.wire.cargo import Forward
-from cocodiff.wire.coding import CodedCall, Encoded
-from cocodiff.wire.exchange import Arriving, Together, Transfer, WholeArriving
+from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Arriving, Whole, tensors_of
+
+
+class CardTransfer(SelectiveTransfer):
+    """v goes alone, through its two phases with the choice between them."""
+
+    coded: CardCall
+
+    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+        super().__init__(exchange, CardCall(coding, exchange, layout, site, cache), site.kind)
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
+        if "v" not in tensors_BLHD:
+            return super().post(others, wait_next)
+        cargo, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        first, second = self.exchange.both_phases()
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), cargo)
+        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), cargo)
+        v = tensors_of(Whole(cargo, landed))
+        return v | super().post(others, False) if others else v
 
 
 class CardCall(SelectiveCall):
     """One attention call whose v decides between its two phases what of q, k and v travels on."""
 
-    chosen: Future[LanePending[Selection]]
-
-    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
-        others = {name: x for name, x in tensors_BLHD.items() if name != "v"}
-        if "v" not in tensors_BLHD:
-            self.check_begun()
-            return transfer.post(others, wait_next and self.full)
-        v = self._send_v(transfer, tensors_BLHD["v"])
-        return v if not others else Together(tuple(tensors_BLHD), (v, transfer.post(others)))
-
-    def _send_v(self, transfer: Transfer, v_BLHD: Tensor) -> Arriving:
-        """v's two phases, with the choice between them."""
-        self.begin(v_BLHD)
-        self.chosen = Future()
-        cargo, lanes = WholeFirst(transfer, {"v": v_BLHD}), self.exchange.lanes
-        first, second = self.exchange.both_phases()
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), cargo)
-        landed = lanes["plane"].submit(partial(self._second_phase, second, swapped), cargo)
-        transfer.in_stages = transfer.travels_in_stages(v_BLHD)
-        return WholeArriving(cargo, landed)
+    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+        super().__init__(coding, exchange, layout, site, cache)
+        self.chosen: Future[LanePending[Selection]] = Future()
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def _second_phase(self, phase: Phase, swapped: LanePending[BlockSet], cargo: Forward) -> Target:
+    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], cargo: Forward) -> Target:
         held = swapped.wait()
         if self.full:
             self._update_at_full_step(held)

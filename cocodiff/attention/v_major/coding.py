@@ -8,37 +8,23 @@ The output always travels whole.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cocodiff.attention.strategy import Site
+from cocodiff.attention.v_major.call import SiteCache
+from cocodiff.attention.v_major.card import CardTransfer
 from cocodiff.attention.v_major.drift import DriftNotes
-from cocodiff.attention.v_major.selection import Cards, Schedule, Selection
-from cocodiff.comm.transport import LanePending, Ranks
+from cocodiff.attention.v_major.selection import Cards, Schedule
+from cocodiff.attention.v_major.source import SourceTransfer
+from cocodiff.comm.transport import Ranks
 from cocodiff.errors import UserError
-from cocodiff.kernels import Rows
-from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, CodedCall, Coding, Encoded, Moment, StepNotes
-from cocodiff.wire.exchange import Arriving, Exchange, Transfer
-
-
-@dataclass
-class SiteCache:
-    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
-    inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
-
-    shape: tuple[int, ...] = ()
-    layout: Layout | None = None
-    last_step: int = -2
-    inference: bool = False
-    reference: Tensor | None = None
-    received: dict[str, Tensor] = field(default_factory=dict)
+from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Transfer
 
 
 class VMajor(Coding):
@@ -65,11 +51,9 @@ class VMajor(Coding):
     ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
-    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        from cocodiff.attention.v_major.card import CardCall
-
-        kind = SourceCall if self.scoring == "source" else CardCall
-        return kind(self, exchange, layout, site, self._caches.setdefault(site, SiteCache()))
+    def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
+        opens = SourceTransfer if self.scoring == "source" else CardTransfer
+        return opens(self, exchange, layout, site, self._caches.setdefault(site, SiteCache()))
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -119,146 +103,3 @@ class VMajor(Coding):
         if key not in self._cards:
             self._cards[key] = Cards.build(self._exchange.topology, layout.may_stay, device)
         return self._cards[key]
-
-
-class SelectiveCall(CodedCall, ABC):
-    """One attention call of V-Major, full or not; how it scores is the subclass's. Orders send v before or together
-    with q and k, since it decides what of them travels."""
-
-    begun = False  # whether v was sent, so that `full` is known
-
-    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
-        super().__init__(layout)
-        self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
-        self.kernels, self.full = exchange.kernels, True
-
-    @abstractmethod
-    def selection(self) -> Selection:
-        """What travels in a selective call; waits for the choice."""
-
-    def check_begun(self) -> None:
-        """Raises RuntimeError where an order sends q or k before v: they would travel whole, v would not."""
-        if not self.begun:
-            raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
-
-    def begin(self, v_BLHD: Tensor) -> None:
-        """Decides whether all tokens travel, now that v's shape is known."""
-        self.begun = True
-        cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()
-        same = cache.shape == v_BLHD.shape and cache.layout == self.layout and cache.inference == inference
-        known = same and cache.last_step == step - 1
-        self.coding.drift.ensure_step(step)
-        self.full = not known or self.coding.schedule.is_full(step, self.coding.steps)
-        if not known:
-            cache.reference, cache.received = None, {}
-        cache.last_step, cache.shape, cache.layout = step, tuple(v_BLHD.shape), self.layout
-        cache.inference = inference
-
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        if self.full:
-            return super().encode(tensors_BLHD)
-        selection = self.selection()
-        own = selection.of_rank[self.coding.rank]
-        payloads = [travelling_rows(x_BLHD, own) for x_BLHD in tensors_BLHD.values()]
-        return Encoded(payloads, selection.layout)
-
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
-        """Into the caches: everything, or in one launch those rows that came."""
-        caches = self.cache.received
-        if self.full:
-            caches |= received_BSGW
-        else:
-            here = [x_1NGD[0, rows] for x_1NGD in received_BSGW.values()]
-            into = [caches[name].flatten(0, 1) for name in received_BSGW]
-            self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
-        return [caches[name] for name in received_BSGW]
-
-    def update_reference(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
-        """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
-        if self.cache.reference is None:
-            self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
-        elif active_BN is not None and self.coding.reference == "sent":
-            self.cache.reference[active_BN] = v_BNHD[active_BN]
-
-    def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Change and norm of every token against the reference, which must be there; noted in the profile. At full
-        steps, and where the reference is "prev", the same pass makes v the reference."""
-        assert self.cache.reference is not None, "a selective step follows a full one"
-        with self.exchange.trace.span("score", "select", self.layer):
-            renew = self.full or self.coding.reference == "prev"
-            change_BN, norm_BN = self.kernels.l1_score(v_BNHD, self.cache.reference, renew)
-        self.coding.drift.scored(self.coding.moment.step, change_BN, norm_BN)
-        return change_BN, norm_BN
-
-    def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
-        """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
-        with self.exchange.trace.span("gather selection", "select", self.layer):
-            self.coding.transport.world.all_gather(own_BN.contiguous(), parts_BN).wait()
-        for peer in range(len(parts_BN)):
-            self.exchange.port.count(peer, own_BN.nbytes)
-
-
-class SourceCall(SelectiveCall):
-    """Every rank scores its own tokens; scores are gathered while q and k are made; active rows travel in every
-    phase."""
-
-    chosen: LanePending[Selection] | None = None
-
-    def send(self, transfer: Transfer, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> Arriving:
-        if "v" in tensors_BLHD:
-            self.observe(tensors_BLHD["v"])
-        self.check_begun()
-        return transfer.post(tensors_BLHD, wait_next and self.full)
-
-    def observe(self, v_BLHD: Tensor) -> None:
-        """Scores this rank's tokens, if it is a selective call in the background."""
-        self.begin(v_BLHD)
-        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.coding.rank]]
-        if not self.full:
-            self.chosen = self.coding.transport.control.submit(self._choose, own_BNHD)
-            return
-        if self.cache.reference is not None:
-            self.score(own_BNHD)
-        self.update_reference(own_BNHD, None)
-
-    def selection(self) -> Selection:
-        assert self.chosen is not None, "v is sent before or together with what depends on it"
-        return self.chosen.wait()
-
-    def _choose(self, own_BNHD: Tensor) -> Selection:
-        coding, layout, batch = self.coding, self.layout, len(own_BNHD)
-        change_BN, norm_BN = self.score(own_BNHD)
-        columns = 2 if coding.schedule.kind == "threshold" else 1
-        sent = torch.stack([change_BN, norm_BN][:columns])
-        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
-        self.gather(sent, parts)
-        of_all = torch.cat(parts, 2)
-        cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
-        active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
-        coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.may_stay)[coding.rank]])
-        return Selection.build(active_BS, layout)
-
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        payloads, layout = super().encode(tensors_BLHD)
-        if self.full or self.coding.reference != "sent" or "v" not in tensors_BLHD:
-            return Encoded(payloads, layout)
-        updating = [
-            self.rows_updating_reference(rows) if name == "v" and isinstance(rows, Rows) else rows
-            for name, rows in zip(tensors_BLHD, payloads, strict=True)
-        ]
-        return Encoded(updating, layout)
-
-    def rows_updating_reference(self, v_KHD: Rows) -> Rows:
-        """The chosen rows of v, of which those that may stay become their reference when they are packed."""
-        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.coding.rank]
-        assert reference_BNHD is not None, "a selective step follows a full one"
-        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.coding.rank]
-        row_K = v_KHD.index_K % rows - chosen.start
-        place_K = v_KHD.index_K // rows * tokens + row_K
-        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # what may not stay has no reference
-        return Rows(v_KHD.source_RHD, v_KHD.index_K, reference_BNHD.flatten(0, 1), place_K)
-
-
-def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
-    """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
-    return Rows(x_BLHD.flatten(0, 1), index_N)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cocodiff.attention.residual.call import SAMPLING, width_of
+from cocodiff.attention import arrival
+from cocodiff.attention.arrival import SAMPLING, Displaced
+from cocodiff.attention.calls import TENSORS
+from cocodiff.attention.residual.call import width_of
 from cocodiff.attention.residual.coding import BITS, FINEST, Held, Residual, reconstructions
-from cocodiff.attention.residual.state import TENSORS
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -51,16 +53,22 @@ class ResidualCosts(Costs):
         ]
 
     @staticmethod
-    def hold_at(coding: Residual, kind: CallKind) -> None:
-        coding.held = Held(kind.whole, kind.fine, frozenset(kind.displaced))
+    def hold_at(coding: Residual | Displaced, kind: CallKind) -> None:
+        if isinstance(coding, Displaced):
+            coding.held = arrival.Held(kind.whole, frozenset(kind.displaced))
+        inner = coding.inner if isinstance(coding, Displaced) else coding
+        if isinstance(inner, Residual):
+            inner.held = Held(kind.whole, kind.fine)
 
     @staticmethod
-    def agree(coding: Residual) -> None:
-        coding.settle()
+    def agree(coding: Residual | Displaced) -> None:
+        if coding.notes is not None:
+            coding.notes.settle()
 
     @staticmethod
-    def catch_up(coding: Residual) -> None:
-        coding.catch_up()
+    def catch_up(coding: Residual | Displaced) -> None:
+        if isinstance(coding, Displaced):
+            coding.catch_up()
 
 
 def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:

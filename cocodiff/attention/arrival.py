@@ -1,0 +1,349 @@
+"""Which tensors attention waits for: displaced ones are replaced by what the last call of the site left.
+
+`Displaced` goes around any coding: it keeps the newest value of every tensor, and receives before a site's next call
+what the last one has sent and did not wait for. So what stands for a displaced tensor is the state of exactly one call
+before, and results depend on no timing. A coding may have a better operand to offer, see `ResidualCall`.
+
+With `arrival: adaptive` a tensor is displaced at a call if it is expected to change by less than tau: as at the call
+before, which all its senders saw, times how much farther the noise level moves now, and LAG times that where it is
+taken as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, SiteCalls, is_fine
+from cocodiff.attention.strategy import Site
+from cocodiff.registry import CODECS, CODINGS, load
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.wire.cargo import Back, Forward
+from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.transfer import Arriving, Transfer, Whole, WholeOutput
+
+SAMPLING = 16  # of so many rows one tells how tensors change that travel as they are
+# What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.
+LAG = 1.5
+LATE = "late"  # what bytes are counted for that no call waits for
+
+
+class Held(NamedTuple):
+    """A kind of call. anew: it follows no other."""
+
+    anew: bool
+    displaced: frozenset[str]
+
+
+@dataclass
+class SiteArrivals(SiteCalls):
+    """changes: of the tensors that were measured at the last call, by how much they had changed since the one before,
+    relatively. late: what receives the tensors of the last call that it did not wait for; in_flight: their bytes until
+    then, at most, sent and received ones. last: of every tensor what was received last. sampled: of tensors that travel
+    as they are, the rows of the last call by which the change is measured."""
+
+    changes: Mapping[str, float] = field(default_factory=dict)
+    late: list[Callable[[], object]] = field(default_factory=list)
+    in_flight: int = 0
+    last: dict[str, Tensor] = field(default_factory=dict)
+    sampled: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin_anew(self) -> None:
+        self.catch_up()
+        self.changes, self.sampled, self.last = {}, {}, {}
+
+    def catch_up(self) -> None:
+        """Receives what the last call did not wait for."""
+        late, self.late, self.in_flight = self.late, [], 0
+        for receive in late:
+            receive()
+
+    def bytes_held(self, own_last: bool) -> int:
+        held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
+        return sum(x.nbytes for x in held) + self.in_flight
+
+    def settle(self, notes: Sequence[Sequence[int]]) -> None:
+        super().settle(notes)
+        measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
+        self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
+
+
+class Displaced(Coding):
+    """Has calls go on without some of what they send, by another coding."""
+
+    keeps_state = prefers_ulysses = True
+    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
+
+    def __init__(self, inner: Coding, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
+        """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
+        and fine_steps, see `Config`."""
+        self.inner, self._settings, self.moment = inner, settings, Moment(-1, 0, None)
+        self._sites: dict[Site, SiteArrivals] = {}
+        self._report: defaultdict[int, DisplacedStep] = defaultdict(DisplacedStep)
+        self.notes: SharedNotes | None = getattr(inner, "notes", None)
+        if self.notes is None and exchange is not None:
+            self.notes = SharedNotes(everyone, exchange.trace)
+
+    @classmethod
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
+    ) -> Displaced:
+        codes = settings.codec != "none"
+        inner: type[Coding] = load(CODECS, settings.codec) if codes else load(CODINGS, settings.selection)
+        return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
+
+    def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
+        state = self._sites.setdefault(site, SiteArrivals())
+        call = DisplacedCall(self, self.inner.call(exchange, layout, site), state, exchange)
+        return DisplacedTransfer(exchange, call, site.kind)
+
+    # Lifecycle --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, moment: Moment) -> None:
+        if self.notes is None:
+            return
+        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
+            self.end()
+        self.moment = moment
+        self.notes.begin_step(moment)
+        self.inner.begin_step(moment)
+
+    def catch_up(self) -> None:
+        for site in self._sites.values():
+            site.catch_up()
+
+    def forget(self, site: Site) -> None:
+        if site in self._sites:
+            self._sites.pop(site).catch_up()
+        self.inner.forget(site)
+
+    def end(self, drain: bool = True) -> None:
+        if self.notes is not None:
+            if drain:
+                self.notes.settle()
+                self.catch_up()
+            self.notes.clear()
+        self._sites.clear()
+        self.inner.end(drain)
+
+    def bytes_held(self) -> int:
+        """What was received last is the coding's own where that keeps something, and counted there."""
+        own = not self.inner.keeps_state
+        return self.inner.bytes_held() + sum(site.bytes_held(own) for site in self._sites.values())
+
+    def report(self) -> dict[int, StepNotes]:
+        of_inner = self.inner.report()
+        return {step: own.beside(of_inner.get(step)) for step, own in self._report.items()}
+
+    def forget_report(self) -> None:
+        self._report.clear()
+        self.inner.forget_report()
+
+    # Deciding ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is measured how tensors change."""
+        return bool(self._settings.arrival == "adaptive")
+
+    def begin_call(self, call: DisplacedCall, like_BLHD: Tensor) -> None:
+        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
+        state, inner = call.state, call.inner
+        assert self.notes is not None, "one rank alone displaces nothing"
+        self.notes.settle()
+        state.begin(like_BLHD, inner.layout, self.moment, self.held is not None and self.held.anew)
+        inner.begin(like_BLHD)
+        call.displaced = self.displaced(state, inner)
+        inner.displace(call.displaced)
+        state.catch_up()
+        if self.measures and not inner.measures and state.follows:
+            call.measured = self.notes.of_call(like_BLHD.device)
+        for noted in filter(None, (inner.noted, call.measured)):
+            noted.settle.append(state.settle)
+        self._report[self.moment.step].add(call.displaced, inner.share)
+
+    def displaced(self, state: SiteArrivals, inner: CodedCall) -> frozenset[str]:
+        """The tensors that this call does not wait for: attention takes what the last call left."""
+        held, fine = self.held, is_fine(self.moment, self._settings.fine_steps)
+        if not state.follows or (fine and held is None):
+            return frozenset()
+        if held is not None:
+            return held.displaced
+        if not self.measures:
+            return frozenset(TENSORS)
+        limit = self._settings.tau / state.pace
+        limits = {name: limit if inner.continues(name) else limit / LAG for name in TENSORS}
+        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limits[name])
+
+
+class DisplacedCall(CodedCall):
+    """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
+    how tensors change, if the coding does not do that itself."""
+
+    displaced: frozenset[str]
+    measured: Noted | None = None
+
+    def __init__(self, coding: Displaced, inner: CodedCall, state: SiteArrivals, exchange: Exchange) -> None:
+        super().__init__(inner.layout)
+        self._coding, self.inner, self.state, self._exchange = coding, inner, state, exchange
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        self._coding.begin_call(self, like_BLHD)
+
+    def stand_in(self, name: str) -> Tensor:
+        """What attention, or the model, goes on with in a displaced tensor's place."""
+        return self.inner.operand(name, self.state.last[name])
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        return self.inner.cell_bytes(x_BLHD)
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        for name, x_BLHD in tensors_BLHD.items():
+            self._measure(name, x_BLHD, slice(0, x_BLHD.shape[1]), x_BLHD.shape[1])
+        return self.inner.encode(tensors_BLHD)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        found = self.inner.decode(received_BSGW, coded, rows)
+        self.state.last |= zip(received_BSGW, found, strict=True)
+        return found
+
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+        self._measure("o", out_BTGD, rows, sum(self.layout.rows))
+        return self.inner.encode_output(out_BTGD, rows)
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        self.state.last["o"] = out_BLHD = self.inner.decode_output(received_BLHW)
+        return out_BLHD
+
+    def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
+        """Notes by some of a tensor's `length` rows how it has changed since the last call; `rows` of them are here."""
+        if not self._coding.measures or self.inner.measures:
+            return
+        sampled = self.state.sampled
+        first = -rows.start % SAMPLING  # every so many of all rows, however many of them are here
+        some_BNHD = x_BTHD[:, first::SAMPLING]
+        if name not in sampled:
+            B, _, H, D = x_BTHD.shape
+            sampled[name] = x_BTHD.new_empty(B, -(-length // SAMPLING), H, D)
+        start = (rows.start + first) // SAMPLING
+        last_BNHD = sampled[name][:, start : start + some_BNHD.shape[1]]
+        if self.measured is None:
+            last_BNHD.copy_(some_BNHD)
+        elif some_BNHD.shape[1]:
+            lane = "main" if name in self.displaced else "codec"
+            with self._exchange.trace.span(f"measure {name}", lane):
+                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.own[TENSORS.index(name)])
+
+
+class DisplacedTransfer(Transfer):
+    """Sends what attention waits for first. The rest is encoded at once, so that what its encoding notes is known to
+    the next call of the model however long the lane is behind, and only the code waits for its turn."""
+
+    coded: DisplacedCall
+
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        super().open(tensors_BLHD)
+        self.in_stages = self.in_stages and not self.coded.displaced
+        self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        displaced = self.coded.displaced
+        awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
+        sent = super().post(awaited, wait_next) if awaited else {}
+        late = [name for name in tensors_BLHD if name in displaced]
+        here: dict[str, Arriving] = {name: Here(self.coded.stand_in(name), "".join(late)) for name in late}
+        self._late |= {name: tensors_BLHD[name] for name in late}
+        if self._late and "k" in tensors_BLHD:  # the last of the three, in every order
+            cargo = Forward(self.end, self._late, f"{LATE} {''.join(self._late)}", LATE)
+            in_flight = sum(map(self._in_flight, self._late.values()))
+            cargo.encode_now()
+            self._receive_late(Whole(cargo, self.exchange.submit(cargo)), in_flight)
+            self._late = {}
+        return sent | here
+
+    def back(self, out_BSGD: Tensor) -> Tensor:
+        if "o" not in self.coded.displaced:
+            return super().back(out_BSGD)
+        cargo = Back(self.end, out_BSGD, label=f"{LATE} o", purpose=LATE)
+        cargo.encode_now()
+        arriving = WholeOutput(cargo, self.exchange.submit(cargo), self.coded)
+        self._receive_late(arriving, self._in_flight(out_BSGD))
+        return self.coded.stand_in("o")
+
+    def _receive_late(self, arriving: Whole | WholeOutput, in_flight: int) -> None:
+        """Before the next call. The wait has a span of its own, without the decoding."""
+        trace = self.exchange.trace
+
+        def receive() -> None:
+            with trace.span(f"wait for {arriving.cargo.label}", layer=arriving.cargo.layer):
+                arriving.received()
+            arriving.wait()
+
+        self.coded.state.late.append(receive)
+        self.coded.state.in_flight += in_flight
+
+    def _in_flight(self, x: Tensor) -> int:
+        """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
+        layout, own = self.layout, self.exchange.rank
+        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
+        return self.coded.cell_bytes(x) * cells
+
+
+class Here:
+    """A tensor that is here; see `Arriving`. It never comes in chunks."""
+
+    def __init__(self, x_BSGD: Tensor, together: str) -> None:
+        self._x_BSGD, self.together = x_BSGD, together
+
+    def wait(self) -> Tensor:
+        return self._x_BSGD
+
+    def chunk(self, number: int) -> Tensor:
+        return self._x_BSGD
+
+    def expect(self, number: int) -> None:
+        return
+
+
+@dataclass
+class DisplacedStep:
+    """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
+    the wire that attention waited for, a whole one being 1. inner: what the coding notes of the step, if anything."""
+
+    sets: Counter[str] = field(default_factory=Counter)
+    awaited: float = 0.0
+    inner: Any = None
+
+    def add(self, displaced: frozenset[str], share: float) -> None:
+        """A call. share: of a whole tensor's bytes that each takes."""
+        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
+        self.awaited += (len(TENSORS) - len(displaced)) * share
+
+    def beside(self, inner: StepNotes | None) -> DisplacedStep:
+        return DisplacedStep(self.sets, self.awaited, inner)
+
+    @classmethod
+    def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
+        """Over ranks, besides what the coding notes: "displaced_fraction" of all tensors, "displaced_sets": the
+        fraction of calls by the tensors that were displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that
+        whole tensors of 16 bits take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which
+        attention waited for."""
+        inner = [part.inner for part in parts if part.inner is not None]
+        sets: Counter[str] = sum((part.sets for part in parts), Counter())
+        calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
+        of_inner = inner[0].merged(inner) if inner else {"coded_fraction": 0.0, "linear_fraction": None}
+        return {
+            "sent_fraction": 1.0,
+            **of_inner,
+            "displaced_fraction": late / (len(TENSORS) * calls),
+            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
+            "exposed_fraction": sum(part.awaited for part in parts) / (len(TENSORS) * calls),
+        }
