@@ -11,9 +11,13 @@ import tifffile
 import torch
 from warm import COCODIFF, forked
 
+from cocodiff.cli import main
+from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Alone
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
-from cocodiff.device import HandedOver, rank_device, used_on_current_stream
+from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
+from cocodiff.errors import OwnRankError
 
 
 @pytest.fixture
@@ -112,6 +116,18 @@ def test_there_are_devices_only_where_a_test_makes_them(sim):
         rank_device("auto", 0)
 
 
+def test_forked_ranks_that_outnumber_devices_share_them_and_a_launchers_ranks_only_where_they_are_told(sim):
+    with sim.devices(2) as found:
+        for rank in range(4):
+            forked_rank = Launch("forked", rank, 4, rank, 4)
+            assert place_rank(forked_rank, "auto", "auto") == (found[rank % 2], "host")
+        assert free_memory(found[0], 4) == free_memory(found[0], 1) // 2 == free_memory(found[0], 3)
+        assert place_rank(Launch("forked", 1, 2, 1, 2), "auto", "auto") == (found[1], "auto")
+        assert place_rank(Launch("torchrun", 3, 4, 3, 4), "auto", "host") == (found[1], "host")
+        with pytest.raises(OwnRankError, match="local rank 2 has no sim device: 2 found"):
+            place_rank(Launch("torchrun", 2, 4, 2, 4), "auto", "auto")
+
+
 # What lanes hand over -------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +160,27 @@ def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
 
 
 @pytest.mark.processes
-def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path):
-    """On one rank: `--device auto` takes the device, and all of the embedded pipeline runs there."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path, ranks):
+    """`--device auto` takes the device, and all of the embedded pipeline runs there. Forked ranks that outnumber
+    devices share them, which rank 0 says."""
     tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
     restored = {}
     for device, module in (("cpu", COCODIFF), ("auto", "simulated_device.command")):
         out = tmp_path / device
-        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", 1, "--device", device, "--dtype", "fp32")
-        done = forked("inpaint", *words, "--out", out, "--quiet", folder=tmp_path, module=module)
+        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", ranks, "--device", device)
+        done = forked("inpaint", *words, "--dtype", "fp32", "--out", out, "--quiet", folder=tmp_path, module=module)
         assert done.returncode == 0, done.stderr
         restored[device] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
     assert np.array_equal(restored["cpu"], restored["auto"])
+    shared = "up to 2 ranks share a sim device: messages pass through the host's memory"
+    assert done.stderr.count(shared) == ranks - 1
+
+
+def test_ranks_are_not_forked_from_a_process_that_uses_a_device(sim, tmp_path, capsys):
+    words = ["doctor", "--ranks", "2", "--kernels", "torch", "--out", str(tmp_path / "d")]
+    with sim.devices(1) as found:
+        x = torch.ones(3, device=found[0])
+        assert main(words) == 2
+        del x
+    assert "--ranks 2: this process uses sim already" in capsys.readouterr().err
