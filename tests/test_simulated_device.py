@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -16,8 +17,10 @@ from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Alone
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
+from cocodiff.commands.doctor.stream_trials import READ_EARLY, SENT_EARLY
 from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError
+from cocodiff.kernels.choices import OPS
 
 
 @pytest.fixture
@@ -184,3 +187,38 @@ def test_ranks_are_not_forked_from_a_process_that_uses_a_device(sim, tmp_path, c
         assert main(words) == 2
         del x
     assert "--ranks 2: this process uses sim already" in capsys.readouterr().err
+
+
+def doctor(tmp_path: Any, module: str) -> tuple[Any, dict[str, list[tuple[str, str]]], dict[str, Any]]:
+    """Of two ranks that share a device: how it ended, its findings by check, and doctor.json."""
+    words = ("--ranks", 2, "--kernels", "torch", "--out", tmp_path / "d")
+    done = forked("doctor", *words, folder=tmp_path, module=module)
+    document = json.loads((tmp_path / "d" / "doctor.json").read_text())
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in document["findings"]:
+        found.setdefault(one["check"], []).append((one["severity"], one["text"]))
+    return done, found, document["facts"]
+
+
+@pytest.mark.processes
+def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_path):
+    """How much is hidden here depends on who else computes, so its exit code is not looked at."""
+    done, found, facts = doctor(tmp_path, "simulated_device.command")
+    assert "ranks 0-1 share tile 0" in found["tiles"][0][1] and "6 rounds right" in found["order"][0][1]
+    judged = [severity for check in ("all-to-all", "order", "kernels", "memory") for severity, _ in found[check]]
+    assert set(judged) == {"ok"}
+    assert len(found["kernels"]) == len(OPS)
+    assert all(text.endswith("equal in float32, bfloat16, float16") for _, text in found["kernels"])
+    assert [text.split(":")[0] for _, text in found["host"]] == ["to the next rank", "all-to-all", "all-gather"]
+    assert all("4 KiB returns after" in text and "; 16 MiB returns after" in text for _, text in found["host"])
+    assert len(facts["issues"]) == 12 and facts["blocked_us"] > 0 and facts["ranks"][1]["device_name"] == "simulated"
+    assert str(tmp_path / "d" / "doctor.json") in done.stdout and "no event orders" not in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("left_out", "said"), [("send", SENT_EARLY), ("wait", READ_EARLY)])
+def test_doctor_says_which_order_of_messages_and_streams_is_broken(simulated, tmp_path, monkeypatch, left_out, said):
+    monkeypatch.setenv("UNORDERED", left_out)
+    done, found, facts = doctor(tmp_path, "simulated_device.unordered")
+    assert done.returncode == 1 and f"FAULT  order       {said}" in done.stdout and "Traceback" not in done.stderr
+    assert found["order"] == [("fault", said)] and facts["stopped"] == said
