@@ -34,10 +34,10 @@ def device_name() -> str:
 DEVICE = device_name()
 
 
-def chosen(names: Iterable[str], *some: str) -> list[Any]:
+def chosen(values: Iterable[Any], *some: Any) -> list[Any]:
     """Parameters of a test: on a simulated device some are enough, for other tests run all settings there."""
     left_out = pytest.mark.exhaustive if DEVICE == SIMULATED else ()
-    return [pytest.param(name, marks=() if name in some else left_out) for name in names]
+    return [pytest.param(value, marks=() if value in some else left_out) for value in values]
 
 
 class Late(PeerGroup):
