@@ -80,17 +80,28 @@ def _two_numbers(version: str) -> tuple[str, ...]:
 
 
 def free_memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes that this process can still take: of its tile, what the allocator holds unused included; on CPU an equal
-    part of what the node has available for each of its `ranks`. None where the system does not tell."""
+    """Bytes that this process can still take: an equal part of what its tile, or on CPU the node, has available, for
+    each of the node's `ranks` that share it, and what its allocator holds unused. None where the system does not tell.
+    """
     if device.type == "cpu":
         available = _meminfo("MemAvailable")
         return None if available is None else available // ranks
     module = torch.get_device_module(device)
     allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
+    sharing = ranks_on_device(device, ranks)
     try:
-        return int(module.mem_get_info(device)[0] + reserved - allocated)
+        return int(module.mem_get_info(device)[0] // sharing + reserved - allocated)
     except RuntimeError:  # an xpu driver without sysman knows only how much there is in all
-        return int(module.get_device_properties(device).total_memory - allocated)
+        return int(module.get_device_properties(device).total_memory // sharing - allocated)
+
+
+def ranks_on_device(device: torch.device, ranks: int) -> int:
+    """How many of a node's `ranks` share a device at most: local ranks take those that they see in turns. Where a
+    launcher's mask leaves each rank a tile alone, it is theirs, though all of them see one."""
+    if device.type == "cpu":
+        return 1
+    count = int(torch.get_device_module(device).device_count())
+    return 1 if count == 1 and "ZE_AFFINITY_MASK" in os.environ else -(-ranks // count)
 
 
 def _meminfo(key: str) -> int | None:

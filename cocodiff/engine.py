@@ -21,13 +21,12 @@ from cocodiff.agreement import check_agreement, weights_digest
 from cocodiff.assemble import Work
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.connect import connect
+from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
-from cocodiff.device import rank_device
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.guidance import Call, Guidance, Parts, Way, parts_fit
 from cocodiff.kernels import Kernels
@@ -72,10 +71,10 @@ def open_transport(
 
     on_loss: called at once when a rank is lost, also during the start."""
     launch = launch or detect()
-    device = rank_device(config.device, launch.local_rank, shared=config.transport == "host")
+    device, name = place_rank(launch, config.device, config.transport)
     alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
     limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
-    return connect(launch, config.transport, device, alike, limits, on_loss, config.check_messages)
+    return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
 
 
 class Engine:

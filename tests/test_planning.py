@@ -18,7 +18,7 @@ from cocodiff.planning.decisions import Decisions, without_seldom
 from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.pricing import Pricing, cost_of
-from cocodiff.planning.program import COMPUTE
+from cocodiff.planning.program import COMPUTE, POST
 from cocodiff.planning.roofline import seconds, started
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
@@ -100,6 +100,18 @@ def by_the_next_rank(topology, rank):
         hop=2,
     )
     return (first, second)
+
+
+def test_a_layer_takes_at_least_as_long_as_its_messages_block_the_host():
+    """Of an all-to-all, with each of 11 peers, a message each way. In a layer all lanes of a rank share its host."""
+    blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4))
+    assert AllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
+    recording = Recording(case("v_first"))
+    for segment in (one for _, segments in recording.kinds for one in segments):
+        posts = [op for strand in segment.programs[0].strands for op in strand if op[0] == POST]
+        messages = sum(len(sends) + len(receives) for _, sends, receives in posts)
+        seconds = recording.outcome(segment, Network(AURORA), Latencies(blocked_s=1e-2)).seconds
+        assert messages > 0 and seconds >= messages * 1e-2
 
 
 def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):

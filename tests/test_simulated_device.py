@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -11,9 +12,15 @@ import tifffile
 import torch
 from warm import COCODIFF, forked
 
+from cocodiff.cli import main
+from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Alone
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
-from cocodiff.device import HandedOver, rank_device, used_on_current_stream
+from cocodiff.commands.doctor.stream_trials import READ_EARLY, SENT_EARLY
+from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
+from cocodiff.errors import OwnRankError
+from cocodiff.kernels.choices import OPS
 
 
 @pytest.fixture
@@ -112,6 +119,18 @@ def test_there_are_devices_only_where_a_test_makes_them(sim):
         rank_device("auto", 0)
 
 
+def test_forked_ranks_that_outnumber_devices_share_them_and_a_launchers_ranks_only_where_they_are_told(sim):
+    with sim.devices(2) as found:
+        for rank in range(4):
+            forked_rank = Launch("forked", rank, 4, rank, 4)
+            assert place_rank(forked_rank, "auto", "auto") == (found[rank % 2], "host")
+        assert free_memory(found[0], 4) == free_memory(found[0], 1) // 2 == free_memory(found[0], 3)
+        assert place_rank(Launch("forked", 1, 2, 1, 2), "auto", "auto") == (found[1], "auto")
+        assert place_rank(Launch("torchrun", 3, 4, 3, 4), "auto", "host") == (found[1], "host")
+        with pytest.raises(OwnRankError, match="local rank 2 has no sim device: 2 found"):
+            place_rank(Launch("torchrun", 2, 4, 2, 4), "auto", "auto")
+
+
 # What lanes hand over -------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +163,62 @@ def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
 
 
 @pytest.mark.processes
-def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path):
-    """On one rank: `--device auto` takes the device, and all of the embedded pipeline runs there."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path, ranks):
+    """`--device auto` takes the device, and all of the embedded pipeline runs there. Forked ranks that outnumber
+    devices share them, which rank 0 says."""
     tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
     restored = {}
     for device, module in (("cpu", COCODIFF), ("auto", "simulated_device.command")):
         out = tmp_path / device
-        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", 1, "--device", device, "--dtype", "fp32")
-        done = forked("inpaint", *words, "--out", out, "--quiet", folder=tmp_path, module=module)
+        words = ("--input", tmp_path / "scan.tif", "--steps", 2, "--ranks", ranks, "--device", device)
+        done = forked("inpaint", *words, "--dtype", "fp32", "--out", out, "--quiet", folder=tmp_path, module=module)
         assert done.returncode == 0, done.stderr
         restored[device] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
     assert np.array_equal(restored["cpu"], restored["auto"])
+    shared = "up to 2 ranks share a sim device: messages pass through the host's memory"
+    assert done.stderr.count(shared) == ranks - 1
+
+
+def test_ranks_are_not_forked_from_a_process_that_uses_a_device(sim, tmp_path, capsys):
+    words = ["doctor", "--ranks", "2", "--kernels", "torch", "--out", str(tmp_path / "d")]
+    with sim.devices(1) as found:
+        x = torch.ones(3, device=found[0])
+        assert main(words) == 2
+        del x
+    assert "--ranks 2: this process uses sim already" in capsys.readouterr().err
+
+
+def doctor(tmp_path: Any, module: str) -> tuple[Any, dict[str, list[tuple[str, str]]], dict[str, Any]]:
+    """Of two ranks that share a device: how it ended, its findings by check, and doctor.json."""
+    words = ("--ranks", 2, "--kernels", "torch", "--out", tmp_path / "d")
+    done = forked("doctor", *words, folder=tmp_path, module=module)
+    document = json.loads((tmp_path / "d" / "doctor.json").read_text())
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in document["findings"]:
+        found.setdefault(one["check"], []).append((one["severity"], one["text"]))
+    return done, found, document["facts"]
+
+
+@pytest.mark.processes
+def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_path):
+    """How much is hidden here depends on who else computes, so its exit code is not looked at."""
+    done, found, facts = doctor(tmp_path, "simulated_device.command")
+    assert "ranks 0-1 share tile 0" in found["tiles"][0][1] and "6 rounds right" in found["order"][0][1]
+    judged = [severity for check in ("all-to-all", "order", "kernels", "memory") for severity, _ in found[check]]
+    assert set(judged) == {"ok"}
+    assert len(found["kernels"]) == len(OPS)
+    assert all(text.endswith("equal in float32, bfloat16, float16") for _, text in found["kernels"])
+    assert [text.split(":")[0] for _, text in found["host"]] == ["to the next rank", "all-to-all", "all-gather"]
+    assert all("4 KiB returns after" in text and "; 16 MiB returns after" in text for _, text in found["host"])
+    assert len(facts["issues"]) == 12 and facts["blocked_us"] > 0 and facts["ranks"][1]["device_name"] == "simulated"
+    assert str(tmp_path / "d" / "doctor.json") in done.stdout and "no event orders" not in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("left_out", "said"), [("send", SENT_EARLY), ("wait", READ_EARLY)])
+def test_doctor_says_which_order_of_messages_and_streams_is_broken(simulated, tmp_path, monkeypatch, left_out, said):
+    monkeypatch.setenv("UNORDERED", left_out)
+    done, found, facts = doctor(tmp_path, "simulated_device.unordered")
+    assert done.returncode == 1 and f"FAULT  order       {said}" in done.stdout and "Traceback" not in done.stderr
+    assert found["order"] == [("fault", said)] and facts["stopped"] == said

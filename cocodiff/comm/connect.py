@@ -38,6 +38,7 @@ from cocodiff.comm.store import (
 )
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import Transport
+from cocodiff.device import rank_device, ranks_on_device
 from cocodiff.errors import UserError
 
 log = logging.getLogger("cocodiff.comm")
@@ -55,6 +56,18 @@ class _Meeting(NamedTuple):
     store: Any = None
     interface: str = ""
     on_loopback: bool = False
+
+
+def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
+    """A rank's device and what carries its messages, from the settings of these names. Ranks that were forked here see
+    the same devices, so that auto is host where they outnumber these; what a launcher's ranks see may be each its own.
+    """
+    in_turns = transport == "host" or (transport == "auto" and launch.kind == "forked")
+    found = rank_device(device, launch.local_rank, in_turns)
+    sharing = ranks_on_device(found, launch.local_size or 1) if in_turns else 1
+    if sharing > 1 and launch.speaks:
+        log.warning("up to %d ranks share a %s device: messages pass through the host's memory", sharing, found.type)
+    return found, "host" if sharing > 1 else transport
 
 
 def connect(

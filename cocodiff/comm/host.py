@@ -46,7 +46,8 @@ class HostBuffers:
                 if used_until is None or used_until.is_past():
                     return free.pop(place)[0]
             self.made += 1
-        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        # On the CPU whatever the caller's default device is.
+        return torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=self._device.type != "cpu")
 
     def give_back(self, buffer: Tensor, used_until: StreamMark | None = None) -> None:
         """For use again, after a point in a stream."""

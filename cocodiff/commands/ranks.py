@@ -68,10 +68,7 @@ def run_ranks(
         end = _run_rank(launch, config, settings, work, None)
         _say(end, "")
         return end.code
-    if config.device not in ("auto", "cpu"):
-        raise UserError(
-            f"--ranks forks ranks for the CPU; for device {config.device} start them with mpiexec or torchrun"
-        )
+    _check_no_device(ranks, config)
     return _fork(ranks, config, settings, work, left)
 
 
@@ -136,6 +133,17 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
 
 
 # Forked ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_no_device(ranks: int, config: Config) -> None:
+    """Raises UserError where this process uses an accelerator, which forked ranks could not use then."""
+    torch = sys.modules.get("torch")
+    found = torch.accelerator.current_accelerator() if torch is not None and config.device != "cpu" else None
+    if found is not None and torch is not None and getattr(torch.get_device_module(found), "is_initialized", bool)():
+        raise UserError(
+            f"--ranks {ranks}: this process uses {found.type} already, and ranks forked from it cannot: start them "
+            f"from another one, or with mpiexec or torchrun"
+        )
 
 
 def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:

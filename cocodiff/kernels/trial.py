@@ -1,8 +1,9 @@
-"""Whether a device's SYCL operations give what torch's do, on small tensors: what no machine without it can show."""
+"""Whether a device's operations give what torch's do, on small tensors: what no machine without it can show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from cocodiff_sycl import SyclOps
@@ -17,17 +18,35 @@ STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # r
 B, L, H, D = 1, 70, 3, 128
 
 
-def wrong_operations(ops: SyclOps, dtypes: Sequence[torch.dtype] = tuple(STEPS)) -> list[str]:
-    """Operations, each with its dtype, that differ from torch's by more than docs/kernels.md allows, or fail."""
-    wrong = []
-    for dtype in dtypes:
-        for op in OPS:
-            try:
-                found, expected = (_run(op, one, dtype, ops.device) for one in (ops, TorchOps()))
-                torch.testing.assert_close(found, expected, rtol=STEPS[dtype], atol=STEPS[dtype])
-            except (AssertionError, RuntimeError):
-                wrong.append(f"{op} in {str(dtype).removeprefix('torch.')}")
-    return wrong
+class KernelTrial(NamedTuple):
+    """An operation on small tensors. shapes: of its results. difference: the greatest one from torch's. wrong: that it
+    failed, and how, or differs by more than docs/kernels.md allows; "" where it is right."""
+
+    op: str
+    dtype: str
+    shapes: str
+    difference: float
+    wrong: str = ""
+
+
+def try_operations(ops: SyclOps | None, device: torch.device) -> list[KernelTrial]:
+    """All operations in all dtypes: SYCL's against torch's on the same device; without SYCL torch's own against those
+    of the CPU."""
+    return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS]
+
+
+def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device) -> KernelTrial:
+    name, cpu = str(dtype).removeprefix("torch."), torch.device("cpu")
+    try:
+        found = _run(op, ops or TorchOps(), dtype, device)
+        expected = _run(op, TorchOps(), dtype, device if ops is not None else cpu)
+    except RuntimeError as error:
+        return KernelTrial(op, name, "", float("inf"), f"fails: {str(error).splitlines()[0]}")
+    pairs = [(a.to(cpu), b.to(cpu)) for a, b in zip(found, expected, strict=True)]
+    shapes = " ".join(dict.fromkeys(str(list(a.shape)) for a, _ in pairs))
+    difference = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+    close = all(torch.allclose(a, b, STEPS[dtype], STEPS[dtype]) for a, b in pairs)
+    return KernelTrial(op, name, shapes, difference, "" if close else "differs by more than rounding")
 
 
 def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:

@@ -24,17 +24,20 @@ SLACK_S, SLACK = 5e-7, 2e-4  # seconds, and parts of the time that has passed: w
 
 
 class Latencies(NamedTuple):
-    """Seconds: of a message before its first byte; between two messages of one sender; of a kernel's launch."""
+    """Seconds: of a message before its first byte; between two messages of one sender; of a kernel's launch; that each
+    message blocks the host of either end, whichever lane posts it."""
 
     latency_s: float = 0.0
     message_s: float = 0.0
     launch_s: float = 0.0
+    blocked_s: float = 0.0
 
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
         """As the machine file has them."""
         links = machine.links
-        return cls(links.latency_us / 1e6, links.message_us / 1e6, machine.device.launch_us / 1e6)
+        of_links = links.latency_us, links.message_us, machine.device.launch_us, links.blocked_us
+        return cls(*(us / 1e6 for us in of_links))
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Simulation:
         self._queues: dict[tuple[int, str], deque[int]] = {}
         self._busy: set[tuple[int, str]] = set()
         self._free_s = [0.0] * len(programs)  # when a rank may start its next message
+        self._host_s = [0.0] * len(programs)  # until when its host is blocked
         self._ready: deque[_Strand] = deque()
         self._starting: list[int] = []
         self._marks: list[list[list[float]]] = [[[0.0, 0.0] for _ in program.labels] for program in programs]
@@ -136,8 +140,14 @@ class Simulation:
                     self._later(self._now + seconds, strand)
                     return
             elif kind == POST:
-                for number in (*operation[1], *operation[2]):
+                numbers = (*operation[1], *operation[2])
+                for number in numbers:
                     self._post(number)
+                if self._latencies.blocked_s:
+                    host_s = max(self._now, self._host_s[strand.rank])
+                    self._host_s[strand.rank] = host_s + len(numbers) * self._latencies.blocked_s
+                    self._later(self._host_s[strand.rank], strand)
+                    return
             elif kind == AWAIT:
                 open_ = [number for number in operation[1] if not self._arrived[number]]
                 if open_:
@@ -181,7 +191,7 @@ class Simulation:
         if self._posted[number] < 2:
             return
         sender = self._messages[number].sender
-        latency_s, message_s, _ = self._latencies
+        latency_s, message_s, *_ = self._latencies
         self._free_s[sender] = max(self._now, self._free_s[sender]) + message_s
         start = self._free_s[sender] + latency_s
         if start > self._now:

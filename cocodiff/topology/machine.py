@@ -24,8 +24,8 @@ class Links:
     """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node.
 
     nic_of: the NIC of every tile of a node; default: in turns.
-    latency_us: of a message, before its first byte; message_us: between two messages that a rank starts. Plans count
-    them.
+    latency_us: of a message, before its first byte; message_us: between two messages that a rank starts; blocked_us:
+    for which a rank's host is blocked by each message that it sends or receives. Plans count them.
     """
 
     sibling_gb_s: float = 10.0
@@ -35,6 +35,7 @@ class Links:
     nic_of: tuple[int, ...] = ()
     latency_us: float = 0.0
     message_us: float = 0.0
+    blocked_us: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
@@ -43,7 +44,7 @@ class Links:
         for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
-        for name in ("latency_us", "message_us"):
+        for name in ("latency_us", "message_us", "blocked_us"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give microseconds, 0 or more")
 

@@ -2,7 +2,8 @@
 also deals to two parts that hold to the contract side by side.
 
 As a program: `contract.py forked NAME...` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job; they
-check one transport after the other, "NAME+sums" with checksums, "NAME@DEVICE" for tensors of a device;
+check one transport after the other, "NAME+sums" with checksums, "NAME@DEVICE" for tensors of a device ("sim": each rank
+has a simulated one);
 `contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
 """
 
@@ -126,7 +127,8 @@ def check_all_reduce(group: Group) -> None:
         group.all_reduce(ones).wait()
         assert ones.tolist() == [n * len(group.ranks) + sum(range(len(group.ranks))) for n in range(5)]
     generator = torch.Generator("cpu").manual_seed(group.index)
-    total = torch.randn(1001, generator=generator, device="cpu") * 10.0 ** (3 * group.index)
+    noise = torch.randn(1001, generator=generator, device="cpu").to(torch.get_default_device())
+    total = noise * 10.0 ** (3 * group.index)
     group.all_reduce(total).wait()
     every = [torch.empty(1001) for _ in group.ranks]
     group.all_gather(total, every).wait()
@@ -269,6 +271,14 @@ def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None
 
 
 def main() -> int:
+    if not any(name.endswith("@sim") for name in sys.argv):
+        return check_all()
+    from simulated_device.command import on_a_device
+
+    return on_a_device(check_all)
+
+
+def check_all() -> int:
     from cocodiff.comm.launch import Launch, detect
     from cocodiff.commands.ranks import run_ranks
     from cocodiff.config import Config
@@ -287,7 +297,8 @@ def main() -> int:
     for name in names:
         name, _, device = name.partition("@")
         name, _, sums = name.partition("+")
-        config = Config(transport=name, check_messages=bool(sums), device=device or "cpu", timeout_s=60.0)
+        device = "auto" if device == "sim" else device or "cpu"
+        config = Config(transport=name, check_messages=bool(sums), device=device, timeout_s=60.0)
         if how == "launched":
             code = run_ranks(None, detect(), config, {}, on_its_device)
         else:

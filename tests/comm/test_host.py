@@ -126,3 +126,8 @@ def test_what_is_sent_leaves_when_its_copies_are_done(monkeypatch: pytest.Monkey
     group = host.HostGroup(Carrier(), XPU, HostBuffers(CPU))  # type: ignore[arg-type]
     group.send_recv([(torch.ones(3), 1), (torch.ones(0), 1), (torch.ones(5).half(), 1)], [])
     assert streams.log == [("host", "waits for", "posting"), ("host", "sends", "22 bytes")]
+
+
+def test_buffers_are_the_hosts_whatever_the_callers_default_device():
+    with torch.device("meta"):
+        assert HostBuffers(torch.device("cpu")).take(10).device.type == "cpu"

@@ -13,7 +13,10 @@ import pytest
 from launching import mpiexec, run
 
 from cocodiff.cli import main
+from cocodiff.comm.health import Alone
 from cocodiff.commands.doctor import command as doctor
+from cocodiff.commands.doctor.gather import environment
+from cocodiff.errors import OwnRankError
 
 pytestmark = pytest.mark.processes
 
@@ -46,6 +49,10 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path):
     assert len(facts["alltoalls"]) == 12 and not any(trial["wrong"] for trial in facts["alltoalls"])
     assert facts["overlap"]["communication_s"] > 0 and len(facts["pair_gb_s"]) == 3
     assert done.stdout.count("healthy: 3 rank(s)") == 1
+    calls = {(one["call"], one["bytes"]) for one in facts["issues"]}
+    assert len(calls) == 12 and {size for _, size in calls} == {2**12, 2**16, 2**20, 2**24}
+    assert all(0 < one["returns_s"] < one["complete_s"] for one in facts["issues"])
+    assert severities(document)["host"] == severities(document)["order"] == {"note"} and facts["order_rounds"] is None
 
 
 @pytest.mark.alone
@@ -76,6 +83,25 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path):
     assert all(rank["launcher"] == "forked" for rank in document["facts"]["ranks"])
 
 
+def test_what_doctor_writes_gives_access_to_nothing(monkeypatch):
+    for name, value in (
+        ("PMI_SHARED_SECRET", "s3cret"),
+        ("https_proxy", "http://me:s3cret@proxy:3128"),
+        ("AWS_ID", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    told = environment()
+    assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
+
+
+def test_a_step_that_fails_is_named(tmp_path):
+    with (
+        pytest.raises(OwnRankError, match="all-to-alls: a message of 45 bytes"),
+        doctor.patience(60, 0, Alone(), "all-to-alls"),
+    ):
+        raise ValueError("a message of 45 bytes is no value of ours")
+
+
 def test_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("cocodiff.commands.doctor.gather.free_memory", lambda *_: 2**30)
     words = ["--model", "qwen-image", "--kernels", "torch", "--out", str(tmp_path / "d")]
@@ -88,13 +114,13 @@ def test_a_step_that_hangs_is_named(monkeypatch):
     said: list[bytes] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(os, "write", lambda _, text: said.append(text))
-    with doctor.patience(0.01, 3, "all-to-alls"):
+    with doctor.patience(0.01, 3, Alone(), "all-to-alls"):
         for _ in range(500):
             if ended:
                 break
             time.sleep(0.01)
     assert ended == [1] and b"rank 3 hangs since 0.01 s at all-to-alls" in said[0]
-    with doctor.patience(60, 3, "nothing"):
+    with doctor.patience(60, 3, Alone(), "nothing"):
         pass
     assert ended == [1]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from exactness import Case
 from torch import Tensor
@@ -20,6 +22,22 @@ from cocodiff.engine import parallelize
 T = TypeVar("T")
 STEPS = 4
 Settings = dict[str, Any]
+SIMULATED = "sim"
+BUSY = {SIMULATED: 64}  # rows of the matrices that keep a stream busy; a simulated device computes on one core
+
+
+def device_name() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return os.environ.get("COCODIFF_TEST_DEVICE", "") or (SIMULATED if found is None else found.type)
+
+
+DEVICE = device_name()
+
+
+def chosen(values: Iterable[Any], *some: Any) -> list[Any]:
+    """Parameters of a test: on a simulated device some are enough, for other tests run all settings there."""
+    left_out = pytest.mark.exhaustive if DEVICE == SIMULATED else ()
+    return [pytest.param(value, marks=() if value in some else left_out) for value in values]
 
 
 class Late(PeerGroup):
@@ -40,7 +58,8 @@ class Late(PeerGroup):
     def delay(self) -> None:
         time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
         if self._device.type != "cpu" and self._delays.random() < 0.3:
-            x = torch.ones(1024, 1024, device=self._device)
+            rows = BUSY.get(self._device.type, 1024)
+            x = torch.ones(rows, rows, device=self._device)
             for _ in range(10):
                 x = x @ x * 1e-3
 

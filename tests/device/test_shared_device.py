@@ -11,7 +11,7 @@ import torch
 from contract import contract
 from exactness import Case
 from launching import assert_succeeded, mpiexec
-from shared_device import Settings, denoised, loop, on_device
+from shared_device import Settings, chosen, denoised, loop, on_device
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
@@ -28,7 +28,8 @@ MORE: dict[str, Settings] = {
     "scored by card": {"preset": "cocodiff", "scoring": "card", "exchange": "tapa"},
     "int8, displaced": {"preset": "coded", "codec": "int8", "arrival": "displaced"},
 }
-ALL = {name: {"preset": name} for name in preset_names()} | MORE
+# The links of this machine call for no coding, and in so few steps nothing but a large tau displaces anything.
+ALL = {name: {"preset": name} for name in preset_names()} | {"ahead": {"preset": "ahead", "tau": 0.5}} | MORE
 
 
 def is_exact(settings: Settings) -> bool:
@@ -57,7 +58,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).double().square().mean().sqrt())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", chosen(ALL, "ring in chunks"))
 def test_ranks_that_share_a_device_compute_what_the_cpu_does(name: str, device: torch.device) -> None:
     """Exact: within twice what one process on the device differs by from the CPU, plus rounding. Lossy: as the same
     settings on the CPU, up to a twentieth of what they lose, for a value that rounds the other way costs a whole
@@ -77,7 +78,7 @@ def test_ranks_that_share_a_device_compute_what_the_cpu_does(name: str, device: 
         assert distance(of_ranks[0], of_the_cpu(name)) <= lost / 20 + 8 * rounding
 
 
-@pytest.mark.parametrize("name", ["tapa", "chunks", "ring in chunks", "cocodiff", "ahead"])
+@pytest.mark.parametrize("name", chosen(["tapa", "chunks", "ring in chunks", "cocodiff", "ahead"], "tapa"))
 def test_late_messages_and_busy_streams_change_no_bit(name: str, device: torch.device) -> None:
     transformer = model()
 
@@ -98,9 +99,10 @@ def test_the_contract_holds_for_tensors_of_the_device(device: torch.device) -> N
 
 
 @pytest.mark.processes
-def test_processes_share_a_device(device: torch.device) -> None:
+@pytest.mark.parametrize("ranks", chosen([RANKS]))
+def test_processes_share_a_device(ranks: int, device: torch.device) -> None:
     done = mpiexec(
-        RANKS, __file__.replace("device/test_shared_device", "comm/contract"), "launched", f"host@{device.type}"
+        ranks, __file__.replace("device/test_shared_device", "comm/contract"), "launched", f"host@{device.type}"
     )
     assert_succeeded(done)
-    assert done.stdout.count("contract holds") == RANKS
+    assert done.stdout.count("contract holds") == ranks

@@ -21,6 +21,7 @@ from cocodiff.commands.doctor.facts import (
     Card,
     Facts,
     Finding,
+    Issue,
     Nic,
     Overlap,
     PlaneMap,
@@ -28,6 +29,8 @@ from cocodiff.commands.doctor.facts import (
     name_nodes,
     name_ranks,
 )
+from cocodiff.commands.doctor.stream_trials import READ_EARLY
+from cocodiff.kernels.trial import KernelTrial
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -89,6 +92,8 @@ def healthy_job() -> Facts:
         AURORA,
         [AllToAll("cocodiff", "float32", 64, 1e-3), AllToAll("xccl's own", "float32", 64, 1e-3)],
         Overlap(1.0, 1.0, 1.05),
+        6,
+        [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
         {"x1": PlaneMap("Level Zero's fabric ports", AURORA.machine.planes)},
     )
 
@@ -331,11 +336,25 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "build",
     ),
     "wrong kernels": (
-        lambda j: change(j, 0, wrong_kernels=("l1_score in float32",)),
+        lambda j: change(j, 0, kernel_trials=(KernelTrial("l1_score", "float32", "[1, 70]", 0.5, "differs by more"),)),
         FAULT,
-        "sycl",
-        "do not give torch's results: l1_score in float32",
+        "kernels",
+        r"l1_score \[1, 70\] on Intel.* against torch's: differs by up to 0.5 \(.*\) in float32",
         "kernels torch",
+    ),
+    "messages without order": (
+        lambda j: replace(j, order=None, stopped=f"rank 1 failed: {READ_EARLY}"),
+        FAULT,
+        "order",
+        "rank 1 failed: .* read on another stream before it is there",
+        "another --transport",
+    ),
+    "a host that is blocked": (
+        lambda j: replace(j, issues=[Issue("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]),
+        WARNING,
+        "host",
+        "4 KiB returns after 900 us, complete after 1000 us: the host is blocked; 1 MiB",
+        "blocked_us: 40.9 ",
     ),
     "no SYCL": (lambda j: change(j, 0, sycl="", no_sycl="no compiler"), WARNING, "sycl", "torch's operations", "build"),
 }

@@ -83,6 +83,10 @@ class _DeviceModule:
     stream = staticmethod(lambda stream: stream)  # a stream is the context in which it is the current one
     _is_in_bad_fork = staticmethod(lambda: False)
 
+    def is_initialized(self) -> bool:
+        """Whether this process uses a device, and one that is forked from it therefore cannot."""
+        return any(_extension.memory(index)[1] for index in range(self.device_count()))
+
     def is_available(self) -> bool:
         return self.device_count() > 0
 
@@ -181,6 +185,11 @@ def devices(
         _extension.reuse_streams()
         _extension.set_device_count(0)
         found.reports = _extension.take_reports()
+
+
+def take_reports() -> list[str]:
+    """What was found up to now, once; for a process that leaves while there are devices."""
+    return list(_extension.take_reports())
 
 
 def launch(

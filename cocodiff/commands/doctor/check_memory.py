@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cocodiff.commands.doctor.facts import NOTE, WARNING, Facts, Findings, name_ranks
+from cocodiff.kernels.trial import KernelTrial
 
 GIB = 2**30
 LEAST = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
@@ -42,12 +43,7 @@ def check_sycl(facts: Facts) -> Findings:
         rank = next((rank for rank in ranks if rank.sycl or rank.no_sycl), None)
         if rank is None:
             continue
-        if rank.wrong_kernels:
-            remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
-            found.fault(
-                f"{host}: on {rank.sycl} these do not give torch's results: {', '.join(rank.wrong_kernels)}", remedy
-            )
-        elif rank.sycl:
+        if rank.sycl:
             found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
             remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
@@ -59,3 +55,33 @@ def check_sycl(facts: Facts) -> Findings:
     if not found:
         found.note("nobody looked")
     return found
+
+
+def check_kernels(facts: Facts) -> Findings:
+    """Every operation against torch's, with its greatest difference. A vendor's own torch is not judged."""
+    found = Findings("kernels")
+    for host, ranks in facts.hosts().items():
+        rank = next((rank for rank in ranks if rank.kernel_trials), None)
+        if rank is None:
+            continue
+        where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
+        for op in dict.fromkeys(trial.op for trial in rank.kernel_trials):
+            trials = [trial for trial in rank.kernel_trials if trial.op == op]
+            told: dict[str, list[str]] = {}
+            for trial in trials:
+                told.setdefault(_difference(trial), []).append(trial.dtype)
+            verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
+            text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
+            if rank.sycl and any(trial.wrong for trial in trials):
+                remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
+                found.fault(text, remedy)
+            else:
+                found.good(text)
+    if not found:
+        found.note("torch's operations on the CPU: nothing to compare them with")
+    return found
+
+
+def _difference(trial: KernelTrial) -> str:
+    told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
+    return f"{told} ({trial.wrong})" if trial.wrong else told

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.comm.settings import overlap_killers
-from cocodiff.commands.doctor.facts import AllToAll, Facts, Findings
+from cocodiff.commands.doctor.facts import AllToAll, Facts, Findings, Issue
 from cocodiff.commands.doctor.trials import TRANSPORT
 
 HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
@@ -59,6 +60,41 @@ def check_overlap(facts: Facts) -> Findings:
         remedy = "see the settings below; else give the backend's asynchronous collectives their own stream"
         found.fault(text, remedy)
     return found
+
+
+def check_order(facts: Facts) -> Findings:
+    """Messages of streams that are kept busy."""
+    found = Findings("order")
+    if facts.stopped:
+        found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
+    elif facts.order is None:
+        found.note("one rank, or the CPU: no streams")
+    else:
+        found.good(f"messages keep their place between streams that are kept busy: {facts.order} rounds right")
+    return found
+
+
+def check_host(facts: Facts) -> Findings:
+    """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
+    with transport host a lane waits for its copies, so that is no warning there."""
+    found, first = Findings("host"), facts.ranks[0]
+    for call in dict.fromkeys(issue.call for issue in facts.issues):
+        issues = [issue for issue in facts.issues if issue.call == call]
+        text = f"{call}: " + "; ".join(map(_told, issues))
+        if any(issue.blocks for issue in issues) and not first.on_cpu and not first.library.startswith(THROUGH_HOST):
+            remedy = f"write links: blocked_us: {facts.blocked_us:.3g} into the machine file, for plans to count it"
+            found.warning(text, remedy)
+        else:
+            found.note(text)
+    if not found:
+        found.note("one rank: no messages")
+    return found
+
+
+def _told(issue: Issue) -> str:
+    size = f"{issue.bytes >> 20} MiB" if issue.bytes >> 20 else f"{issue.bytes >> 10} KiB"
+    times = f"returns after {issue.returns_s * 1e6:.0f} us, complete after {issue.complete_s * 1e6:.0f} us"
+    return f"{size} {times}: the host is {'blocked' if issue.blocks else 'free'}"
 
 
 def check_settings(facts: Facts) -> Findings:

@@ -33,7 +33,7 @@ from cocodiff.commands.outputs import OutputFolder, write_settings
 from cocodiff.commands.session import run_holding, settle
 from cocodiff.commands.terminal import say
 from cocodiff.config import load_machine
-from cocodiff.errors import UserError
+from cocodiff.errors import OwnRankError, PeerLost, UserError
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.commands.doctor.facts import Facts, Finding, PlaneMap, RankFacts
@@ -68,7 +68,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
     def imports() -> None:
         if (values["ranks"] or 1) > 1:
-            for name in ("engine", *(f"commands.doctor.{part}" for part in ("examine", "gather", "trials"))):
+            for name in ("engine", *(f"commands.doctor.{part}" for part in ("examine", "gather", "stream_trials"))):
                 import_module(f"cocodiff.{name}")
 
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
@@ -97,8 +97,10 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         say("\n".join(table(findings)))
         say(
             f"{'healthy' if healthy else 'not healthy'}: {len(facts.ranks)} rank(s) looked at in "
-            f"{time.monotonic() - started:.1f} s; {output.final / FILE}"
+            f"{time.monotonic() - started:.1f} s; all that was seen, for you or for a report: {output.final / FILE}"
         )
+    if facts.stopped:
+        raise OwnRankError(facts.stopped)
     verdict.append(transport.broadcast_object(healthy))
 
 
@@ -107,36 +109,46 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
-    from cocodiff.commands.doctor import trials
+    from cocodiff.commands.doctor import stream_trials, trials
     from cocodiff.commands.doctor.facts import Facts
     from cocodiff.commands.doctor.gather import gather_rank
     from cocodiff.commands.doctor.sysman import read_sysman
     from cocodiff.topology.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
-    step = partial(patience, values["patience_s"], transport.rank)
+    step = partial(patience, values["patience_s"], transport.rank, transport.health)
     with step("reading this rank's facts"):
         sysman = read_sysman()
         looks = launch.local_rank == 0
         own = gather_rank(transport, launch, values["kernels"], sysman, looks)
-        ranks = transport.gather_object(own) or [own]
-        if transport.size == 1:
-            return Facts(ranks, topology, needed=needed(values, topology, transport))
-    with step("making a group of all ranks"):
-        group = transport.group(range(transport.size))
-        group.barrier()
-    with step("all-to-alls"):
-        alltoalls = trials.all_to_alls(transport, group)
-    with step("messages beside other work"):
-        overlap = trials.overlap(transport, group)
-    with step("finding planes"):
-        planes, rates = find_planes(topology, transport, ranks, own, sysman)
-    return Facts(ranks, topology, alltoalls, overlap, planes, rates, needed(values, topology, transport))
+    if transport.size == 1:
+        return Facts([own], topology, needed=needed(values, topology, transport))
+    try:
+        with step("making a group of all ranks"):
+            group = transport.group(range(transport.size))
+            group.barrier()
+        with step("messages between streams that are kept busy"):
+            order = stream_trials.order(transport, group)
+        with step("gathering the facts of all ranks"):
+            ranks = transport.gather_object(own) or [own]
+        with step("all-to-alls"):
+            alltoalls = trials.all_to_alls(transport, group)
+        with step("messages beside other work"):
+            overlap = trials.overlap(transport, group)
+        with step("calls that send and receive"):
+            issues = stream_trials.issues(transport, group)
+        with step("finding planes"):
+            planes, rates = find_planes(topology, transport, ranks, own, sysman)
+    except (PeerLost, OwnRankError) as error:
+        return Facts([own], topology, stopped=str(error))
+    need = needed(values, topology, transport)
+    return Facts(ranks, topology, alltoalls, overlap, order, issues, planes, rates, need)
 
 
 @contextmanager
-def patience(seconds: float, rank: int, what: str) -> Iterator[None]:
-    """Ends the process with a word where a step hangs in a library, which no error reaches."""
+def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None]:
+    """Ends the process with a word where a step hangs in a library, which no error reaches. Raises OwnRankError where a
+    step fails, as it does where messages bring what nobody sent."""
 
     def give_up() -> None:
         os.write(
@@ -151,6 +163,11 @@ def patience(seconds: float, rank: int, what: str) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except (PeerLost, UserError, OwnRankError):
+        raise
+    except Exception as error:
+        blamed = health.blame(error)
+        raise OwnRankError(f"{what}: {blamed}") from error
     finally:
         timer.cancel()
 
@@ -249,9 +266,13 @@ def write(
     folder = output.open()
     known = {
         "machine": facts.topology.machine.name,
-        "ranks": [asdict(rank) for rank in facts.ranks],
+        "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
         "alltoalls": [asdict(trial) for trial in facts.alltoalls],
         "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
+        "stopped": facts.stopped,
+        "order_rounds": facts.order,
+        "issues": [asdict(issue) | {"blocks": issue.blocks} for issue in facts.issues],
+        "blocked_us": facts.blocked_us,
         "planes": {host: asdict(plane_map) for host, plane_map in facts.planes.items()},
         "pair_gb_s": facts.pair_gb_s,
         "needed_bytes": facts.needed,

@@ -6,8 +6,14 @@ from collections.abc import Callable, Sequence
 
 from cocodiff.commands.doctor.check_binding import check_cores, check_nics, check_tiles
 from cocodiff.commands.doctor.check_links import check_planes
-from cocodiff.commands.doctor.check_memory import check_memory, check_sycl
-from cocodiff.commands.doctor.check_messages import check_alltoall, check_overlap, check_settings
+from cocodiff.commands.doctor.check_memory import check_kernels, check_memory, check_sycl
+from cocodiff.commands.doctor.check_messages import (
+    check_alltoall,
+    check_host,
+    check_order,
+    check_overlap,
+    check_settings,
+)
 from cocodiff.commands.doctor.check_versions import check_launch, check_mpi, check_versions
 from cocodiff.commands.doctor.facts import FAULT, Facts, Finding
 
@@ -21,14 +27,18 @@ CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
     check_planes,
     check_alltoall,
     check_overlap,
+    check_order,
+    check_host,
     check_settings,
     check_memory,
     check_sycl,
+    check_kernels,
 )
 
 
 def examine(facts: Facts) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(facts)]
+    checks = (check_versions, check_order) if facts.stopped else CHECKS
+    return [finding for check in checks for finding in check(facts)]
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 
+from cocodiff.kernels.trial import KernelTrial
 from cocodiff.topology.machine import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
+BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 MEASURED = "measured rates"  # what a plane map is from that no system told
 EMULATED = "COCODIFF_EMULATED"  # in the environment of ranks on emulated links
 
@@ -61,11 +63,12 @@ class RankFacts:
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
     environment: the variables that matter (`gather.VARIABLES`).
     library: what carries messages: mpi, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank alone.
-    device: "cpu", "xpu:3". tile: what tells tiles of a host apart, "" on a CPU. tiles_seen: devices of that kind.
+    device: "cpu", "xpu:3"; of its kind there are tiles_seen. device_name: as its driver has it, "" on a CPU.
+    tile: what tells tiles of a host apart, "" on a CPU.
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
-    host_cores: all cores of the host. free and total: bytes of memory.
+    host_cores: all cores of the host. free and total: bytes of memory; of a tile that ranks share, this one's part.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
-    wrong_kernels: operations of SYCL that do not give torch's results here.
+    kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
     environment's folder, where the one of PyPI would lie.
     """
@@ -95,7 +98,8 @@ class RankFacts:
     mpi_library: str
     system_mpi: str
     python_prefix: str
-    wrong_kernels: tuple[str, ...] = ()
+    kernel_trials: tuple[KernelTrial, ...] = ()
+    device_name: str = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -134,6 +138,23 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Issue:
+    """A call that sends and receives so many messages of so many bytes in all each way: seconds until it returns, and
+    until they are through, of the slowest rank."""
+
+    call: str
+    bytes: int
+    messages: int
+    returns_s: float
+    complete_s: float
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the host waits for the library: for each message, or for most of the time that they take."""
+        return self.returns_s > max(BLOCKED_S * self.messages, self.complete_s / 2)
+
+
+@dataclass(frozen=True)
 class PlaneMap:
     """The planes of a node's tiles, in rank order, as found by `how`; numbers carry no meaning but equality.
 
@@ -150,15 +171,25 @@ class PlaneMap:
 
 @dataclass(frozen=True)
 class Facts:
-    """A job. planes: of each node, by its host's name. needed: bytes per rank of the model asked about, or None."""
+    """A job. order: rounds of messages between busy streams, all of them right; None where there are no streams.
+    planes: of each node, by its host's name. needed: bytes per rank of the model asked about, or None. stopped: why the
+    trials were not gone on with; then `ranks` is the first one alone."""
 
     ranks: Sequence[RankFacts]
     topology: Topology
     alltoalls: Sequence[AllToAll] = ()
     overlap: Overlap | None = None
+    order: int | None = None
+    issues: Sequence[Issue] = ()
     planes: dict[str, PlaneMap] = field(default_factory=dict)
     pair_gb_s: Sequence[Sequence[float]] = ()
     needed: int | None = None
+    stopped: str = ""
+
+    @property
+    def blocked_us(self) -> float:
+        """Microseconds that each message blocks the host, whatever its size: the least of all calls."""
+        return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
     def hosts(self) -> dict[str, list[RankFacts]]:
         found: dict[str, list[RankFacts]] = {}

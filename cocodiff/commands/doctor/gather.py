@@ -15,10 +15,10 @@ import torch
 from cocodiff.comm.launch import Launch, system_mpiexec
 from cocodiff.commands.doctor.facts import Card, Nic, RankFacts
 from cocodiff.commands.doctor.sysman import Sysman
-from cocodiff.device import free_memory
+from cocodiff.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
-from cocodiff.kernels.trial import wrong_operations
+from cocodiff.kernels.trial import try_operations
 
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -28,6 +28,7 @@ VARIABLES = re.compile(
     r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
     r"KMP_|MASTER_|COCODIFF_|GLOO_|TORCHELASTIC_RUN_ID|PBS_JOBID|SLURM_JOB_ID|http_proxy|https_proxy)"
 )
+SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
 SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
 
@@ -36,7 +37,8 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
     """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
     device = transport.device
     sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
-    wrong = wrong_operations(opened) if sycl and (opened := sycl_ops(device)) else []
+    opened = sycl_ops(device) if sycl else None
+    tried = try_operations(opened, device) if look_at_sycl and (opened or device.type != "cpu") else []
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         rank=transport.rank,
@@ -57,14 +59,15 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
         host_cores=os.cpu_count() or 1,
         nics=nics(),
         free=free_memory(device, launch.local_size or transport.size),
-        total=total_memory(device),
+        total=total_memory(device, launch.local_size or transport.size),
         kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
         sycl=sycl,
         no_sycl=no_sycl,
         mpi_library=loaded_library("libmpi"),
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
-        wrong_kernels=tuple(wrong),
+        kernel_trials=tuple(tried),
+        device_name=device_name(device),
     )
 
 
@@ -83,7 +86,9 @@ def versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)}
+    """The variables that matter, without what gives access to anything: the file may be sent to others."""
+    known = ((name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
+    return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
 
 
 def tile_of(device: torch.device) -> str:
@@ -96,6 +101,10 @@ def tile_of(device: torch.device) -> str:
         os.environ.get(name, "") for name in ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
     ]
     return str(uuid) if uuid is not None else "/".join([*filter(None, selected), str(device.index)])
+
+
+def device_name(device: torch.device) -> str:
+    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_properties(device).name)
 
 
 def tiles_seen(device: torch.device) -> int:
@@ -160,10 +169,11 @@ def read(path: Path) -> str:
         return ""
 
 
-def total_memory(device: torch.device) -> int | None:
+def total_memory(device: torch.device, ranks: int) -> int | None:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    of_device = torch.get_device_module(device).get_device_properties(device).total_memory
+    return int(of_device) // ranks_on_device(device, ranks)
 
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:

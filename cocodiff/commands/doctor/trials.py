@@ -18,6 +18,7 @@ from cocodiff.commands.doctor.facts import AllToAll, Overlap
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 TRANSPORT = "cocodiff"
 REPEATS = 3
+SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
@@ -129,7 +130,7 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
     """Work of about `seconds` that needs no messages."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
-    a = torch.ones(2048, 2048, device=device, dtype=torch.bfloat16)
+    a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
     a @ a
     synchronise(device)
     started = time.perf_counter()
