@@ -228,6 +228,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
         if session.folder is not None:
             create_files(session, tasks, chosen)
             results.parts.folder.mkdir(exist_ok=True)
+        results = replace(results, provenance=partial(provenance, job, chosen=chosen))
         transport.broadcast_object(None)  # the files are there
         for number in queue.take([n for n in range(len(batches)) if chosen is None or n not in chosen.kept]):
             batch = batches[number]

@@ -172,6 +172,11 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
     files = sorted((again / "images" / "scan_holes_tapa").iterdir())
     assert [file.name for file in files] == ["slice_00001.tif", "slice_00002.tif", "slice_00003.tif"]
     assert np.array_equal(np.stack([tifffile.imread(file) for file in files]), restored)
+    for file in files:
+        with tifffile.TiffFile(file) as tiff:
+            assert (
+                json.loads(str(tiff.ome_metadata).split('"cocodiff">')[1].split("<")[0].replace("&quot;", '"')) == made
+            )
     for inside in ("images/scan_holes_tapa.ome.zarr", "images/scan_holes_tapa.ome.zarr/0", "images"):
         assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
 
