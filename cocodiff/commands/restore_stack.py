@@ -55,7 +55,7 @@ def mean_call(
         if first is None:
             continue
         plan = plan_restoration(first, native, batch, settings)
-        slices = min(len(stack) * values["samples"], slices_together(stack.shape[1:], native, batch))
+        slices = min(task.mask.masked * values["samples"], slices_together(stack.shape[1:], native, batch))
         passes = [one for level in plan.levels for one in level.passes]
         calls = sum(math.ceil(len(one.tiles) * slices / batch) * steps_at(steps, one.strength) for one in passes)
         return groups * calls, max(1, round(plan.tile_steps(steps) * slices / calls))
