@@ -17,6 +17,7 @@ from cocodiff_eval.slices import Stack, safe_stem
 
 GENERATED = ("block", "center")
 GRID = 6
+NAN = float("nan")  # one object, as no two are equal
 HIDDEN_CELLS = 9  # of 36: a quarter of the slice
 
 
@@ -117,7 +118,7 @@ def _check_values(volume: RawVolume, progress: Progress) -> tuple[int, frozenset
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
             raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")
-        values.update(np.unique(slice_YX)[:300].tolist())
+        values.update(NAN if value != value else value for value in np.unique(slice_YX)[:300].tolist())
         if len(values) > 2 and not volume.labels:
             shown = ", ".join(f"{value:g}" for value in sorted(values)[:4])
             raise UserError(
