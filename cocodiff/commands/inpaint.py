@@ -139,14 +139,14 @@ def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
     modes = job.presets if job.quality is None else job.quality.rungs
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
-        count_batches(len(task.stack), slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
+        count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
     ]
     chosen = deal_of(
         values,
         job.request,
         [*modes.values()],
         ranks,
-        images=samples * sum(len(task.stack) for task in tasks),
+        images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * max(calls for _, calls in counts),
@@ -228,6 +228,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
         if session.folder is not None:
             create_files(session, tasks, chosen)
             results.parts.folder.mkdir(exist_ok=True)
+        results = replace(results, provenance=partial(provenance, job, chosen=chosen))
         transport.broadcast_object(None)  # the files are there
         for number in queue.take([n for n in range(len(batches)) if chosen is None or n not in chosen.kept]):
             batch = batches[number]

@@ -55,7 +55,7 @@ def mean_call(
         if first is None:
             continue
         plan = plan_restoration(first, native, batch, settings)
-        slices = min(len(stack) * values["samples"], slices_together(stack.shape[1:], native, batch))
+        slices = min(task.mask.masked * values["samples"], slices_together(stack.shape[1:], native, batch))
         passes = [one for level in plan.levels for one in level.passes]
         calls = sum(math.ceil(len(one.tiles) * slices / batch) * steps_at(steps, one.strength) for one in passes)
         return groups * calls, max(1, round(plan.tile_steps(steps) * slices / calls))
@@ -123,16 +123,19 @@ class Restorer:
 @dataclass(frozen=True)
 class Results:
     """Where a job's results go. folder: of the files of restored slices; parts: samples of slices that are not
-    complete; pages: what the report shows."""
+    complete; pages: what the report shows; provenance: of a task's number, how its results of each preset are made, for
+    those who write them."""
 
     folder: Path
     parts: Parts
     pages: ReportPictures
+    provenance: Callable[[int], Mapping[str, Mapping[str, Any]]] | None = None
 
     def add(self, batch: Batch, seen: Seen, restorer: Restorer, drawn: Mapping[str, Drawn]) -> list[dict[str, Any]]:
         """Judges and writes a slice whose samples are all there; returns its rows of metrics.json."""
         judged = judge_slice(seen, restorer.presets, restorer.exact, drawn, batch.of)
-        for name, file in result_files(seen.task, restorer.presets, self.folder, batch.of).items():
+        made = self.provenance(batch.task) if self.provenance is not None else None
+        for name, file in result_files(seen.task, restorer.presets, self.folder, batch.of, made).items():
             file.write(seen.index, judged.native[name])
         self.pages.add(batch.task, seen.index, judged.picture)
         return judged.rows

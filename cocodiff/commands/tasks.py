@@ -80,6 +80,12 @@ class Task:
                 f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
                 f"the input ({shown})"
             )
+        axes = self.stack.metadata.axes
+        if self.stack.metadata.kind == "tiff" and axes[:1] in ("C", "S") and len(self.stack) > 1:
+            found.append(
+                f"{where}: the file's axes are {axes}, channels in the place of slices: {len(self.stack)} of them are "
+                f"restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
+            )
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(

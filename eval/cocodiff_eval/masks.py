@@ -17,6 +17,7 @@ from cocodiff_eval.slices import Stack, safe_stem
 
 GENERATED = ("block", "center")
 GRID = 6
+NAN = float("nan")  # one object, as no two are equal
 HIDDEN_CELLS = 9  # of 36: a quarter of the slice
 
 
@@ -26,12 +27,14 @@ class Mask:
 
     from_file  the truth under it is unknown
     full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
+    masked     how many slices have something to restore
     """
 
     name: str
     from_file: bool
     shape: tuple[int, int, int]
     reader: Callable[[int], np.ndarray]
+    masked: int
     full: frozenset[int] = frozenset()
 
     def read(self, index: int) -> np.ndarray:
@@ -72,7 +75,7 @@ def make_mask(
     if kind in GENERATED:
         shape = stack.shape[1:]
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
-        return Mask(kind, False, stack.shape, lambda index: mask_YX)
+        return Mask(kind, False, stack.shape, lambda index: mask_YX, len(stack))
     try:
         volume = matched(open_volume(_in_store(kind, stack), follow_links), stack.volume)
     except UserError as error:
@@ -97,17 +100,17 @@ def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    full = _check_values(volume, progress)
+    masked, full = _check_values(volume, progress)
     name = safe_stem(volume.stem)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
-        return Mask(name, True, stack.shape, lambda index: mask_YX)
-    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, full)
+        return Mask(name, True, stack.shape, lambda index: mask_YX, len(stack))
+    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
 
 
-def _check_values(volume: RawVolume, progress: Progress) -> frozenset[int]:
-    """Two values at most, and in some slice something to restore and something outside it. The slices without such
-    voxels outside it."""
+def _check_values(volume: RawVolume, progress: Progress) -> tuple[int, frozenset[int]]:
+    """Two values at most, and in some slice something to restore and something outside it. How many such slices there
+    are, and those that are masked wholly."""
     values: set[float] = set()
     hidden: list[int] = []
     full: list[int] = []
@@ -115,7 +118,7 @@ def _check_values(volume: RawVolume, progress: Progress) -> frozenset[int]:
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
             raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")
-        values.update(np.unique(slice_YX)[:300].tolist())
+        values.update(NAN if value != value else value for value in np.unique(slice_YX)[:300].tolist())
         if len(values) > 2 and not volume.labels:
             shown = ", ".join(f"{value:g}" for value in sorted(values)[:4])
             raise UserError(
@@ -134,4 +137,4 @@ def _check_values(volume: RawVolume, progress: Progress) -> frozenset[int]:
         )
     if not hidden:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
-    return frozenset(full)
+    return len(hidden), frozenset(full)

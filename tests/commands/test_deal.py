@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tifffile
 from tiny_models import sd3_transformer
 
 from cocodiff.cli import main
@@ -60,6 +62,12 @@ def test_a_dry_run_of_slices(tmp_path, capsys):
     several = ["inpaint", "--input", files[1], "--samples", "12", "--ranks", "12", "--out", out, "--dry_run"]
     assert main(several) == 0
     assert "ranks dealt to 6 replicas of 2 ranks (U" in capsys.readouterr().out
+    volume = np.random.default_rng(0).integers(0, 999, (40, 96, 96), np.uint16)
+    tifffile.imwrite(tmp_path / "scan.tif", volume, photometric="minisblack")
+    tifffile.imwrite(tmp_path / "hole.tif", np.eye(40, dtype=np.uint8)[:, 17, None, None] * np.eye(96, dtype=np.uint8))
+    masked = ["inpaint", "--input", str(tmp_path / "scan.tif"), "--mask", str(tmp_path / "hole.tif"), "--out", out]
+    assert main([*masked, "--dry_run"]) == 0
+    assert " for each of 1 call(s) of the pipeline, " in capsys.readouterr().out  # slices that are copied are no calls
     assert not Path(out).exists()
 
 

@@ -172,6 +172,11 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
     files = sorted((again / "images" / "scan_holes_tapa").iterdir())
     assert [file.name for file in files] == ["slice_00001.tif", "slice_00002.tif", "slice_00003.tif"]
     assert np.array_equal(np.stack([tifffile.imread(file) for file in files]), restored)
+    for file in files:
+        with tifffile.TiffFile(file) as tiff:
+            assert (
+                json.loads(str(tiff.ome_metadata).split('"cocodiff">')[1].split("<")[0].replace("&quot;", '"')) == made
+            )
     for inside in ("images/scan_holes_tapa.ome.zarr", "images/scan_holes_tapa.ome.zarr/0", "images"):
         assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
 
@@ -184,12 +189,13 @@ def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_a
     labels[[3, 5], 10:20, 10:20], labels[6] = 1, 1
     volume[3, 8, 8], volume[3, 0, 0], volume[6] = 65535, 0, 60000
     for name, array in (("scan", volume), ("holes", labels)):
-        tifffile.imwrite(tmp_path / f"{name}.tif", array, photometric="minisblack")
+        tifffile.imwrite(tmp_path / f"{name}.tif", array, photometric="minisblack", metadata={"axes": "CYX"})
     inputs = ("--input", tmp_path / "scan.tif", "--mask", tmp_path / "holes.tif", "--truth", tmp_path / "scan.tif")
     words = (*inputs, "--slices", "2:7", "--model", model, "--steps", 2, "--batch", 1, "--out", tmp_path / "out")
     assert main(["inpaint", *map(str, words)]) == 0
     said = capsys.readouterr()
     assert "scan, mask holes: 1 slice(s) masked wholly, which leaves nothing to restore from: left as in" in said.out
+    assert "scan, mask holes: the file's axes are CYX, channels in the place of slices: 5 of them are" in said.out
     assert "1 voxel(s) outside the mask lie beyond: --range 0,65535 takes them in" in said.out
     assert "2 of 2 slices" in said.err and "of 5" not in said.err  # the others are no work
     images = tmp_path / "out" / "images"

@@ -76,6 +76,10 @@ def test_mask_files(tmp_path: Path, stack: Stack) -> None:
         assert all(np.array_equal(mask.read(index), volume[index] > 0) for index in range(3))
         assert not mask.full
     assert make_mask(f"{tmp_path}/deep.tif", stack).name == "deep"
+    gaps = np.where(volume > 0, np.nan, 0).astype(np.float32)
+    gaps[2, 3, 3] = np.nan  # one value, though no two NaN are equal
+    tifffile.imwrite(tmp_path / "gaps.tif", gaps, photometric="minisblack")
+    assert np.array_equal(make_mask(f"{tmp_path}/gaps.tif", stack).read(1), volume[1] > 0)
     volume[2] = 7  # nothing is left to restore it from
     tifffile.imwrite(tmp_path / "full.tif", volume, photometric="minisblack")
     mask = make_mask(f"{tmp_path}/full.tif", stack)

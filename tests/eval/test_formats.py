@@ -21,6 +21,7 @@ from cocodiff_eval.formats.volume import RawVolume, Region, VolumeFile
 from cocodiff_eval.formats.words import WRITTEN
 from cocodiff_eval.masks import make_mask
 from cocodiff_eval.slices import open_stack, open_truth
+from PIL import Image
 
 from cocodiff.errors import UserError
 
@@ -249,6 +250,8 @@ def test_objects_and_attributes_of_hdf5_are_kept(tmp_path: Path) -> None:
     with h5py.File(restored(frames, "same", tmp_path / "frames").path) as file:
         group = file["20260102_tooth"]
         assert group["20260102_tooth_0000_3.tif"].attrs["date"] == "day 3" and "20260102_toothbak_0000.tif" in group
+    alone = restored(frames.cropped(Region((2, 0, 0), (3, 20, 33))), "same", tmp_path / "frames").path
+    assert open_volume(str(alone)).shape == (1, 20, 33)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -278,6 +281,33 @@ def test_masks_come_from_a_label_image_of_the_store(tmp_path: Path) -> None:
     for word in ("labels/holes", f"{path}/labels/holes", f"{path}:/labels/holes"):
         mask = make_mask(word, stack)
         assert mask.name == "holes" and all(np.array_equal(mask.read(n), labels[n] != 0) for n in range(4))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_chunk_of_blosc_that_is_cut_short_is_refused(tmp_path: Path, version: int) -> None:
+    """Blosc's own library would take what lies behind it in memory."""
+    codec = numcodecs.Blosc() if version == 2 else zarr.codecs.BloscCodec()
+    store = write_zarr(tmp_path, voxels(), "<", version, compressors=codec)
+    chunk = next((tmp_path / "scan.zarr").rglob("0.0.0.0.0" if version == 2 else "c/0/0/0/0/0"))
+    chunk.write_bytes(chunk.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"slice 0 cannot be read .* is cut short"):
+        open_volume(store).reader(0)
+
+
+@pytest.mark.parametrize("name", ["a.h5:b.tif", "a.hdf:b.png"])
+def test_a_file_may_have_a_colon_in_its_name(tmp_path: Path, name: str) -> None:
+    Image.fromarray(voxels((20, 33), "uint8")).save(tmp_path / name)
+    assert open_volume(str(tmp_path / name)).stem == Path(name).stem
+
+
+@pytest.mark.usefixtures("promptly")
+@pytest.mark.parametrize("name", [".zgroup", ".zattrs", "0/.zarray", "0/0.0.0.0.0"])
+def test_a_pipe_in_a_store_is_never_opened(tmp_path: Path, name: str) -> None:
+    store = write_zarr(tmp_path, voxels(), "<")
+    (tmp_path / "scan.zarr" / name).unlink()
+    os.mkfifo(tmp_path / "scan.zarr" / name)
+    with pytest.raises(UserError, match="is a named pipe"):
+        open_volume(store).reader(0)
 
 
 def test_a_region_is_all_that_is_read(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> S
         request,
         [point.config for point in grid.points],
         ranks,
-        images=sum(len(task.stack) for task in tasks),
+        images=sum(task.mask.masked for task in tasks),
         batch=values["batch"] or 1,
         steps=sum(grid.steps),
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
+from cocodiff_eval.formats.tiff_metadata import NOTES
 from cocodiff_eval.formats.volume import Metadata, RawVolume, Slabs, as_volume_shape, format_shape, one_line, plain
 
 MOST_LINKS = 64  # that lead on to another; more are a circle
@@ -81,7 +82,7 @@ def _default(h5: Any, follow_links: bool) -> str | None:
 
 def find_frames(group: Any) -> list[str]:
     """The names of a group's frames in the order of their numbers: datasets [Y, X] or [1, Y, X] whose names end in a
-    number, at least two; bright (`bak`) and dark (`drk`) frames are none of them."""
+    number, at least two but in a result of ours; bright (`bak`) and dark (`drk`) frames are none of them."""
     found: list[tuple[list[int], str]] = []
     for name in group:
         match = FRAME.match(name)
@@ -92,7 +93,7 @@ def find_frames(group: Any) -> list[str]:
             continue
         if node.ndim == 2 or (node.ndim == 3 and node.shape[0] == 1):
             found.append(([int(number) for number in re.findall(r"\d+", match["numbers"])], name))
-    return [name for _, name in sorted(found)] if len(found) > 1 else []
+    return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
 
 
 def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> RawVolume:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cocodiff.errors import UserError
+from cocodiff.files import irregular
 from cocodiff_eval.formats.ngff import axes_of, check_transforms, leading, multiscale, of_ngff, transform_of
 from cocodiff_eval.formats.units import unit_name
 from cocodiff_eval.formats.volume import (
@@ -44,6 +46,8 @@ def open_node(store: str, inner: str) -> Any:
     import zarr
     from zarr.storage import LocalStore
 
+    for mark in (*MARKS, ".zattrs", ".zmetadata"):
+        _check_regular(store, Path(store) / inner / mark)
     try:
         return zarr.open(LocalStore(store, read_only=True), path=inner, mode="r")
     except Exception as error:  # zarr raises many kinds
@@ -70,10 +74,11 @@ def open_zarr(store: str, inner: str) -> RawVolume:
         if not image:
             name = f"{store}:/path"
             raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
+        level = str(image["datasets"][0]["path"])
         try:
-            array = node[image["datasets"][0]["path"]]
-        except Exception as error:
-            raise UserError(f"{path}: level 0 of its multiscale image is not there ({one_line(error)})") from error
+            array = open_node(store, "/".join(filter(None, [inner, level])))
+        except UserError as error:
+            raise UserError(f"{path}: level 0 of its multiscale image: {error}") from error
     else:
         array = node
     if not isinstance(array, zarr.Array):
@@ -90,12 +95,15 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     ndim = len(shape) - lead
 
     def read(first: int, end: int) -> np.ndarray:
+        _check_chunks(store, array, range(first, end), lead, ndim)
         found = array[(0,) * lead + ((slice(first, end),) if ndim == 3 else (slice(None),))]
         return np.asarray(found) if ndim == 3 else np.asarray(found)[None]
 
     def checked(index: int) -> np.ndarray:
         try:
             return slabs.slice(index)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(
                 f"{path}: slice {index} cannot be read ({one_line(error)}); copy or save it again"
@@ -105,6 +113,33 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     metadata = _metadata(store, inner, node, array, image, lead)
     labels = "labels" in inner.split("/")[:-1] or "image-label" in of_ngff(node.attrs.asdict())
     return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
+
+
+def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -> None:
+    """Raises for a chunk of some slices that is no regular file, or that Blosc's library would read beyond its end: of
+    one that is cut short it takes what lies behind in memory."""
+    sides = array.shards or array.chunks
+    cells = [range(-(-side // chunk)) for side, chunk in zip(array.shape, sides, strict=True)]
+    if ndim == 3:
+        cells[lead] = range(slices.start // sides[lead], (slices.stop - 1) // sides[lead] + 1)
+    blosc = array.shards is None and array.compressors and "blosc" in repr(array.compressors[-1]).lower()
+    for cell in product(*cells):
+        key = array.metadata.encode_chunk_key(cell)
+        path = Path(store) / array.path / key
+        if not path.exists():  # a chunk of the fill value alone
+            continue
+        _check_regular(store, path)
+        if blosc:
+            with path.open("rb") as file:
+                header = file.read(16)
+            if len(header) < 16 or path.stat().st_size < int.from_bytes(header[12:], "little"):
+                raise ValueError(f"chunk {key} is cut short: it has {path.stat().st_size} bytes")
+
+
+def _check_regular(store: str, path: Path) -> None:
+    """Raises UserError for a named pipe or a device in a store, which reading would wait for."""
+    if path.exists() and (kind := irregular(path)):
+        raise UserError(f"{store}: {path.relative_to(store)} is {kind}; copy or save the store again")
 
 
 def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:

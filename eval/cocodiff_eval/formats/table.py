@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError, check_choice
+from cocodiff.files import is_there
 from cocodiff_eval.formats.hdf5 import open_hdf5
 from cocodiff_eval.formats.hdf5_file import Hdf5File
 from cocodiff_eval.formats.ome_zarr import open_zarr, split_store
@@ -73,7 +74,7 @@ def new_volume(
 def split_hdf5(path: str) -> tuple[str, str | None]:
     """Split `file.h5:/dataset` into file and dataset; the dataset is None where the path has none."""
     match = _HDF5_PATTERN.match(path)
-    if match is None:
+    if match is None or is_there(path):
         return path, None
     return match["file"], match["dataset"] or None
 
