@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -175,16 +176,20 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
             os.dup2(log, 1)
             os.dup2(log, 2)
 
-        def note(end: End) -> None:
-            (folder / f"rank{launch.rank}.end").write_text(json.dumps(vars(end)))
-
-        end = _run_rank(launch, config, settings, work, lambda error: note(_end_of(error)))
-        note(end)
+        end = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
+        _note_end(end, launch.rank, folder)
         code = end.code
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _note_end(end: End, rank: int | None, folder: Path) -> None:
+    """Leaves a rank's end for the parent. The watch's thread and the main one may do so at once."""
+    unfinished = folder / f"rank{rank}.end.{threading.get_ident()}"
+    unfinished.write_text(json.dumps(vars(end)))
+    unfinished.replace(folder / f"rank{rank}.end")
 
 
 def _interrupt(*_: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import psutil
 import pytest
 import tifffile
 from warm import Started, forked
+
+from cocodiff.commands.ranks import End, _child_end, _note_end
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +142,17 @@ def test_an_interrupt_stops_all_ranks_and_writes_nothing(slice_file: Path, tmp_p
     assert run.end(HANGS_S) == 130
     assert "interrupted; nothing was written" in run.text()
     run.assert_nothing_left(ranks)
+
+
+def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole(tmp_path: Path) -> None:
+    """The watch's thread tells of a lost peer while the main one ends by itself."""
+    ends = [End("lost", "rank 1 died" * 2000), End("interrupted", "interrupted")]
+    _note_end(ends[0], 0, tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        noting = [threads.submit(lambda end: [_note_end(end, 0, tmp_path) for _ in range(300)], end) for end in ends]
+        while not all(one.done() for one in noting):
+            assert _child_end(0, 0, tmp_path) in ends
+    assert all(one.exception() is None for one in noting)
 
 
 @pytest.mark.parametrize(
