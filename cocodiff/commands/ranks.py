@@ -93,10 +93,23 @@ def _run_rank(
         transport.close()
         return End("done")
     except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
+        if transport is not None:
+            error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
         end = _end_of(error)
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
         return end
+
+
+def _known_loss(transport: Any) -> UserError | PeerLost | None:
+    """What the run has failed of by another rank's word; None if it has not."""
+    try:
+        transport.health.check()
+    except UserError as mistake:
+        return mistake
+    except PeerLost as lost:
+        return lost if lost.rank != transport.rank else None
+    return None
 
 
 def _end_of(error: BaseException) -> End:

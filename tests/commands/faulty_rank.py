@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,13 @@ def work(fault: str, transport: Any) -> None:
         raise RuntimeError("the disk is on fire")
     if fault == "killed" and transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "interrupted" and transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault == "interrupted" and transport.rank == 2:
+        heard = threading.Event()
+        transport.health.when_lost(lambda _: heard.set())
+        heard.wait(20)
+        raise FileNotFoundError("removed by a rank that has heard of it before")
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
     if fault == "leaves" and transport.rank == 1:

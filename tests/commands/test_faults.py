@@ -155,6 +155,12 @@ def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole(tmp_path: Path) -
     assert all(one.exception() is None for one in noting)
 
 
+def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Path) -> None:
+    done = forked("interrupted", "gloo", "forked", folder=tmp_path, module="faulty_rank")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in line
+
+
 @pytest.mark.parametrize(
     ("ending", "exchange", "said"),
     [
