@@ -96,6 +96,8 @@ def _run_rank(
         if transport is not None:
             error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
         end = _end_of(error)
+        if isinstance(error, PeerLost) and error.rank == launch.rank and error.reason.startswith("failed: "):
+            end = End("failed", error.reason.removeprefix("failed: "))  # a wrong message, which came to this rank
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
         return end
