@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.job_folder import remove_free
 from cocodiff.commands.journal import FOLDER, Journals
 from cocodiff.commands.manifest import MANIFEST, UNFINISHED, Manifest
 from cocodiff.errors import OwnRankError, UserError
@@ -134,9 +135,8 @@ class OutputFolder:
                 f"--out {self.out}: the results there are finished, with other settings ({name}: {old} there, {new} "
                 f"now): choose another folder, or replace them with --overwrite"
             )
-        if os.path.lexists(self.partial):
-            with self.held():
-                pass
+        with self.held():  # puts in place, or clears, what a kill has left
+            pass
         manifest = Manifest.read(self.final)
         gone = [name for name in manifest.files if not (self.final / name).exists()] if manifest is not None else []
         if gone:
@@ -218,6 +218,8 @@ class OutputFolder:
         try:
             with refusing(self.out):
                 lock = self._take_lock()
+                if self._inside:  # a kill right after a run's rename has left the lock that it held beside
+                    remove_free(self.final.parent / f".{self.final.name}.lock")
                 self._clear_leftover()
                 self._check_free()
             yield

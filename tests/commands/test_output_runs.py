@@ -36,6 +36,16 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
     assert (out / MARK).read_text() == "first"
 
 
+def test_the_lock_of_a_run_that_was_killed_after_its_rename_goes_at_the_next_start(tmp_path):
+    """It lies beside the folder, which was not there when that run began."""
+    publish(tmp_path / "out", "old")
+    for left, stays in (("the user's", True), ("pid 4 on a host", False)):
+        (tmp_path / ".out.lock").write_text(left)
+        with OutputFolder(str(tmp_path / "out"), overwrite=True).held():
+            pass
+        assert (tmp_path / ".out.lock").exists() == stays
+
+
 def killed_while_writing(out: str, finished: bool) -> None:
     folder = OutputFolder(out, overwrite=True)
     with folder.held():
