@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tifffile
 import tiny_pipelines
-from killed_jobs import Storm
 from killed_runs import results
 
 from cocodiff.cli import main
@@ -205,11 +204,3 @@ def test_a_run_that_was_to_replace_results_and_was_killed_names_what_it_has_kept
     code, said = runs("--out", runs.out, "--resume")
     assert code == 0 and "going on: 3 of 4 slices are there already" in said
     assert results(runs.out) == results(runs.whole)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [4, 15])
-def test_a_job_that_is_killed_goes_on_to_the_same_voxels(tmp_path: Path, number: int) -> None:
-    """Two of the jobs of `tests/fault_storm.py --jobs 60 --seed 1`."""
-    told, wrong = Storm(tmp_path, seed=1).case(number)
-    assert not wrong, (told, wrong)
