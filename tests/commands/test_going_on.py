@@ -179,6 +179,9 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(scan: Path, runs_of: Call
     code, said = runs("--out", runs.whole, "--resume")
     assert code == 0 and f"nothing is left to do: the results in {runs.whole} are finished" in said
     assert (runs.whole / "report.html").stat() == before
+    watched = ("--timeout_s", 9, "--check_messages")  # which change no result
+    code, said = runs("--out", runs.whole, "--resume", *watched)
+    assert code == 0 and "nothing is left to do" in said
     code, said = runs("--out", runs.whole, "--resume", "--seed", 1)
     assert code == 2 and "are finished, with other settings (seed: 0 there, 1 now): choose another folder" in said
     tifffile.imwrite(scan, 1 + tifffile.imread(scan), photometric="minisblack")
