@@ -218,8 +218,7 @@ class OutputFolder:
         try:
             with refusing(self.out):
                 lock = self._take_lock()
-                if self._inside:  # a kill right after a run's rename has left the lock that it held beside
-                    remove_free(self.final.parent / f".{self.final.name}.lock")
+                remove_free(self.final.parent / f".{self.final.name}.lock")  # left by a kill right after a rename
                 self._clear_leftover()
                 self._check_free()
             yield
@@ -340,7 +339,8 @@ class OutputFolder:
     def discard(self) -> None:
         """Removes what this run has written, unless a batch is finished."""
         manifest = Manifest.read(self.partial)
-        if manifest is not None and manifest.run == self.run and not manifest.ready and self.journals.kept() is None:
+        ours = manifest is not None and manifest.run == self.run and not manifest.ready
+        if (ours and self.journals.kept() is None) or (manifest is None and _is_hollow(self.partial)):
             with contextlib.suppress(OSError):
                 _remove_hidden(self.partial)
 

@@ -108,6 +108,17 @@ def test_a_hidden_folder_without_files_is_cleared(tmp_path, left):
         assert names(tmp_path) == [".out.lock"]
 
 
+def test_a_disk_that_is_full_from_the_start_leaves_no_hidden_folder(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Manifest, "write", write)
+    folder = OutputFolder(str(tmp_path / "out"), overwrite=False)
+    with pytest.raises(UserError, match="no results can be written there"), folder.held():
+        folder.open()
+    assert names(tmp_path) == [] and [*tmp_path.iterdir()] == []
+
+
 def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "thesis.tex").write_text("precious")
