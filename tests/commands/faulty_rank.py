@@ -28,6 +28,10 @@ def work(fault: str, transport: Any) -> None:
         transport.health.when_lost(lambda _: heard.set())
         heard.wait(20)
         raise FileNotFoundError("removed by a rank that has heard of it before")
+    if fault == "last":
+        transport.close()
+        time.sleep(600 if transport.rank == 1 else 0)
+        return
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
     if fault == "leaves" and transport.rank == 1:
@@ -64,7 +68,8 @@ def main() -> int:
     if fault == "killed at the start" and launch.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
-    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0)
+    start_s = 3.0 if fault == "alone" else 600.0
+    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)
     return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,6 +160,22 @@ def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Pat
     done = forked("interrupted", "gloo", "forked", folder=tmp_path, module="faulty_rank")
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in line
+
+
+def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -> None:
+    """As one that a library does not let go."""
+    done = forked("last", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1 and "cocodiff: rank 1 did not stop; " in done.stderr
+
+
+def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **place}.items():
+        monkeypatch.setenv(name, value)
+    done = forked("alone", "gloo", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1
+    assert len([line for line in done.stderr.splitlines() if line.startswith("cocodiff: [rank 1] rank 0 ")]) == 1
 
 
 @pytest.mark.parametrize(
