@@ -43,7 +43,7 @@ MESSAGES = ("flipped", "lost")
 MOMENTS = ("start", "met", "middle", "leaving", "again", "end")
 LAUNCHERS = ("forked", "torchrun")
 # Gloo ends a process that receives a longer message than it awaits: that of a lost one's successor.
-ABORTS = "gloo::EnforceNotMet"
+ABORTS = re.compile(r"gloo::EnforceNotMet|rank \d was killed by SIGABRT")
 STEPS = 5
 LIMIT_S = 120.0
 
@@ -225,7 +225,7 @@ class Calls:
                 wrong.append(f"other results: {results}")
         elif not struck:
             wrong.append(f"nothing was done to it, and it ended with {code} {codes}: {said}")
-        elif case.fault == "lost" and ABORTS in said:
+        elif case.fault == "lost" and ABORTS.search(said):
             wrong += [] if {code, *codes.values()} & {1, -6} else [f"ended with {code} {codes}"]
         elif case.launcher == "forked":
             wrong += judge_line(case.fault, case.victim, case.ranks, code, said)
@@ -265,7 +265,8 @@ def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> lis
         "STOP": rf"rank {victim} (has been silent for|was stopped for more than) ",
         "TERM": rf"rank {victim} interrupted: interrupted; ",
         "exception": rf"rank {victim} failed: RuntimeError: {ON_FIRE}; ",
-        "exit": rf"rank {victim} left with code ",
+        # what exits in a thread of zarr's leaves its rank waiting
+        "exit": rf"rank {victim} (left with code|has not gone on from) ",
         "hang": rf"rank {victim} ",
         "flipped": rf"rank \d failed: received other bytes than rank {victim} sent to it: ",
         "lost": rf"rank {victim}( |;)",

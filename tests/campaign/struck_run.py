@@ -88,12 +88,13 @@ def owner_of(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def small_disk(folder: Path, kib: int) -> Iterator[None]:
-    """Has a folder on a disk of its own while the block lasts, which is soon full. Raises PermissionError where this
-    user may not mount."""
+    """Has a folder on a disk of its own while the block lasts, which takes so much more. Raises PermissionError where
+    this user may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x00020000):  # CLONE_NEWNS
         raise PermissionError(ctypes.get_errno(), "unshare")
     below = os.open(folder, os.O_DIRECTORY)
+    kib += sum(path.lstat().st_blocks // 2 + 4 for path in folder.rglob("*"))
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", folder], check=True)
     under = Path(f"/proc/self/fd/{below}")
