@@ -11,6 +11,7 @@ from typing import Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
+from cocodiff.commands import ranks
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
 
@@ -28,6 +29,15 @@ def work(fault: str, transport: Any) -> None:
         transport.health.when_lost(lambda _: heard.set())
         heard.wait(20)
         raise FileNotFoundError("removed by a rank that has heard of it before")
+    if fault == "late":
+        noted = ranks._note_end
+
+        def note_end(*end: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            noted(*end)
+
+        ranks._note_end = note_end
+        return
     if fault == "last":
         transport.close()
         time.sleep(600 if transport.rank == 1 else 0)

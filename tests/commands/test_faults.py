@@ -168,6 +168,11 @@ def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -
     assert done.returncode == 1 and "cocodiff: rank 1 did not stop; " in done.stderr
 
 
+def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:
+    done = forked("late", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
