@@ -26,7 +26,6 @@ import torch.distributed as dist
 from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
-from cocodiff.comm.presence import Presence, limited_start
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.store import (
     EVERY_INTERFACE,
@@ -92,16 +91,9 @@ def connect(
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 
         return LoopbackTransport(LoopbackWorld(1), 0, device)
-    # What the messages are in: with host, copies on the CPU.
-    carried = torch.device("cpu") if name == "host" else device
     through_host = name == "host"
-    if name in ("auto", "host"):
-        name = "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
-    if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):
-        raise UserError(
-            f"transport mpi needs CPU tensors and an MPI launcher; here are {device.type} tensors and a run started "
-            f"{_started(launch)}: use --transport {device_backend(device)} or start with mpiexec"
-        )
+    carried = torch.device("cpu") if through_host else device  # what the messages are in: with host, copies
+    name = _library(launch, name, carried)
     owns = name != "mpi" and not dist.is_initialized()
     if owns:
         check_backend(name, carried)
@@ -132,6 +124,18 @@ def connect(
         transport.check_messages()
     _tell_of_blocking(transport)
     return transport
+
+
+def _library(launch: Launch, name: str, carried: torch.device) -> str:
+    """What carries messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
+    if name in ("auto", "host"):
+        return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
+    if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):
+        raise UserError(
+            f"transport mpi needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run started "
+            f"{_started(launch)}: use --transport {device_backend(carried)} or start with mpiexec"
+        )
+    return name
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
@@ -178,6 +182,7 @@ def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Lim
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
     from cocodiff.comm.mpi import initialised_mpi, told_over_mpi
+    from cocodiff.comm.presence import Presence, limited_start
 
     presence = Presence.of_job(launch)
     if presence is not None:

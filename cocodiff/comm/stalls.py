@@ -121,6 +121,8 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
 
     stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye.
     """
+    # Nobody else comes to the set-up of a part of one rank: who waits after it waits in a call of the whole run.
+    progress = {rank: replace(one, among=ALL) if len(one.among) == 1 else one for rank, one in progress.items()}
     # A rank that waits in its part keeps the whole run waiting: so the smallest parts come first.
     for among in sorted({one.among for one in progress.values()}, key=lambda ranks: (ranks == ALL, len(ranks), ranks)):
         inside = {

@@ -44,3 +44,15 @@ def _clear_ended_jobs(parent: Path) -> None:
             with (folder / OWNER).open("r+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, an OSError: it runs
                 shutil.rmtree(folder)
+
+
+def remove_free(lock: Path) -> None:
+    """Removes a lock file of a run that no process holds any more."""
+    with contextlib.suppress(OSError):
+        held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, an OSError: a run is at its end
+            if os.pread(held, 4, 0) == b"pid ":
+                lock.unlink()
+        finally:
+            os.close(held)

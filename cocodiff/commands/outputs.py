@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cocodiff.commands.job_folder import remove_free
 from cocodiff.commands.journal import FOLDER, Journals
 from cocodiff.commands.manifest import MANIFEST, UNFINISHED, Manifest
 from cocodiff.errors import OwnRankError, UserError
@@ -134,9 +135,8 @@ class OutputFolder:
                 f"--out {self.out}: the results there are finished, with other settings ({name}: {old} there, {new} "
                 f"now): choose another folder, or replace them with --overwrite"
             )
-        if os.path.lexists(self.partial):
-            with self.held():
-                pass
+        with self.held():  # puts in place, or clears, what a kill has left
+            pass
         manifest = Manifest.read(self.final)
         gone = [name for name in manifest.files if not (self.final / name).exists()] if manifest is not None else []
         if gone:
@@ -218,6 +218,7 @@ class OutputFolder:
         try:
             with refusing(self.out):
                 lock = self._take_lock()
+                remove_free(self.final.parent / f".{self.final.name}.lock")  # left by a kill right after a rename
                 self._clear_leftover()
                 self._check_free()
             yield
@@ -338,7 +339,8 @@ class OutputFolder:
     def discard(self) -> None:
         """Removes what this run has written, unless a batch is finished."""
         manifest = Manifest.read(self.partial)
-        if manifest is not None and manifest.run == self.run and not manifest.ready and self.journals.kept() is None:
+        ours = manifest is not None and manifest.run == self.run and not manifest.ready
+        if (ours and self.journals.kept() is None) or (manifest is None and _is_hollow(self.partial)):
             with contextlib.suppress(OSError):
                 _remove_hidden(self.partial)
 

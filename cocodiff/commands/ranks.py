@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -89,10 +90,25 @@ def _run_rank(
         transport.close()
         return End("done")
     except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
+        if transport is not None:
+            error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
         end = _end_of(error)
+        if isinstance(error, PeerLost) and error.rank == launch.rank and error.reason.startswith("failed: "):
+            end = End("failed", error.reason.removeprefix("failed: "))  # a wrong message, which came to this rank
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
         return end
+
+
+def _known_loss(transport: Any) -> UserError | PeerLost | None:
+    """What the run has failed of by another rank's word; None if it has not."""
+    try:
+        transport.health.check()
+    except UserError as mistake:
+        return mistake
+    except PeerLost as lost:
+        return lost if lost.rank != transport.rank else None
+    return None
 
 
 def _end_of(error: BaseException) -> End:
@@ -122,8 +138,16 @@ def _last_words(error: BaseException, launch: Launch) -> None:
 
 def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
     """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
-    end = _run_rank(launch, config, settings, work, lambda error: _last_words(error, launch))
-    if end.kind != "lost" and (launch.speaks or end.kind != "mistake"):  # of a loss `_last_words` has told already
+    told = threading.Event()
+
+    def tell(error: BaseException) -> None:
+        _last_words(error, launch)
+        told.set()
+
+    end = _run_rank(launch, config, settings, work, tell)
+    # The watch tells of a loss, at the same moment, unless rank 0 was lost before there was one.
+    unsaid = end.kind != "lost" or not told.wait(LAST_WORDS_S)
+    if unsaid and (launch.speaks or end.kind != "mistake"):
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
     if end.code:
         sys.stdout.flush()
@@ -170,7 +194,8 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
                 _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
-        return _attend_children(children, ranks, folder, stop, left, config.timeout_s + GRACE_S)
+        stopped = _Stopped(config.timeout_s + GRACE_S)
+        return _attend_children(children, ranks, folder, stop, left, stopped, config.stall_timeout_s)
 
 
 def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
@@ -183,16 +208,26 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
             os.dup2(log, 1)
             os.dup2(log, 2)
 
-        def note(end: End) -> None:
-            (folder / f"rank{launch.rank}.end").write_text(json.dumps(vars(end)))
-
-        end = _run_rank(launch, config, settings, work, lambda error: note(_end_of(error)))
-        note(end)
+        try:
+            end = _run_rank(
+                launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder)
+            )
+        except KeyboardInterrupt:  # while it was ending
+            end = End("interrupted", "interrupted")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _note_end(end, launch.rank, folder)
         code = end.code
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _note_end(end: End, rank: int | None, folder: Path) -> None:
+    """Leaves a rank's end for the parent. The watch's thread and the main one may do so at once."""
+    unfinished = folder / f"rank{rank}.end.{threading.get_ident()}"
+    unfinished.write_text(json.dumps(vars(end)))
+    unfinished.replace(folder / f"rank{rank}.end")
 
 
 def _interrupt(*_: Any) -> None:
@@ -204,7 +239,7 @@ class _Stopped:
     give it up; before they have met, or where all are stopped, nobody but the parent notices."""
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._since: dict[int, float] = {}
         self._looked = time.monotonic()
 
@@ -221,19 +256,24 @@ class _Stopped:
         self._looked = now
         if asleep_s > 1.0:  # this process was stopped as well (Ctrl-Z): that time says nothing
             self._since = {pid: since + asleep_s for pid, since in self._since.items()}
-        return [pid for pid, since in self._since.items() if now - since > self._limit_s]
+        return [pid for pid, since in self._since.items() if now - since > self.limit_s]
 
 
 def _attend_children(
-    children: dict[int, int], ranks: int, folder: Path, stop: StopRequest, left: Callable[[], str], stopped_s: float
+    children: dict[int, int],
+    ranks: int,
+    folder: Path,
+    stop: StopRequest,
+    left: Callable[[], str],
+    stopped: _Stopped,
+    last_s: float,
 ) -> int:
     """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
 
-    stopped_s: how long a rank may be stopped by a signal."""
+    last_s: how long after the others have ended well a rank may still take."""
     ends: dict[int, End] = {}
     deadline: float | None = None
     interrupted = ended_by_us = False
-    stopped = _Stopped(stopped_s)
     given_up: set[int] = set()
     while children:
         if stop.asked and not interrupted:
@@ -255,11 +295,11 @@ def _attend_children(
             continue
         rank = children.pop(pid)
         if pid in given_up:
-            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped_s - GRACE_S:g} s")
+            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
         else:
             ends[rank] = _ended_by_us(rank, folder) if ended_by_us else _child_end(rank, status, folder)
-        if ends[rank].code and deadline is None:
-            deadline = time.monotonic() + GRACE_S
+        if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
+            deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import Launch, detect
 from cocodiff.commands.deal import sequence_of, with_guidance
 from cocodiff.commands.engines import Engines
 from cocodiff.commands.modes import describe, with_exact
@@ -215,7 +215,10 @@ def open_session(job: Job, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine import Engine
 
-    transport.health.when_lost(lambda error: job.output.discard())
+    if (
+        detect().kind != "alone"
+    ):  # else the process that ranks are forked from does so, when none of them writes any more
+        transport.health.when_lost(lambda error: job.output.discard())
     replica = Replica(transport, job.values["machine"], job.deal.replicas)
     if transport.rank == 0 and not job.values["quiet"]:
         note(f"loading the model: {job.request.model}")

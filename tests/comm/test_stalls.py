@@ -44,6 +44,7 @@ NOTHING_YET = Progress({ALL: 2}, "broadcast_object", ALL, 0.0, 20.0)
         pytest.param(
             [hangs(X, 90, 20), hangs(X, 90, 20), finished(3, 50), finished(3, 50)], 0, id="a whole part hangs"
         ),
+        pytest.param([hangs(X, 90, 20), waits(X, 90, 9), waits((2,), 1, 15)], 0, id="a part of one rank waits for it"),
         pytest.param([waits(X, 1, 15), NOTHING_YET, goes_on(Y, 3), goes_on(Y, 3)], 1, id="it never came to the part"),
     ],
 )

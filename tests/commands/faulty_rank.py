@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
+from cocodiff.commands import ranks
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
 
@@ -20,6 +22,26 @@ def work(fault: str, transport: Any) -> None:
         raise RuntimeError("the disk is on fire")
     if fault == "killed" and transport.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "interrupted" and transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault == "interrupted" and transport.rank == 2:
+        heard = threading.Event()
+        transport.health.when_lost(lambda _: heard.set())
+        heard.wait(20)
+        raise FileNotFoundError("removed by a rank that has heard of it before")
+    if fault == "late":
+        noted = ranks._note_end
+
+        def note_end(*end: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            noted(*end)
+
+        ranks._note_end = note_end
+        return
+    if fault == "last":
+        transport.close()
+        time.sleep(600 if transport.rank == 1 else 0)
+        return
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
     if fault == "leaves" and transport.rank == 1:
@@ -56,7 +78,8 @@ def main() -> int:
     if fault == "killed at the start" and launch.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
-    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0)
+    start_s = 3.0 if fault == "alone" else 600.0
+    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)
     return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))
 
 

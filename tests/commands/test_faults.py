@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ import psutil
 import pytest
 import tifffile
 from warm import Started, forked
+
+from cocodiff.commands.ranks import End, _child_end, _note_end
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +143,44 @@ def test_an_interrupt_stops_all_ranks_and_writes_nothing(slice_file: Path, tmp_p
     assert run.end(HANGS_S) == 130
     assert "interrupted; nothing was written" in run.text()
     run.assert_nothing_left(ranks)
+
+
+def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole(tmp_path: Path) -> None:
+    """The watch's thread tells of a lost peer while the main one ends by itself."""
+    ends = [End("lost", "rank 1 died" * 2000), End("interrupted", "interrupted")]
+    _note_end(ends[0], 0, tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        noting = [threads.submit(lambda end: [_note_end(end, 0, tmp_path) for _ in range(300)], end) for end in ends]
+        while not all(one.done() for one in noting):
+            assert _child_end(0, 0, tmp_path) in ends
+    assert all(one.exception() is None for one in noting)
+
+
+def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Path) -> None:
+    done = forked("interrupted", "gloo", "forked", folder=tmp_path, module="faulty_rank")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in line
+
+
+def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -> None:
+    """As one that a library does not let go."""
+    done = forked("last", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1 and "cocodiff: rank 1 did not stop; " in done.stderr
+
+
+def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:
+    done = forked("late", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **place}.items():
+        monkeypatch.setenv(name, value)
+    done = forked("alone", "gloo", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1
+    assert len([line for line in done.stderr.splitlines() if line.startswith("cocodiff: [rank 1] rank 0 ")]) == 1
 
 
 @pytest.mark.parametrize(

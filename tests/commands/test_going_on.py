@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tifffile
 import tiny_pipelines
-from killed_jobs import Storm
 from killed_runs import results
 
 from cocodiff.cli import main
@@ -180,6 +179,9 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(scan: Path, runs_of: Call
     code, said = runs("--out", runs.whole, "--resume")
     assert code == 0 and f"nothing is left to do: the results in {runs.whole} are finished" in said
     assert (runs.whole / "report.html").stat() == before
+    watched = ("--timeout_s", 9, "--check_messages")  # which change no result
+    code, said = runs("--out", runs.whole, "--resume", *watched)
+    assert code == 0 and "nothing is left to do" in said
     code, said = runs("--out", runs.whole, "--resume", "--seed", 1)
     assert code == 2 and "are finished, with other settings (seed: 0 there, 1 now): choose another folder" in said
     tifffile.imwrite(scan, 1 + tifffile.imread(scan), photometric="minisblack")
@@ -205,11 +207,3 @@ def test_a_run_that_was_to_replace_results_and_was_killed_names_what_it_has_kept
     code, said = runs("--out", runs.out, "--resume")
     assert code == 0 and "going on: 3 of 4 slices are there already" in said
     assert results(runs.out) == results(runs.whole)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [4, 15])
-def test_a_job_that_is_killed_goes_on_to_the_same_voxels(tmp_path: Path, number: int) -> None:
-    """Two of the jobs of `tests/fault_storm.py --jobs 60 --seed 1`."""
-    told, wrong = Storm(tmp_path, seed=1).case(number)
-    assert not wrong, (told, wrong)

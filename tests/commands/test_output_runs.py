@@ -36,6 +36,16 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
     assert (out / MARK).read_text() == "first"
 
 
+def test_the_lock_of_a_run_that_was_killed_after_its_rename_goes_at_the_next_start(tmp_path):
+    """It lies beside the folder, which was not there when that run began."""
+    publish(tmp_path / "out", "old")
+    for left, stays in (("the user's", True), ("pid 4 on a host", False)):
+        (tmp_path / ".out.lock").write_text(left)
+        with OutputFolder(str(tmp_path / "out"), overwrite=True).held():
+            pass
+        assert (tmp_path / ".out.lock").exists() == stays
+
+
 def killed_while_writing(out: str, finished: bool) -> None:
     folder = OutputFolder(out, overwrite=True)
     with folder.held():
@@ -96,6 +106,17 @@ def test_a_hidden_folder_without_files_is_cleared(tmp_path, left):
         path.write_text("{") if name.startswith(".") else path.mkdir()
     with OutputFolder(str(tmp_path / "out"), False).held():
         assert names(tmp_path) == [".out.lock"]
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_hidden_folder(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Manifest, "write", write)
+    folder = OutputFolder(str(tmp_path / "out"), overwrite=False)
+    with pytest.raises(UserError, match="no results can be written there"), folder.held():
+        folder.open()
+    assert names(tmp_path) == [] and [*tmp_path.iterdir()] == []
 
 
 def test_a_hidden_folder_of_the_users_is_not_cleared(tmp_path):
