@@ -214,6 +214,21 @@ def test_outer_rooms_are_used_by_few(inner, users):
     assert {name for name in importers if not any(covers(user, name) for user in users)} == set()
 
 
+def test_the_library_has_no_circles_of_imports():
+    """Imports for annotations alone count as well. The rooms around the library still have some."""
+    files = {module_name(path): path for path in SOURCES}
+    around = ("cocodiff.commands", "cocodiff.cli", "cocodiff_bench")
+    left = {
+        name: imports_of_ours(path) & files.keys() - {name}
+        for name, path in files.items()
+        if not any(covers(room, name) for room in around)
+    }
+    while leaves := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert sorted(left) == []
+
+
 def test_an_exact_run_imports_the_library_alone():
     """No planner, command, benchmark or evaluation, and few lines."""
     script = (
