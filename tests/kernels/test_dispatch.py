@@ -177,7 +177,7 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(which, str(tmp_path))
     dispatch._open.cache_clear()
-    monkeypatch.setattr(dispatch, "open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
+    monkeypatch.setattr("cocodiff_sycl.ops.open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
     try:
         with pytest.raises(UserError, match=rf"no SYCL kernels on cpu: .*{tmp_path} has mode 0777: .*COCODIFF_CACHE"):
             dispatch.sycl_ops(sycl_on_cpu.device, required=True)
