@@ -208,13 +208,14 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
             os.dup2(log, 1)
             os.dup2(log, 2)
 
+        end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
         try:
             end = _run_rank(
                 launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder)
             )
-        except KeyboardInterrupt:  # while it was ending
-            end = End("interrupted", "interrupted")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        except KeyboardInterrupt:  # once: what is asked of it again is ignored
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _note_end(end, launch.rank, folder)
         code = end.code
         sys.stdout.flush()

@@ -155,7 +155,8 @@ def run_holding(
     with output.held():
         import_before_fork()
         code = run_ranks(ranks, launch, config, alike, partial(_writing, output, work), output.left)
-        if code and ranks in (None, 1) and output.journals.kept():
+        # Forked ranks' one line tells it already, unless it tells of a mistake.
+        if code and (ranks in (None, 1) or code == 2) and output.journals.kept():
             note(f"cocodiff: {output.left()}")
         return code
 

@@ -257,6 +257,8 @@ class Job:
             fits = all(line.startswith("cocodiff: ") for line in lines) and len(lines) in (1, 2)
             asked = "written" if fault in OF_DISKS else str(self.input)
             wrong += [] if fits and code in (1, 2) and asked in lines[0] else [f"ended with {code}"]
+        elif fault == "exception" and f"cannot be written ({ON_FIRE})" in said:  # what a library raises at a new file
+            wrong += [] if code == 2 else [f"ended with {code}"]
         elif ranks == 1 and fault == "exception":
             wrong += [] if code == 1 and f"cocodiff: RuntimeError: {ON_FIRE}" in said else [f"ended with {code}"]
         elif ranks == 1:
