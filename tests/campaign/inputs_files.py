@@ -69,7 +69,7 @@ def write_tiff(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool,
                     "resolution": chance.choice([(0, 0), (1e-9, 4e9), (1, 0)]),
                     "resolutionunit": chance.choice([1, 2, 3]),
                 },
-                {"extratags": [(chance.choice([305, 306, 270, 65000, 42112]), 2, 0, "odd \u00b5", True)]},
+                {"extratags": [(chance.choice([305, 306, 270, 65000, 42112]), 2, 0, "odd \u00b5".encode(), True)]},
                 {"software": "s" * 5000, "datetime": True},
             ]
         )
