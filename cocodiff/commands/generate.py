@@ -6,7 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,6 @@ class Image:
 def work(job: Job, transport: Any) -> None:
     """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
     import torch
-    from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.report import encode, plan_pictures
     from cocodiff_eval.slices import safe_stem, unique_names
 
@@ -143,7 +142,7 @@ def work(job: Job, transport: Any) -> None:
             if session.replica.leads:
                 save(session, names[number], images)
                 exact = session.exact if chosen is None else chosen.exact
-                rows = [json_ready(row) for row in judge(session, names[number], images, exact)]
+                rows = judge(session, names[number], images, exact)
                 queue.add(number, rows, checksums(session, names[number]))
     rows = queue.rows() if session.folder is not None else []
     if session.folder is not None and chosen is not None:
@@ -212,28 +211,15 @@ def psnr_vs_exact_db(exact: Image, image: Image) -> float | None:
 
 def judge(session: Session, name: str, images: dict[str, Image], exact: str | None) -> list[dict[str, Any]]:
     """Rows of metrics.json: there is no truth, but there may be an exact run to compare with. exact: its mode."""
-    from cocodiff_eval.metrics import NOTHING, metrics_row
+    from cocodiff_eval.metrics import Result
 
-    rows = []
+    rows, compared = [], None if exact is None else images[exact]
     for mode in session.job.presets:
-        image, compared = images[mode], None if exact is None else images[exact]
-        rows.append(
-            metrics_row(
-                name,
-                None,
-                mode,
-                NOTHING,
-                image.cost.seconds,
-                image.cost.sent,
-                psnr_vs_exact_db=None if compared is None else psnr_vs_exact_db(compared, image),
-                exact_compared=compared is not None,
-                drift=image.cost.drift,
-                whole_bytes=image.cost.whole,
-                late_bytes=image.cost.late,
-                exact_bytes=compared.cost.sent if compared is not None else None,
-                times={"rank_seconds": image.cost.rank_seconds},
-            )
-        )
+        result = Result(name, None, mode, **images[mode].cost.reported(), exact_compared=compared is not None)
+        if compared is not None:
+            distance_db = psnr_vs_exact_db(compared, images[mode])
+            result = replace(result, psnr_vs_exact_db=distance_db, bytes_exact=compared.cost.bytes)
+        rows.append(result.row())
     return rows
 
 

@@ -195,7 +195,6 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
 def work(tasks: list[Any], job: Job, transport: Any) -> None:
     """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
     import torch
-    from cocodiff_eval.metrics import json_ready
     from cocodiff_eval.report import plan_pictures
 
     from cocodiff.commands.created import KeptSlices
@@ -237,7 +236,7 @@ def work(tasks: list[Any], job: Job, transport: Any) -> None:
             rows = restore_batch(task, batch, own, results, leads, queue.bar)
             if leads:
                 sums = results.checksums(task, batch, own.presets) if batch.whole else ()
-                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows], sums)
+                queue.add(number, [[batch.task, index, row] for index, row in rows], sums)
     found = []
     if session.folder is not None:
         found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, chosen, values), key=by_slice)
@@ -298,8 +297,6 @@ def rows_of_parts(
 ) -> list[list[Any]]:
     """On rank 0, when all batches are done: the slices whose samples were dealt, and those whose trials are results,
     written and judged. chosen: of a bound on quality, a `quality_stack.Chosen`, or None."""
-    from cocodiff_eval.metrics import json_ready
-
     from cocodiff.commands.restore_stack import put_together
 
     groups: dict[tuple[int, tuple[int, ...], bool], list[Any]] = {}
@@ -313,7 +310,7 @@ def rows_of_parts(
         (task, _, tried), of_slices = dealt[number]
         own = restorer if chosen is None else chosen.judging(restorer, task, tried)
         rows = put_together(tasks[task], of_slices, own, results, chosen.drawn if tried else results.parts.merged)
-        found += [[task, index, json_ready(row)] for index, row in rows]
+        found += [[task, index, row] for index, row in rows]
     return found
 
 

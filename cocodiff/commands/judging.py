@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
-from cocodiff_eval.metrics import ExactDistance, MaskedQuality, masked_psnr_db, mean, metrics_row
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, Result, masked_psnr_db, mean
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
@@ -83,30 +83,23 @@ def judge_slice(
     baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
     exact = drawn.get(exact_mode) if exact_mode is not None else None
     for preset, one in presets.items():
-        of_samples = {
-            "samples": samples,
-            **coverage(one.moments, truth_YX, mask_YX, scale),
-            "psnr_db_single": mean(one.psnr_db),
-        }
-        rows.append(
-            metrics_row(
-                slice_name(task.stack, index),
-                task.mask.name,
-                preset,
-                quality(scale, truth_YX, native[preset], mask_YX),
-                one.cost.wall_seconds,
-                one.cost.sent,
-                psnr_vs_exact_db=psnr_vs_exact_db(scale, exact, one, mask_YX) if exact is not None else None,
-                exact_compared=exact is not None,
-                baseline=baseline,
-                drift=one.cost.drift,
-                whole_bytes=one.cost.whole,
-                late_bytes=one.cost.late,
-                exact_bytes=exact.cost.sent if exact is not None else None,
-                of_samples=of_samples if samples > 1 else None,
-                times={"rank_seconds": one.cost.rank_seconds, "replica_seconds": one.cost.of_replicas},
-            )
+        against = {} if exact is None else compared(scale, exact, one, mask_YX)
+        several: dict[str, Any] = {}
+        if samples > 1:
+            several = {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
+            several |= coverage(one.moments, truth_YX, mask_YX, scale)
+        result = Result(
+            slice_name(task.stack, index),
+            task.mask.name,
+            preset,
+            **quality(scale, truth_YX, native[preset], mask_YX),
+            **one.cost.reported(),
+            **against,
+            **several,
+            baseline=baseline,
+            exact_compared=exact is not None,
         )
+        rows.append(result.row())
     return Judged(native, rows, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX))
 
 
@@ -117,12 +110,17 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
 
 def quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """`psnr_db`, `ssim` and `mse` of a slice under its mask; None each where the truth is unknown."""
     measured = MaskedQuality(scale)
     if truth_YX is not None:
         measured.add(truth_YX, restored_YX, mask_YX)
     return measured.result()
+
+
+def compared(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
+    """What a result says of a run beside the exact one."""
+    return {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, run, mask_YX), "bytes_exact": exact.cost.bytes}
 
 
 def psnr_vs_exact_db(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> float | None:

@@ -154,7 +154,7 @@ class Figure(NamedTuple):
 
     @classmethod
     def of(cls, db: float | None, cost: Cost) -> Figure:
-        return cls(db, *(sum(of.values()) for of in (cost.sent, cost.whole, cost.late)))
+        return cls(db, *(sum(of.values()) for of in (cost.bytes, cost.bytes_whole, cost.bytes_late)))
 
 
 @dataclass

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cocodiff_eval.metrics import json_ready
 from cocodiff_eval.uncertainty import Moments
 
 from cocodiff.commands.bound import Slices
@@ -57,7 +56,7 @@ class ChosenImages:
                 for mode, setting in {self.quality.preset: self.setting, EXACT: self.quality.exact}.items()
             }
             save(session, names[number], images)
-            of_images[names[number]] = [json_ready(row) for row in judge(session, names[number], images, EXACT)]
+            of_images[names[number]] = judge(session, names[number], images, EXACT)
         return [row for name in names for row in of_images[name]]
 
 

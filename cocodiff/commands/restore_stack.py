@@ -116,7 +116,7 @@ class Restorer:
                 samples=samples,
                 limits=limits,
             )
-        cost.of_replicas = {str(self.replica): cost.seconds}
+        cost.replica_seconds = {str(self.replica): cost.seconds}
         return [Run(one_YX, share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)]
 
 

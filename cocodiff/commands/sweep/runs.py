@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
-from cocodiff_eval.metrics import LINKS
+from cocodiff_eval.metrics import Result
 
 from cocodiff.commands.journal import Journals
 from cocodiff.commands.judging import Run, psnr_vs_exact_db, quality
@@ -177,13 +177,10 @@ def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any
     original_YX, mask_YX = task.stack.read(one.index), task.mask.read(one.index)
     truth_YX = task.truth.read(one.index) if task.truth is not None else None
 
-    def judged(judged_run: Run) -> dict[str, Any]:
-        native_YX: np.ndarray = compose_native(original_YX, judged_run.restored01_YX, mask_YX, task.scale)
-        cost = judged_run.cost
-        sent, whole, late = ({link: of.get(link, 0) for link in LINKS} for of in (cost.sent, cost.whole, cost.late))
-        judged_as = quality(task.scale, truth_YX, native_YX, mask_YX)
-        told = {**judged_as, "seconds": cost.seconds, "bytes": sent, "bytes_whole": whole}
-        return told | ({"bytes_late": late} if any(late.values()) else {})
+    def judged(of: Run) -> Result:
+        native_YX: np.ndarray = compose_native(original_YX, of.restored01_YX, mask_YX, task.scale)
+        measured = quality(task.scale, truth_YX, native_YX, mask_YX)
+        return Result(one.name, task.mask.name, point.name, **measured, **of.cost.reported())
 
     return {
         "point": point.name,
@@ -193,8 +190,8 @@ def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any
         "steps": one.steps,
         "mask": task.mask.name,
         "slice": one.name,
-        **judged(run),
+        **judged(run).of_run(),
         "psnr_vs_exact_db": psnr_vs_exact_db(task.scale, exact, run, mask_YX),
-        "exact": judged(exact),
+        "exact": judged(exact).of_run(),
         "drift": run.cost.drift,
     }
