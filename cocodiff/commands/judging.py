@@ -18,8 +18,8 @@ from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
 
 from cocodiff.commands.cost import Cost
+from cocodiff.commands.items import Drawn
 from cocodiff.commands.report_pictures import picture
-from cocodiff.commands.samples import Drawn
 from cocodiff.commands.tasks import Task, result_files, slice_name, spread_of
 
 

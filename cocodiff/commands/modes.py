@@ -14,14 +14,14 @@ from cocodiff.config import Config
 from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
-    from cocodiff.commands.session import Job
+    from cocodiff.commands.session import Prepared
 
 EXACT = "flat"  # the preset that others are judged against
 CODING = ("selection", "codec", "arrival")
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
 
 
-def describe(job: Job, ranks: int) -> dict[str, Any]:
+def describe(job: Prepared, ranks: int) -> dict[str, Any]:
     """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
     replicas."""
     replicas = job.deal.replicas
@@ -38,7 +38,7 @@ def describe(job: Job, ranks: int) -> dict[str, Any]:
     }
 
 
-def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
+def with_exact(job: Prepared) -> tuple[dict[str, Config], str | None]:
     """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
     on quality the modes are the settings that it is kept with."""
     if job.quality is not None:

@@ -20,7 +20,7 @@ from cocodiff.commands.modes import EXACT
 from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.pipelines import Model
 from cocodiff.commands.replicas import Replica
-from cocodiff.commands.restore_stack import Restorer
+from cocodiff.commands.restoring import Restorer
 from cocodiff.commands.session import load_requested
 from cocodiff.commands.sweep.lines import Key, LineWriter, ReplicaLines, count_lines
 from cocodiff.commands.sweep.points import Point
@@ -127,7 +127,7 @@ class Runner:
     def restorer(self, steps: int) -> Restorer:
         if steps not in self.restorers:
             values = self.sweep.values
-            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {}, [], EXACT_RUN)
+            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {})
             self.restorers[steps].inpainter.on_step = self.bar.advance
         return self.restorers[steps]
 

@@ -1,0 +1,131 @@
+"""The one interface of jobs: what a job is made of, how it is made, judged and written.
+
+`running.run_batches` runs any of them: replicas take batches from one queue, a journal tells what is finished, another
+start goes on with it, and a bound on quality chooses the setting of each batch. Restored slices (`slices.py`),
+generated images (`images.py`) and the runs of a sweep (`sweep/runs.py`) are jobs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from cocodiff.commands.bound import Bound
+    from cocodiff.commands.items import Batch, Drawn
+    from cocodiff.commands.quality import Quality
+    from cocodiff.commands.replicas import Queue, Replica
+    from cocodiff.commands.running import Done
+    from cocodiff.commands.trials import Group
+    from cocodiff.config import Config
+
+
+class Modes(NamedTuple):
+    """How a batch is made. settings: by the name of each result, the name of the setting that it is made with; exact:
+    the name of the result that others are compared with, None where there is none."""
+
+    settings: Mapping[str, str]
+    exact: str | None
+
+
+class Way(Protocol):
+    """How a job finds the modes of its batches: the presets as they are asked for (`Presets`), or settings that are
+    tried (`trials.Trials`). tried: so many settings may be tried on each batch."""
+
+    @property
+    def tried(self) -> int: ...
+
+    def names(self, batch: Batch) -> list[str]:
+        """Of a batch's results, before the settings are known that they are made with."""
+
+    def holds(self, number: int) -> bool:
+        """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
+
+    def choose(self, queue: Queue, replica: Replica) -> ModesOfBatches:
+        """All ranks call it, and find the same."""
+
+
+class ModesOfBatches(Protocol):
+    """Maps every batch to its modes. kept: the numbers of batches that are made already, and only have to be judged and
+    written; records: how a bound on quality was kept, for metrics.json, None without a bound."""
+
+    @property
+    def kept(self) -> frozenset[int]: ...
+
+    @property
+    def records(self) -> list[dict[str, Any]] | None: ...
+
+    def of(self, batch: Batch) -> Modes: ...
+
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
+        """An item of batches that are `kept`, whose samples they are."""
+
+    def configs(self, task: int) -> Mapping[str, Config]:
+        """By the names of results, the settings that those of a task are made with."""
+
+
+class Judged(Protocol):
+    """What an item turned out to be. rows: what is reported of it."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]: ...
+
+
+class Job(ABC):
+    """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
+
+    unit: what items are called; batches: all of them, the same on every rank and at every start.
+    """
+
+    unit: str
+    batches: Sequence[Batch]
+
+    def settings(self) -> dict[str, Any]:
+        """What the results depend on, beside the settings of the command, as plain data."""
+        return {}
+
+    def begin(self, modes: ModesOfBatches, first: bool) -> None:
+        """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
+        return
+
+    def watched(self, advance: Callable[[int], None]) -> None:
+        """advance: to be called with the number of steps that have been done."""
+        return
+
+    def steps(self, batch: Batch) -> int:
+        """So many steps a batch takes with each setting."""
+        return 0
+
+    @abstractmethod
+    def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[Drawn]]:
+        """Every item of a batch with each of some settings; no items on ranks that do not lead their replica."""
+
+    @abstractmethod
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+        """An item, by its place in the batch. drawn: by the names of results; exact: as in `Modes`."""
+
+    @abstractmethod
+    def write(self, batch: Batch, place: int, judged: Any) -> None:
+        """Puts an item's results on the disk."""
+
+    def sums(self, batch: Batch) -> list[int]:
+        """Checksums of a batch's results, as they are on the disk."""
+        return []
+
+    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
+        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
+        that they are not."""
+        return self.sums(batch) == sums
+
+    def complete(self, done: Done) -> dict[str, Any]:
+        """Called on all ranks when everything is made. Returns what `session.finish` takes besides the rows."""
+        return {"pictures": ()}
+
+    def groups(self, quality: Quality) -> dict[int, Group]:
+        """What a bound on quality chooses one setting for, by the numbers of tasks."""
+        raise NotImplementedError(f"a bound on quality of {self.unit}")
+
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+        """As `Bound.keeps` takes it: of an item beside its exact run."""
+        raise NotImplementedError(f"a bound on quality of {self.unit}")
