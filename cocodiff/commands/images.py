@@ -40,7 +40,7 @@ class JudgedImage:
     drawn: Mapping[str, Drawn]
 
 
-class ImageJob(Job):
+class ImageJob(Job[Batch]):
     """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1]."""
 
     unit = "images"

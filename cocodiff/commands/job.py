@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from cocodiff.commands.items import Batch
 
 if TYPE_CHECKING:
     from cocodiff.commands.bound import Bound
-    from cocodiff.commands.items import Batch, Drawn
+    from cocodiff.commands.items import Drawn
     from cocodiff.commands.quality import Quality
     from cocodiff.commands.replicas import Queue, Replica
     from cocodiff.commands.running import Done
     from cocodiff.commands.trials import Group
     from cocodiff.config import Config
+
+
+B = TypeVar("B", bound=Batch)
 
 
 class Modes(NamedTuple):
@@ -56,7 +61,7 @@ class ModesOfBatches(Protocol):
     @property
     def records(self) -> list[dict[str, Any]] | None: ...
 
-    def of(self, batch: Batch) -> Modes: ...
+    def of(self, batch: Any) -> Modes: ...
 
     def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
         """An item of batches that are `kept`, whose samples they are."""
@@ -72,14 +77,14 @@ class Judged(Protocol):
     def rows(self) -> list[dict[str, Any]]: ...
 
 
-class Job(ABC):
+class Job(ABC, Generic[B]):
     """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
 
     unit: what items are called; batches: all of them, the same on every rank and at every start.
     """
 
     unit: str
-    batches: Sequence[Batch]
+    batches: Sequence[B]
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on, beside the settings of the command, as plain data."""
@@ -93,30 +98,34 @@ class Job(ABC):
         """advance: to be called with the number of steps that have been done."""
         return
 
-    def steps(self, batch: Batch) -> int:
+    def steps(self, batch: B) -> int:
         """So many steps a batch takes with each setting."""
         return 0
 
     @abstractmethod
-    def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[Drawn]]:
+    def make(self, settings: Sequence[str], batch: B) -> Mapping[str, Sequence[Drawn]]:
         """Every item of a batch with each of some settings; no items on ranks that do not lead their replica."""
 
     @abstractmethod
-    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+    def judge(self, batch: B, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         """An item, by its place in the batch. drawn: by the names of results; exact: as in `Modes`."""
 
     @abstractmethod
-    def write(self, batch: Batch, place: int, judged: Any) -> None:
+    def write(self, batch: B, place: int, judged: Any) -> None:
         """Puts an item's results on the disk."""
 
-    def sums(self, batch: Batch) -> list[int]:
+    def sums(self, batch: B) -> list[int]:
         """Checksums of a batch's results, as they are on the disk."""
         return []
 
-    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
+    def holds(self, batch: B, sums: Sequence[int]) -> bool:
         """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
         that they are not."""
         return self.sums(batch) == sums
+
+    def told(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """What is said of a batch that is done, by the leader of its replica."""
+        return None
 
     def complete(self, done: Done) -> dict[str, Any]:
         """Called on all ranks when everything is made. Returns what `session.finish` takes besides the rows."""
@@ -126,6 +135,6 @@ class Job(ABC):
         """What a bound on quality chooses one setting for, by the numbers of tasks."""
         raise NotImplementedError(f"a bound on quality of {self.unit}")
 
-    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+    def figure_db(self, bound: Bound, batch: B, place: int, exact: Drawn, one: Drawn) -> float | None:
         """As `Bound.keeps` takes it: of an item beside its exact run."""
         raise NotImplementedError(f"a bound on quality of {self.unit}")

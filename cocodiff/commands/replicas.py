@@ -145,7 +145,7 @@ class Queue:
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
-    def begin(self, job: Job, batch: Batch, settings: int = 1) -> None:
+    def begin(self, job: Job[Any], batch: Batch, settings: int = 1) -> None:
         """This rank begins to make a batch with so many settings."""
         if self.bar.shown and batch.size:
             self.bar.begin(batch.size, job.steps(batch) * settings)

@@ -61,7 +61,12 @@ class Done(NamedTuple):
 
 
 def run_batches(
-    job: Job, way: Way, replica: Replica, output: Any, settings: Callable[[], dict[str, Any]], shows_bar: bool = False
+    job: Job[Any],
+    way: Way,
+    replica: Replica,
+    output: Any,
+    settings: Callable[[], dict[str, Any]],
+    shows_bar: bool = False,
 ) -> Done:
     """Makes, judges and writes what is missing of a job's results; all ranks call it.
 
@@ -91,22 +96,23 @@ def run_batches(
             parts.folder.mkdir(exist_ok=True)
         job.begin(modes, first)
         replica.whole.broadcast_object(None)  # the files are there
-        make_batches(job, queue, modes, parts, replica.leads)
+        make_batches(job, queue, modes, replica.leads, parts)
     rows = queue.rows() + put_together(job, modes, parts, reading_bar(shows_bar)) if first else []
     return Done(sorted(rows, key=lambda row: row[:2]), modes.records)
 
 
-def make_batches(job: Job, queue: Queue, modes: ModesOfBatches, parts: Parts, leads: bool) -> None:
+def make_batches(job: Job[Any], queue: Queue, modes: ModesOfBatches, leads: bool, parts: Parts | None = None) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in modes.kept]):
         batch = job.batches[number]
         settings, exact = modes.of(batch)
         queue.begin(job, batch, len(settings))
-        made = job.make([*settings.values()], batch)
+        made = job.make([*dict.fromkeys(settings.values())], batch)
         if not leads:
             continue
         drawn = {name: made[setting] for name, setting in settings.items()}
         if not batch.whole:
+            assert parts is not None, "there is a place for parts of items"
             parts.keep(batch, drawn)
             queue.add(number, [])
             continue
@@ -115,16 +121,18 @@ def make_batches(job: Job, queue: Queue, modes: ModesOfBatches, parts: Parts, le
             of_item = {name: items[place] for name, items in drawn.items()}
             rows += finish_item(job, batch, place, of_item, exact)
         queue.add(number, rows, job.sums(batch))
+        if (told := job.told([row for *_, row in rows])) is not None:
+            queue.bar.say(told)
 
 
-def finish_item(job: Job, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> list[Row]:
+def finish_item(job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> list[Row]:
     """Judges and writes an item whose samples are all there."""
     judged = job.judge(batch, place, drawn, exact)
     job.write(batch, place, judged)
     return [[batch.task, batch.indices[place], row] for row in judged.rows]
 
 
-def put_together(job: Job, modes: ModesOfBatches, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
+def put_together(job: Job[Any], modes: ModesOfBatches, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
     """On rank 0, when all batches are done: the items whose samples were dealt, and those that were made before."""
     groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
     for number, batch in enumerate(job.batches):

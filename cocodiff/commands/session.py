@@ -86,7 +86,7 @@ class Session:
         """The folder of images, on every rank that writes some."""
         return self.prepared.output.partial / "images"
 
-    def run(self, job: Job) -> None:
+    def run(self, job: Job[Any]) -> None:
         """Makes the job's results, completes and publishes them. All ranks call it."""
         from cocodiff.commands.running import Presets, run_batches
         from cocodiff.commands.trials import Trials

@@ -41,7 +41,7 @@ def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
             )
 
 
-class SliceJob(Job):
+class SliceJob(Job[Batch]):
     """tasks: stacks and their masks; masked: which slices of each have something to restore."""
 
     def __init__(self, session: Session, tasks: Sequence[Task], masked: Sequence[Sequence[bool]]) -> None:

@@ -177,12 +177,12 @@ class Chosen:
 class Trials:
     """How settings are tried on a job's batches. In the job's journals trials have numbers after those of results."""
 
-    job: Job
+    job: Job[Any]
     quality: Quality
     parts: PartsOfSettings
 
     @classmethod
-    def of(cls, job: Job, quality: Quality, folder: Path) -> Trials:
+    def of(cls, job: Job[Any], quality: Quality, folder: Path) -> Trials:
         """folder: of the job's journals."""
         return cls(job, quality, PartsOfSettings(folder, [*quality.rungs]))
 

@@ -32,7 +32,7 @@ STAGES = {
         "images.ImageJob.write",
         "journal.Journal.add",
         "sweep.lines.LineWriter.add",
-        "sweep.lines.ReplicaLines.add",
+        "sweep.lines.LineJournal.add",
     ],
     "create": ["outputs.OutputFolder.open", "slices.SliceJob.begin", "sweep.lines.LineWriter.__init__"],
     "put together": ["running.put_together"],
