@@ -33,7 +33,7 @@ from cocodiff.engine import Engine
 if TYPE_CHECKING:
     from cocodiff.commands.sweep.command import Sweep
 
-EXACT_RUN = "exact run"
+EXACT_RUN = ""  # a name that no point has
 
 
 def run_sweep(sweep: Sweep, transport: Any) -> None:
