@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,14 @@ from cocodiff_eval.slices import safe_stem, unique_names
 from cocodiff_eval.uncertainty import Moments
 from PIL import Image
 
-from cocodiff.commands.bound import Bound, Slices
+from cocodiff.commands.bound import Bound
 from cocodiff.commands.cost import measured
 from cocodiff.commands.items import Batch, Drawn
-from cocodiff.commands.job import Job
+from cocodiff.commands.job import Job, Judged
 from cocodiff.commands.model_checks import check_sides
-from cocodiff.commands.quality import Quality
 from cocodiff.commands.running import Done
 from cocodiff.commands.session import Session
-from cocodiff.commands.trials import Group
 from cocodiff.errors import UserError
-
-
-@dataclass(frozen=True)
-class JudgedImage:
-    """rows: of metrics.json; drawn: the image in each preset."""
-
-    rows: list[dict[str, Any]]
-    drawn: Mapping[str, Drawn]
 
 
 class ImageJob(Job[Batch]):
@@ -89,7 +79,7 @@ class ImageJob(Job[Batch]):
         check_finite(model.pipe, torch.from_numpy(image_YXC))
         return Drawn(Moments.of(image_YXC.astype(np.float32)), cost)
 
-    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> JudgedImage:
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         """There is no truth, but there may be an exact run to compare with."""
         name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
         for preset in self.presets:
@@ -99,11 +89,11 @@ class ImageJob(Job[Batch]):
                 distance_db = psnr_vs_exact_db(compared, one)
                 result = replace(result, psnr_vs_exact_db=distance_db, bytes_exact=compared.cost.bytes)
             rows.append(result.row())
-        return JudgedImage(rows, drawn)
+        return Judged(rows, drawn)
 
-    def write(self, batch: Batch, place: int, judged: JudgedImage) -> None:
+    def write(self, batch: Batch, place: int, result: Mapping[str, Drawn]) -> None:
         for preset, path in self._files(batch.indices[place]).items():
-            image8_YXC = np.rint(image01(judged.drawn[preset]) * 255).astype(np.uint8)
+            image8_YXC = np.rint(image01(result[preset]) * 255).astype(np.uint8)
             with path.open("wb") as file:
                 Image.fromarray(image8_YXC).save(file, "PNG")
                 file.flush()
@@ -112,11 +102,8 @@ class ImageJob(Job[Batch]):
     def sums(self, batch: Batch) -> list[int]:
         return [zlib.crc32(path.read_bytes()) for path in self._files(batch.indices[0]).values()]
 
-    def groups(self, quality: Quality) -> dict[int, Group]:
-        """One setting for all prompts."""
-        slices = Slices.chosen(len(self.names), quality.slices, quality.every)
-        checked = {number: (number,) for number in slices.checks}
-        return {0: Group("images", slices, dict(enumerate(self.names)), checked)}
+    def name(self, number: int) -> str:
+        return self.names[number]
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
         return psnr_vs_exact_db(exact, one)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cocodiff.commands.items import Batch
@@ -70,11 +71,12 @@ class ModesOfBatches(Protocol):
         """By the names of results, the settings that those of a task are made with."""
 
 
-class Judged(Protocol):
-    """What an item turned out to be. rows: what is reported of it."""
+@dataclass(frozen=True)
+class Judged:
+    """What an item turned out to be. rows: what is reported of it; result: what is written of it."""
 
-    @property
-    def rows(self) -> list[dict[str, Any]]: ...
+    rows: list[dict[str, Any]]
+    result: Any = None
 
 
 class Job(ABC, Generic[B]):
@@ -111,8 +113,8 @@ class Job(ABC, Generic[B]):
         """An item, by its place in the batch. drawn: by the names of results; exact: as in `Modes`."""
 
     @abstractmethod
-    def write(self, batch: B, place: int, judged: Any) -> None:
-        """Puts an item's results on the disk."""
+    def write(self, batch: B, place: int, result: Any) -> None:
+        """Puts what `judge` gave of an item on the disk."""
 
     def sums(self, batch: B) -> list[int]:
         """Checksums of a batch's results, as they are on the disk."""
@@ -132,8 +134,18 @@ class Job(ABC, Generic[B]):
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """What a bound on quality chooses one setting for, by the numbers of tasks."""
-        raise NotImplementedError(f"a bound on quality of {self.unit}")
+        """What a bound on quality chooses one setting for, by the numbers of tasks: all items, where each has a batch of
+        its own and there is one task."""
+        from cocodiff.commands.bound import Slices
+        from cocodiff.commands.trials import Group
+
+        slices = Slices.chosen(len(self.batches), quality.slices, quality.every)
+        names = {number: self.name(number) for number in range(len(self.batches))}
+        return {0: Group(self.unit, slices, names, {number: (number,) for number in slices.checks})}
+
+    def name(self, number: int) -> str:
+        """Of an item that has a batch of its own, by the batch's number."""
+        return str(number)
 
     def figure_db(self, bound: Bound, batch: B, place: int, exact: Drawn, one: Drawn) -> float | None:
         """As `Bound.keeps` takes it: of an item beside its exact run."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
@@ -19,6 +19,7 @@ from cocodiff_eval.uncertainty import coverage, spread_native
 
 from cocodiff.commands.cost import Cost
 from cocodiff.commands.items import Drawn
+from cocodiff.commands.job import Judged
 from cocodiff.commands.report_pictures import picture
 from cocodiff.commands.tasks import Task, result_files, slice_name, spread_of
 
@@ -31,11 +32,11 @@ class Run:
     cost: Cost
 
 
-@dataclass(frozen=True)
-class Judged:
-    native: dict[str, np.ndarray]  # what goes into each of `result_files`
-    rows: list[dict[str, Any]]
-    picture: Callable[[], Picture]  # what the report shows
+class Restored(NamedTuple):
+    """native: what goes into each of `result_files`; picture: what the report shows."""
+
+    native: dict[str, np.ndarray]
+    picture: Callable[[], Picture]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def judge_slice(
         }
     shown = partial(picture, task, index, slice_name(task.stack, index))
     if not mask_YX.any():
-        return Judged(native, rows, partial(shown, (original_YX, mask_YX, None), native, None))
+        return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, None), native, None)))
     truth_YX = seen.truth_YX
     started = time.perf_counter()
     smooth_YX = smoothed(task, original_YX, mask_YX)
@@ -100,7 +101,7 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return Judged(native, rows, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX))
+    return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
 
 
 def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:

@@ -128,7 +128,7 @@ def make_batches(job: Job[Any], queue: Queue, modes: ModesOfBatches, leads: bool
 def finish_item(job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> list[Row]:
     """Judges and writes an item whose samples are all there."""
     judged = job.judge(batch, place, drawn, exact)
-    job.write(batch, place, judged)
+    job.write(batch, place, judged.result)
     return [[batch.task, batch.indices[place], row] for row in judged.rows]
 
 

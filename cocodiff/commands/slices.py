@@ -16,8 +16,8 @@ from cocodiff.commands.bound import Bound, Slices
 from cocodiff.commands.cost import Cost
 from cocodiff.commands.created import CreatedFiles
 from cocodiff.commands.items import Batch, Drawn
-from cocodiff.commands.job import Job, ModesOfBatches
-from cocodiff.commands.judging import Judged, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
+from cocodiff.commands.job import Job, Judged, ModesOfBatches
+from cocodiff.commands.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
 from cocodiff.commands.quality import Quality
 from cocodiff.commands.record import described_inputs, lasting
 from cocodiff.commands.report_pictures import ReportPictures
@@ -118,11 +118,11 @@ class SliceJob(Job[Batch]):
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of)
 
-    def write(self, batch: Batch, place: int, judged: Judged) -> None:
+    def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
         for name, file in self._files(batch.task, to_write=True).items():
-            file.write(index, judged.native[name])
-        self.pages.add(batch.task, index, judged.picture)
+            file.write(index, result.native[name])
+        self.pages.add(batch.task, index, result.picture)
 
     def sums(self, batch: Batch) -> list[int]:
         return checksums(self._files(batch.task).values(), batch.indices)

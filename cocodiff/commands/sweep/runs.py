@@ -15,7 +15,7 @@ from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import Result
 
 from cocodiff.commands.items import Batch, Drawn
-from cocodiff.commands.job import Job, Modes
+from cocodiff.commands.job import Job, Judged, Modes
 from cocodiff.commands.judging import Run, Seen, psnr_vs_exact_db, quality
 from cocodiff.commands.modes import EXACT
 from cocodiff.commands.options import engine_record, engine_settings
@@ -102,13 +102,6 @@ class BesideExact:
         return {}
 
 
-@dataclass(frozen=True)
-class JudgedRun:
-    """rows: the line of results.jsonl."""
-
-    rows: list[dict[str, Any]]
-
-
 class SweepJob(Job[PointRun]):
     """The model and the engines of one rank, on the ranks of its replica. Points with the same settings share an
     engine. speaks: whether this rank says what is done."""
@@ -177,14 +170,14 @@ class SweepJob(Job[PointRun]):
         own = replace(restorer, engines={setting: self._engine(self._configs[setting])})
         return own.draw(batch, [prepared_YX], [seen], setting, self.replica.leads)
 
-    def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> JudgedRun:
+    def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         assert exact is not None, "a sweep compares with the exact run"
         runs = (
             Run(drawn[name].restored01_YX.astype(np.float32), drawn[name].cost) for name in (batch.point.name, exact)
         )
-        return JudgedRun([result_line(self.seen(batch), batch, *runs)])
+        return Judged([result_line(self.seen(batch), batch, *runs)])
 
-    def write(self, batch: PointRun, place: int, judged: JudgedRun) -> None:
+    def write(self, batch: PointRun, place: int, result: None) -> None:
         """The line is all that is written, and the journal's."""
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
