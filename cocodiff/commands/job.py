@@ -134,8 +134,8 @@ class Job(ABC, Generic[B]):
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """What a bound on quality chooses one setting for, by the numbers of tasks: all items, where each has a batch of
-        its own and there is one task."""
+        """What a bound on quality chooses one setting for, by the numbers of tasks: all items, where each has a batch
+        of its own and there is one task."""
         from cocodiff.commands.bound import Slices
         from cocodiff.commands.trials import Group
 
