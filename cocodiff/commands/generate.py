@@ -22,7 +22,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff.commands.session import DTYPES, Prepared, nothing_left, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Prepared, open_session, settle, start_job
 from cocodiff.commands.terminal import say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -62,13 +62,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
     job = deal(job, ranks)
-    if launch.speaks and job.quality is not None:
-        say(job.quality.line("images"))
     # the sides follow from the model and from those that are asked for
     asked = {"prompts": list(job.request.prompts or ("",))}
-    if values["dry_run"] or nothing_left(job, launch, ranks, lambda there: asked | {"sides": there.get("sides")}):
-        return 0
-    return run_job(job, launch, work)
+    return start_job(job, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -90,9 +86,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 
 def deal(job: Prepared, ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
-    values, modes = job.values, job.presets if job.quality is None else job.quality.rungs
-    images, compares = max(1, len(values["prompt"])), job.quality is None
-    chosen = deal_of(values, job.request, [*modes.values()], ranks, images=images, compares=compares)
+    values, images = job.values, max(1, len(job.values["prompt"]))
+    presets = [*job.modes.values()]
+    chosen = deal_of(values, job.request, presets, ranks, images=images, compares=job.quality is None)
     check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
     return job.dealt(chosen, ranks)
 

@@ -26,7 +26,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff.commands.session import DTYPES, Prepared, nothing_left, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Prepared, open_session, settle, start_job
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -99,20 +99,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
         check_truth(job.quality.bound, tasks)
     job = deal(job, tasks, ranks)
-    if launch.speaks and job.quality is not None:
-        say(job.quality.line("slices"))
-    if values["dry_run"]:
-        return 0
 
     def settings(there: dict[str, Any]) -> dict[str, Any]:
         from cocodiff.commands.slices import describe_inputs
 
         return describe_inputs(tasks, values)
 
-    if nothing_left(job, launch, ranks, settings):
-        return 0
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return run_job(job, launch, partial(work, tasks), compared)
+    return start_job(job, launch, ranks, "slices", settings, partial(work, tasks), compared)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -140,7 +134,6 @@ def deal(job: Prepared, tasks: list[Any], ranks: int) -> Prepared:
 
     values, native = job.values, own_pixels(job.request.model)
     settings = TilingSettings(strength=values["strength"])
-    modes = job.presets if job.quality is None else job.quality.rungs
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
         count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
@@ -148,7 +141,7 @@ def deal(job: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     chosen = deal_of(
         values,
         job.request,
-        [*modes.values()],
+        [*job.modes.values()],
         ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),

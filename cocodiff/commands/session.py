@@ -57,6 +57,11 @@ class Prepared:
     deal: Deal = field(default=Deal())
     quality: Quality | None = None
 
+    @property
+    def modes(self) -> dict[str, Config]:
+        """What results are made with: the presets, or settings that are chosen among for a bound on quality."""
+        return self.presets if self.quality is None else self.quality.rungs
+
     def dealt(self, deal: Deal, ranks: int) -> Prepared:
         """With a deal of its ranks, whose guidance goes into the presets."""
         presets, quality = with_guidance(self.presets, deal, self.request), self.quality
@@ -116,6 +121,26 @@ def settle(values: dict[str, Any], launch: Launch) -> int:
     if launch.kind == "alone":
         check_room(ranks)
     return ranks
+
+
+def start_job(
+    job: Prepared,
+    launch: Launch,
+    ranks: int,
+    unit: str,
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    work: Work,
+    compared: dict[str, str] | None = None,
+) -> int:
+    """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
+
+    unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
+    """
+    if launch.speaks and job.quality is not None:
+        say(job.quality.line(unit))
+    if job.values["dry_run"] or nothing_left(job, launch, ranks, settings):
+        return 0
+    return run_job(job, launch, work, compared)
 
 
 def run_job(job: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
