@@ -52,7 +52,7 @@ def run(
         replica = Replica(transport, "local", replicas)
         job = Counted(output.partial, replica.leads, made, most)
         presets = Presets({name: Config() for name in ("fine", "rough")}, "exact")
-        way = Trials.of(job, BOUND, output.journals.folder) if bound else presets
+        way = Trials(job, BOUND, output.journals.folder) if bound else presets
         return run_batches(job, way, replica, output, lambda: {"seed": seed})
 
     return run_ranks(ranks, work, timeout_s=60.0)[0], made

@@ -36,39 +36,37 @@ class Modes(NamedTuple):
 
 
 class Way(Protocol):
-    """How a job finds the modes of its batches: the presets as they are asked for (`Presets`), or settings that are
-    tried (`trials.Trials`). tried: so many settings may be tried on each batch."""
+    """How the batches of a job are made: in the presets as they are asked for (`running.Presets`), or in settings that
+    are tried first (`trials.Trials`). tried: so many settings may be tried on each batch."""
 
     @property
     def tried(self) -> int: ...
 
-    def names(self, batch: Batch) -> list[str]:
-        """Of a batch's results, before the settings are known that they are made with."""
-
-    def holds(self, number: int) -> bool:
-        """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
-
-    def choose(self, queue: Queue, replica: Replica) -> ModesOfBatches:
-        """All ranks call it, and find the same."""
-
-
-class ModesOfBatches(Protocol):
-    """Maps every batch to its modes. kept: the numbers of batches that are made already, and only have to be judged and
-    written; records: how a bound on quality was kept, for metrics.json, None without a bound."""
+    def choose(self, queue: Queue, replica: Replica) -> None:
+        """All ranks call it before batches are made; what follows is known, but for `names` and `holds`, after it."""
 
     @property
-    def kept(self) -> frozenset[int]: ...
+    def kept(self) -> frozenset[int]:
+        """The numbers of batches that are made by then, and only have to be judged and written."""
 
     @property
-    def records(self) -> list[dict[str, Any]] | None: ...
+    def records(self) -> list[dict[str, Any]] | None:
+        """How a bound on quality was kept, for metrics.json; None without a bound."""
 
-    def of(self, batch: Any) -> Modes: ...
+    def of(self, batch: Any) -> Modes:
+        """Maps a batch to its modes."""
 
     def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
         """An item of batches that are `kept`, whose samples they are."""
 
     def configs(self, task: int) -> Mapping[str, Config]:
         """By the names of results, the settings that those of a task are made with."""
+
+    def names(self, batch: Batch) -> list[str]:
+        """Of a batch's results."""
+
+    def holds(self, number: int) -> bool:
+        """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Job(ABC, Generic[B]):
         """What the results depend on, beside the settings of the command, as plain data."""
         return {}
 
-    def begin(self, modes: ModesOfBatches, first: bool) -> None:
+    def begin(self, way: Way, first: bool) -> None:
         """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
         return
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cocodiff.commands.items import Batch, Drawn, Parts
-from cocodiff.commands.job import Job, Modes, ModesOfBatches, Way
+from cocodiff.commands.job import Job, Modes, Way
 from cocodiff.commands.journal import Entry
 from cocodiff.commands.replicas import JobRecord, Queue, Replica
 from cocodiff.commands.terminal import reading_bar
@@ -20,36 +20,33 @@ Row = list[Any]  # task, index and what is reported, by the names of metrics.jso
 
 @dataclass(frozen=True)
 class Presets:
-    """A way and its modes: every batch in every preset, and in the exact one if its items are compared. exact: one of
-    the presets, or one mode more; None to compare with none."""
+    """A way: every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or
+    one mode more; None to compare with none."""
 
     presets: Mapping[str, Config]
     exact: str | None
+    tried: int = 0
     kept: frozenset[int] = frozenset()
     records: None = None
 
-    tried: int = 0
+    def choose(self, queue: Queue, replica: Replica) -> None:
+        """They are chosen."""
+
+    def of(self, batch: Any) -> Modes:
+        names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
+        return Modes({name: name for name in names}, self.exact if self.exact in names else None)
+
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
+        raise AssertionError("no batch is made before")
+
+    def configs(self, task: int) -> Mapping[str, Config]:
+        return self.presets
 
     def names(self, batch: Batch) -> list[str]:
         return [*self.of(batch).settings]
 
     def holds(self, number: int) -> bool:
         return False
-
-    def choose(self, queue: Queue, replica: Replica) -> Presets:
-        return self
-
-    def of(self, batch: Batch) -> Modes:
-        names = dict.fromkeys(self.presets)
-        if self.exact is not None and batch.compared:
-            names[self.exact] = None
-        return Modes({name: name for name in names}, self.exact if self.exact in names else None)
-
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
-        raise AssertionError("no batch is made before it is known how")
-
-    def configs(self, task: int) -> Mapping[str, Config]:
-        return self.presets
 
 
 class Done(NamedTuple):
@@ -91,21 +88,21 @@ def run_batches(
     record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
     with Queue(replica, record, counts, job.unit, shows_bar, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
-        modes = way.choose(queue, replica)
+        way.choose(queue, replica)
         if first:
             parts.folder.mkdir(exist_ok=True)
-        job.begin(modes, first)
+        job.begin(way, first)
         replica.whole.broadcast_object(None)  # the files are there
-        make_batches(job, queue, modes, replica.leads, parts)
-    rows = queue.rows() + put_together(job, modes, parts, reading_bar(shows_bar)) if first else []
-    return Done(sorted(rows, key=lambda row: row[:2]), modes.records)
+        make_batches(job, queue, way, replica.leads, parts)
+    rows = queue.rows() + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
+    return Done(sorted(rows, key=lambda row: row[:2]), way.records)
 
 
-def make_batches(job: Job[Any], queue: Queue, modes: ModesOfBatches, leads: bool, parts: Parts | None = None) -> None:
+def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Parts | None = None) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
-    for number in queue.take([number for number in range(len(job.batches)) if number not in modes.kept]):
+    for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
-        settings, exact = modes.of(batch)
+        settings, exact = way.of(batch)
         queue.begin(job, batch, len(settings))
         made = job.make([*dict.fromkeys(settings.values())], batch)
         if not leads:
@@ -132,19 +129,19 @@ def finish_item(job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, Dra
     return [[batch.task, batch.indices[place], row] for row in judged.rows]
 
 
-def put_together(job: Job[Any], modes: ModesOfBatches, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
+def put_together(job: Job[Any], way: Way, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
     """On rank 0, when all batches are done: the items whose samples were dealt, and those that were made before."""
     groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
     for number, batch in enumerate(job.batches):
-        if number in modes.kept or not batch.whole:
-            groups.setdefault((batch.task, batch.indices, number in modes.kept), []).append(batch)
+        if number in way.kept or not batch.whole:
+            groups.setdefault((batch.task, batch.indices, number in way.kept), []).append(batch)
     dealt, rows = [*groups.items()], []
     for number in progress(range(len(dealt)), f"putting {job.unit} together"):
         (*_, kept), batches = dealt[number]
         for place, index in enumerate(batches[0].indices):
             if kept:
-                (_, exact), drawn = modes.made(batches, index)
+                (_, exact), drawn = way.made(batches, index)
             else:
-                exact, drawn = modes.of(batches[0]).exact, parts.merged(batches, index)
+                exact, drawn = way.of(batches[0]).exact, parts.merged(batches, index)
             rows += finish_item(job, batches[0], place, drawn, exact)
     return rows

@@ -36,6 +36,7 @@ EVERY_RANK_IMPORTS = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
     "skimage.metrics",
     "skimage.restoration",
+    "cocodiff.commands.images",
     "cocodiff.commands.slices",
     "cocodiff.demo_model.vae",
     "cocodiff.engine",
@@ -99,7 +100,7 @@ class Session:
         prepared, quality = self.prepared, self.prepared.quality
         way: Way = Presets(prepared.presets, self.exact)
         if quality is not None:
-            way = Trials.of(job, quality, prepared.output.journals.folder)
+            way = Trials(job, quality, prepared.output.journals.folder)
 
         def settings() -> dict[str, Any]:
             return describe(prepared, self.transport.size) | job.settings()

@@ -16,7 +16,7 @@ from cocodiff.commands.bound import Bound, Slices
 from cocodiff.commands.cost import Cost
 from cocodiff.commands.created import CreatedFiles
 from cocodiff.commands.items import Batch, Drawn
-from cocodiff.commands.job import Job, Judged, ModesOfBatches
+from cocodiff.commands.job import Job, Judged, Way
 from cocodiff.commands.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
 from cocodiff.commands.quality import Quality
 from cocodiff.commands.record import described_inputs, lasting
@@ -62,15 +62,15 @@ class SliceJob(Job[Batch]):
         self._created = CreatedFiles(self._journals)
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(self._journals, plan)
-        self._modes: ModesOfBatches | None = None
+        self._way: Way | None = None
         self._last: tuple[Batch | None, list[Seen]] = (None, [])
 
     def settings(self) -> dict[str, Any]:
         return describe_inputs(self.tasks, self.session.prepared.values)
 
-    def begin(self, modes: ModesOfBatches, first: bool) -> None:
+    def begin(self, way: Way, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
-        self._modes = modes
+        self._way = way
         if first:
             files = (file for number in range(len(self.tasks)) for file in self._files(number, to_write=True).values())
             CreatedFiles(self._journals).create(files)
@@ -82,7 +82,7 @@ class SliceJob(Job[Batch]):
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
-        assert self._modes is not None, "it is known how results are made"
+        assert self._way is not None, "it is known how results are made"
         names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
         values = self.session.prepared.values
         settings = {name: values[name] for name in names if values.get(name) is not None}
@@ -90,7 +90,7 @@ class SliceJob(Job[Batch]):
             preset: json_ready(
                 {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
             )
-            for preset, config in self._modes.configs(task).items()
+            for preset, config in self._way.configs(task).items()
         }
 
     def watched(self, advance: Callable[[int], None]) -> None:

@@ -143,72 +143,33 @@ class Group:
         )
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """With which setting the batches of each task are made. kept: those whose trials, in `parts`, are their results."""
-
-    quality: Quality
-    groups: Mapping[int, Group]
-    kept: frozenset[int]
-    parts: PartsOfSettings
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        groups = {id(group): group for group in self.groups.values()}
-        return [group.record(self.quality) for group in groups.values()]
-
-    def of(self, batch: Batch) -> Modes:
-        setting, preset = self._setting(batch.task), self.quality.preset
-        return Modes({preset: setting}, preset if setting == self.quality.exact else None)
-
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
-        settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
-        drawn = {name: self.parts.merged(setting, batches, index) for name, setting in settings.items()}
-        return Modes(settings, EXACT_RUN), drawn
-
-    def configs(self, task: int) -> dict[str, Config]:
-        return {self.quality.preset: self.quality.rungs[self._setting(task)]}
-
-    def _setting(self, task: int) -> str:
-        return [*self.quality.rungs][self.groups[task].taken]
-
-
-@dataclass(frozen=True)
 class Trials:
-    """How settings are tried on a job's batches. In the job's journals trials have numbers after those of results."""
+    """A way: settings of a ladder are tried on a job's batches, and each batch is made with the one that its task's
+    group has chosen. kept: the batches whose trials are their results. In the job's journals trials have numbers after
+    those of results."""
 
-    job: Job[Any]
-    quality: Quality
-    parts: PartsOfSettings
-
-    @classmethod
-    def of(cls, job: Job[Any], quality: Quality, folder: Path) -> Trials:
+    def __init__(self, job: Job[Any], quality: Quality, folder: Path) -> None:
         """folder: of the job's journals."""
-        return cls(job, quality, PartsOfSettings(folder, [*quality.rungs]))
-
-    @property
-    def count(self) -> int:
-        return len(self.job.batches)
-
-    def number(self, rung: int, batch: int) -> int:
-        return (1 + rung) * self.count + batch
-
-    @property
-    def tried(self) -> int:
-        return len(self.quality.rungs)
+        self.job, self.quality, self.count = job, quality, len(job.batches)
+        self.settings, self.tried = [*quality.rungs], len(quality.rungs)
+        self.parts = PartsOfSettings(folder, self.settings)
+        self.groups: Mapping[int, Group] = {}
+        self.kept: frozenset[int] = frozenset()
 
     def names(self, batch: Batch) -> list[str]:
         return [self.quality.preset]
 
+    def number(self, rung: int, batch: int) -> int:
+        return (1 + rung) * self.count + batch
+
     def holds(self, number: int) -> bool:
         rung, batch = divmod(number - self.count, self.count)
-        setting = [*self.quality.rungs][rung]
-        return self.parts.of[setting].holds(self.job.batches[batch], [setting])
+        return self.parts.of[self.settings[rung]].holds(self.job.batches[batch], [self.settings[rung]])
 
-    def choose(self, queue: Queue, replica: Replica) -> Chosen:
-        """Tries until a setting is chosen for each group, on all ranks alike, which all call it."""
-        of_tasks, whole = self.job.groups(self.quality), replica.whole
-        groups = [*{id(group): group for group in of_tasks.values()}.values()]
+    def choose(self, queue: Queue, replica: Replica) -> None:
+        """Tries until a setting is chosen for each group, on all ranks alike."""
+        self.groups, whole = self.job.groups(self.quality), replica.whole
+        groups = self._groups()
         if whole.rank == 0:
             self.parts.make_folders()
         whole.broadcast_object(None)  # the folders are there
@@ -222,26 +183,46 @@ class Trials:
         if whole.rank == 0:
             for group in groups:
                 queue.bar.say(f"quality: {group.taken_line(self.quality)}")
-        kept = frozenset(
+        self.kept = frozenset(
             batch for group in groups for batch in group.batches if queue.is_done(self.number(group.taken, batch))
         )
-        queue.expect([batch for batch in range(self.count) if batch not in kept])
-        return Chosen(self.quality, of_tasks, kept, self.parts)
+        queue.expect([batch for batch in range(self.count) if batch not in self.kept])
+
+    def _groups(self) -> list[Group]:
+        return [*{id(group): group for group in self.groups.values()}.values()]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [group.record(self.quality) for group in self._groups()]
+
+    def _setting(self, task: int) -> str:
+        return self.settings[self.groups[task].taken]
+
+    def of(self, batch: Batch) -> Modes:
+        setting, preset = self._setting(batch.task), self.quality.preset
+        return Modes({preset: setting}, preset if setting == self.quality.exact else None)
+
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
+        settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
+        drawn = {name: self.parts.merged(setting, batches, index) for name, setting in settings.items()}
+        return Modes(settings, EXACT_RUN), drawn
+
+    def configs(self, task: int) -> dict[str, Config]:
+        return {self.quality.preset: self.quality.rungs[self._setting(task)]}
 
     def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue, leads: bool) -> None:
         """Makes what is missing of the batches of some trials, each with the exact setting as well."""
-        names = [*self.quality.rungs]
         wanted = {
             (batch, rung)
             for group, trial in trials
             for batch in group.batches_of(trial.slices)
-            for rung in (trial.rung, len(names) - 1)
+            for rung in (trial.rung, self.tried - 1)
         }
         numbers = [self.number(rung, batch) for batch, rung in sorted(wanted)]
         queue.expect([*numbers, *range(self.count)])
         for number in queue.take(numbers):
             rung, place = divmod(number - self.count, self.count)
-            batch, setting = self.job.batches[place], names[rung]
+            batch, setting = self.job.batches[place], self.settings[rung]
             queue.begin(self.job, batch)
             drawn = self.job.make([setting], batch)
             if leads:
@@ -250,7 +231,7 @@ class Trials:
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
         """What a trial has shown, by the places of items in their group."""
-        setting, exact = [*self.quality.rungs][trial.rung], self.quality.exact
+        setting, exact = self.settings[trial.rung], self.quality.exact
         of_items: dict[int, list[tuple[Batch, int]]] = {}
         for number in group.batches_of(trial.slices):
             for at, place in enumerate(group.batches[number]):

@@ -21,7 +21,7 @@ from cocodiff.commands.modes import EXACT
 from cocodiff.commands.options import engine_record, engine_settings
 from cocodiff.commands.replicas import Queue, Replica
 from cocodiff.commands.restoring import Restorer
-from cocodiff.commands.running import make_batches
+from cocodiff.commands.running import Presets, make_batches
 from cocodiff.commands.session import load_requested
 from cocodiff.commands.sweep.lines import Key, SweepRecord, count_lines
 from cocodiff.commands.sweep.points import Point
@@ -55,7 +55,7 @@ def run_sweep(sweep: Sweep, transport: Any) -> None:
         with torch.no_grad(), queue:
             job.watched(queue.bar.advance)
             job.warm_up([batches[number] for number in missing])
-            make_batches(job, queue, BesideExact(job.exact), replica.leads)
+            make_batches(job, queue, BesideExact(job.configs, EXACT_RUN), replica.leads)
     if speaks:
         record.end()
     transport.broadcast_object(None)
@@ -83,23 +83,13 @@ def runs_of(sweep: Sweep) -> Iterator[PointRun]:
                     yield PointRun(number, (index,), steps=steps, slice=name, point=point)
 
 
-@dataclass(frozen=True)
-class BesideExact:
-    """Every point beside the exact run. exact: its settings; a point that has the same is the exact run itself."""
-
-    exact: Config
-    kept: frozenset[int] = frozenset()
-    records: None = None
+class BesideExact(Presets):
+    """Every point beside the exact run, which a point with the same settings is itself."""
 
     def of(self, batch: PointRun) -> Modes:
         name = batch.point.name
-        return Modes({EXACT_RUN: EXACT_RUN, name: EXACT_RUN if batch.point.config == self.exact else name}, EXACT_RUN)
-
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
-        raise AssertionError("no run is kept to be judged later")
-
-    def configs(self, task: int) -> dict[str, Config]:
-        return {}
+        same = batch.point.config == self.presets[EXACT_RUN]
+        return Modes({EXACT_RUN: EXACT_RUN, name: EXACT_RUN if same else name}, EXACT_RUN)
 
 
 class SweepJob(Job[PointRun]):
@@ -110,9 +100,9 @@ class SweepJob(Job[PointRun]):
 
     def __init__(self, sweep: Sweep, batches: Sequence[PointRun], model: Any, replica: Replica, speaks: bool) -> None:
         self.sweep, self.batches, self.model, self.replica, self.speaks = sweep, batches, model, replica, speaks
-        self.exact = engine_record().preset(EXACT, **engine_settings(sweep.values))
+        exact = engine_record().preset(EXACT, **engine_settings(sweep.values))
+        self.configs = {EXACT_RUN: exact, **{point.name: point.config for point in sweep.grid.points}}
         self._folder = Path(sweep.values["out"]).resolve()
-        self._configs = {point.name: point.config for point in sweep.grid.points} | {EXACT_RUN: self.exact}
         self._engines: dict[Config, Engine] = {}
         self._restorers: dict[int, Restorer] = {}
         self._advance: Callable[[int], None] = lambda steps: None
@@ -147,7 +137,7 @@ class SweepJob(Job[PointRun]):
     def warm_up(self, missing: Sequence[PointRun]) -> None:
         """A short run in every mode, so that no result pays for first allocations and connections."""
         configs = {run.point.config for run in missing}
-        for name, config in {EXACT_RUN: self.exact, **self._configs}.items():
+        for name, config in self.configs.items():
             if (name == EXACT_RUN or config in configs) and config not in self._engines:
                 self._restore(name, replace(missing[0], steps=1))
 
@@ -167,7 +157,7 @@ class SweepJob(Job[PointRun]):
     def _restore(self, setting: str, batch: PointRun) -> list[Drawn]:
         seen, restorer = self.seen(batch), self._restorer(batch)
         prepared_YX = prepare_slice(seen.original_YX, seen.mask_YX, seen.task.scale)
-        own = replace(restorer, engines={setting: self._engine(self._configs[setting])})
+        own = replace(restorer, engines={setting: self._engine(self.configs[setting])})
         return own.draw(batch, [prepared_YX], [seen], setting, self.replica.leads)
 
     def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
