@@ -58,13 +58,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     values = parse("generate", ABOUT, with_settings(OPTIONS), words)
     ranks = settle(values, launch)
-    job = prepare(values, ranks, started)
+    prepared = prepare(values, ranks, started)
     if launch.speaks:
-        say(f"cocodiff {__version__}: {', '.join(job.presets)} on {ranks} rank(s) into {values['out']}")
-    job = deal(job, ranks)
+        say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
+    prepared = deal(prepared, ranks)
     # the sides follow from the model and from those that are asked for
-    asked = {"prompts": list(job.request.prompts or ("",))}
-    return start_job(job, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
+    asked = {"prompts": list(prepared.request.prompts or ("",))}
+    return start_job(prepared, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -84,13 +84,13 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return Prepared(values, request, presets, output, started, quality=quality)
 
 
-def deal(job: Prepared, ranks: int) -> Prepared:
+def deal(prepared: Prepared, ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
-    values, images = job.values, max(1, len(job.values["prompt"]))
-    presets = [*job.modes.values()]
-    chosen = deal_of(values, job.request, presets, ranks, images=images, compares=job.quality is None)
-    check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return job.dealt(chosen, ranks)
+    values, images = prepared.values, max(1, len(prepared.values["prompt"]))
+    presets = [*prepared.modes.values()]
+    chosen = deal_of(values, prepared.request, presets, ranks, images=images, compares=prepared.quality is None)
+    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
+    return prepared.dealt(chosen, ranks)
 
 
 def work(prepared: Prepared, transport: Any) -> None:

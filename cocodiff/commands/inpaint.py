@@ -87,18 +87,18 @@ def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     values = parse("inpaint", ABOUT, with_settings(OPTIONS), words)
     ranks = settle(values, launch)
-    job = prepare(values, ranks, started)
+    prepared = prepare(values, ranks, started)
     if launch.speaks:
-        what = f"{', '.join(job.presets)} on {ranks} rank(s)"
+        what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
     for line in (line for task in tasks for line in task.remarks() if launch.speaks):
         say(line)
-    if job.quality is not None:
+    if prepared.quality is not None:
         from cocodiff.commands.slices import check_truth
 
-        check_truth(job.quality.bound, tasks)
-    job = deal(job, tasks, ranks)
+        check_truth(prepared.quality.bound, tasks)
+    prepared = deal(prepared, tasks, ranks)
 
     def settings(there: dict[str, Any]) -> dict[str, Any]:
         from cocodiff.commands.slices import describe_inputs
@@ -106,7 +106,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return describe_inputs(tasks, values)
 
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return start_job(job, launch, ranks, "slices", settings, partial(work, tasks), compared)
+    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks), compared)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -125,14 +125,14 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return Prepared(values, request, presets, output, started, quality=quality)
 
 
-def deal(job: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     from cocodiff_eval.tiling import TilingSettings
 
     from cocodiff.commands.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
     from cocodiff.commands.samples import count_batches
 
-    values, native = job.values, own_pixels(job.request.model)
+    values, native = prepared.values, own_pixels(prepared.request.model)
     settings = TilingSettings(strength=values["strength"])
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
@@ -140,20 +140,20 @@ def deal(job: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     ]
     chosen = deal_of(
         values,
-        job.request,
-        [*job.modes.values()],
+        prepared.request,
+        [*prepared.modes.values()],
         ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * max(calls for _, calls in counts),
-        compares=job.quality is None,
+        compares=prepared.quality is None,
         mean=partial(mean_call, tasks, native, tiles, settings, values, max(calls for _, calls in counts))
         if values["dry_run"]
         else None,
     )
-    check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return job.dealt(chosen, ranks)
+    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
+    return prepared.dealt(chosen, ranks)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:

@@ -125,7 +125,7 @@ def settle(values: dict[str, Any], launch: Launch) -> int:
 
 
 def start_job(
-    job: Prepared,
+    prepared: Prepared,
     launch: Launch,
     ranks: int,
     unit: str,
@@ -137,32 +137,34 @@ def start_job(
 
     unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
     """
-    if launch.speaks and job.quality is not None:
-        say(job.quality.line(unit))
-    if job.values["dry_run"] or nothing_left(job, launch, ranks, settings):
+    if launch.speaks and prepared.quality is not None:
+        say(prepared.quality.line(unit))
+    if prepared.values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
         return 0
-    return run_job(job, launch, work, compared)
+    return run_job(prepared, launch, work, compared)
 
 
-def run_job(job: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
+def run_job(prepared: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
     """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
 
     compared: what ranks must agree on, beside the options.
     """
-    alike = {name: str(value) for name, value in job.values.items() if name != "ranks"} | (compared or {})
-    config = next(iter(job.presets.values()))
+    alike = {name: str(value) for name, value in prepared.values.items() if name != "ranks"} | (compared or {})
+    config = next(iter(prepared.presets.values()))
 
     def say_import() -> None:
-        if launch.speaks and not job.values["quiet"]:
+        if launch.speaks and not prepared.values["quiet"]:
             note("importing torch and diffusers")
 
     def imports() -> None:
         say_import()
-        import_before_fork(job.request)
+        import_before_fork(prepared.request)
 
     if launch.kind != "alone":
         say_import()
-    return run_holding(job.output, job.values["ranks"], launch, config, alike, partial(work, job), imports)
+    return run_holding(
+        prepared.output, prepared.values["ranks"], launch, config, alike, partial(work, prepared), imports
+    )
 
 
 def run_holding(
@@ -206,17 +208,17 @@ def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) 
 
 
 def nothing_left(
-    job: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
+    prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> bool:
     """Whether the run that is to go on has ended well before; says so. settings: as `Session.queue` takes them, called
     with those of that run. Raises UserError where they differ, or where files of its results are gone."""
-    ended = job.output.finished
+    ended = prepared.output.finished
     if ended is None:
         return False
     if launch.speaks:
         there = ended.settings or {}
-        job.output.confirm(first_difference(there, as_read(describe(job, ranks) | settings(there))))
-        say(f"nothing is left to do: the results in {job.output.final} are finished, with the same settings")
+        prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+        say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
     return True
 
 
@@ -238,32 +240,32 @@ def load_requested(request: Request, dtype: str, transport: Any) -> Model:
     return load_model(request, dtype, transport)
 
 
-def open_session(job: Prepared, transport: Any) -> Session:
+def open_session(prepared: Prepared, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine import Engine
 
     if (
         detect().kind != "alone"
     ):  # else the process that ranks are forked from does so, when none of them writes any more
-        transport.health.when_lost(lambda error: job.output.discard())
-    replica = Replica(transport, job.values["machine"], job.deal.replicas)
-    if transport.rank == 0 and not job.values["quiet"]:
-        note(f"loading the model: {job.request.model}")
-    model = load_requested(job.request, job.values["dtype"], transport)
-    modes, exact = with_exact(job)
+        transport.health.when_lost(lambda error: prepared.output.discard())
+    replica = Replica(transport, prepared.values["machine"], prepared.deal.replicas)
+    if transport.rank == 0 and not prepared.values["quiet"]:
+        note(f"loading the model: {prepared.request.model}")
+    model = load_requested(prepared.request, prepared.values["dtype"], transport)
+    modes, exact = with_exact(prepared)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
-    if job.quality is None:  # else those of the settings that are tried
+    if prepared.quality is None:  # else those of the settings that are tried
         engines.make_all()
-    folder = job.output.open() if transport.rank == 0 else None
+    folder = prepared.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir(exist_ok=True)
-    job.output.run = transport.broadcast_object(job.output.run)  # all ranks have their model
+    prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
     if folder is not None:
         in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - job.started:.1f} s")
+        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - prepared.started:.1f} s")
         for line in engines.chosen():
             say(line)
-    return Session(job, transport, replica, model, engines, exact, folder)
+    return Session(prepared, transport, replica, model, engines, exact, folder)
 
 
 def finish(
