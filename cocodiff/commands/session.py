@@ -210,8 +210,8 @@ def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) 
 def nothing_left(
     prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> bool:
-    """Whether the run that is to go on has ended well before; says so. settings: as `Session.queue` takes them, called
-    with those of that run. Raises UserError where they differ, or where files of its results are gone."""
+    """Whether the run that is to go on has ended well before; says so. settings: as of `Job.settings`, called with
+    those of that run. Raises UserError where they differ, or where files of its results are gone."""
     ended = prepared.output.finished
     if ended is None:
         return False
