@@ -16,23 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class Cost:
-    """The cost of a stretch of work: seconds on this rank, bytes per link class of all ranks (rank 0 knows them), and
-    in a lossy run what its coding noted at each step (`Engine.drift_profile`). whole: what the bytes would have been
-    with all tokens as they are; late: those of `sent` that no call of attention waited for; rank_seconds: of all ranks
-    of the replica together; of_replicas: which replicas the seconds are of, by their numbers, where that is known."""
+    """The cost of a stretch of work, under the names of `cocodiff_eval.metrics.Result`: seconds on this rank, and of
+    all ranks of the replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its
+    coding noted at each step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that
+    is known."""
 
     seconds: float = 0.0
-    sent: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
     drift: list[dict[str, Any]] = field(default_factory=list)
-    whole: dict[str, int] = field(default_factory=dict)
-    late: dict[str, int] = field(default_factory=dict)
+    bytes_whole: dict[str, int] = field(default_factory=dict)
+    bytes_late: dict[str, int] = field(default_factory=dict)
     rank_seconds: float = 0.0
-    of_replicas: dict[str, float] = field(default_factory=dict)
+    replica_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def wall_seconds(self) -> float:
         """Replicas work at the same time: the seconds of the one that took longest."""
-        return max(self.of_replicas.values(), default=self.seconds)
+        return max(self.replica_seconds.values(), default=self.seconds)
+
+    def reported(self) -> dict[str, Any]:
+        """As `cocodiff_eval.metrics.Result` takes it."""
+        return vars(self) | {"seconds": self.wall_seconds, "replica_seconds": self.replica_seconds or None}
 
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
@@ -41,9 +45,9 @@ class Cost:
         def share(of: dict[str, int], n: int) -> dict[str, int]:
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of.items()}
 
-        bytes_of = (self.sent, self.whole, self.late)
+        bytes_of = (self.bytes, self.bytes_whole, self.bytes_late)
         parts = [[share(of, n) for of in bytes_of] for n in range(count)]
-        seconds = {replica: one / count for replica, one in self.of_replicas.items()}
+        seconds = {replica: one / count for replica, one in self.replica_seconds.items()}
         times = (self.rank_seconds / count, seconds)
         return [Cost(self.seconds / count, sent, self.drift, whole, late, *times) for sent, whole, late in parts]
 
@@ -57,11 +61,11 @@ class Cost:
             links = dict.fromkeys(link for part in parts for link in part)
             return {link: sum(part.get(link, 0) for part in parts) for link in links}
 
-        names = ("sent", "whole", "late", "of_replicas")
-        sent, whole, late, of_replicas = (total([getattr(cost, name) for cost in costs]) for name in names)
+        names = ("bytes", "bytes_whole", "bytes_late", "replica_seconds")
+        sent, whole, late, replicas = (total([getattr(cost, name) for cost in costs]) for name in names)
         seconds, rank_seconds = (sum(getattr(cost, name) for cost in costs) for name in ("seconds", "rank_seconds"))
         drift = mean_profile([cost.drift for cost in costs])
-        return cls(seconds, sent, drift, whole, late, rank_seconds, of_replicas)
+        return cls(seconds, sent, drift, whole, late, rank_seconds, replicas)
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def measured(engine: Engine) -> Iterator[Cost]:
         yield cost
     cost.seconds = time.perf_counter() - started
     cost.rank_seconds = cost.seconds * engine.size
-    cost.sent, cost.whole, cost.late = (
+    cost.bytes, cost.bytes_whole, cost.bytes_late = (
         {link: count - earlier[link] for link, count in engine.bytes(purpose).items()}
         for purpose, earlier in zip(("attention", "whole", "late"), before, strict=True)
     )

@@ -1,51 +1,17 @@
-"""What an earlier start has left, as far as it is whole: the files of results, and what was written of finished slices.
-A kill may have left half of it, a purge of old files a part, or none."""
+"""The files of results that an earlier start has made, as far as they are whole: a kill may have left half of them, a
+purge of old files a part, or none."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from cocodiff_eval.formats.volume import VolumeFile
 
-from cocodiff.commands.journal import Entry
-from cocodiff.commands.restore_stack import Results
-from cocodiff.commands.samples import Batch, PartsOfSettings
-from cocodiff.commands.session import Session
-from cocodiff.commands.tasks import Task, result_files
-
 Sizes = dict[str, int]
-
-
-class KeptSlices:
-    """Which finished batches of slices are still there as they were written."""
-
-    def __init__(self, session: Session, tasks: Sequence[Task], batches: Sequence[Batch], results: Results) -> None:
-        self._session, self._tasks, self._batches, self._results = session, tasks, batches, results
-        self._created = CreatedFiles(session.job.output.journals.folder)
-
-    def has(self, entry: Entry) -> bool:
-        """entry: of the queue's batches; those after the results' are trials of settings for a bound on quality."""
-        job, (trial, number) = self._session.job, divmod(entry.number, len(self._batches))
-        batch, presets = self._batches[number], list(job.presets)
-        if trial:
-            assert job.quality is not None, "without a bound there are no trials"
-            settings = [*job.quality.rungs]
-            tried = PartsOfSettings(job.output.journals.folder, settings).of[settings[trial - 1]]
-            return tried.holds(batch, settings[trial - 1 : trial])
-        if not batch.whole:
-            modes = [*self._session.engines] if batch.compared and job.quality is None else presets
-            return self._results.parts.holds(batch, modes)
-        task = self._tasks[batch.task]
-        if not all(map(self._created.has, result_files(task, presets, self._results.folder, batch.of).values())):
-            return False
-        try:
-            return self._results.checksums(task, batch, presets) == entry.sums
-        except Exception:  # each format raises kinds of its own for a damaged file
-            return False
 
 
 class CreatedFiles:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.assemble import Work
 from cocodiff.comm.launch import detect
 from cocodiff.commands.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
 from cocodiff.commands.terminal import say
@@ -21,6 +20,7 @@ from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
+    from cocodiff.assemble import Work
     from cocodiff.planning.deal_choice import Choice, PricedDeal
     from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import ModelShape
@@ -97,6 +97,8 @@ def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -
 
 def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, Work]:
     """Where the first ranks sit that share a sequence, and what heads they share."""
+    from cocodiff.assemble import Work
+
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
     axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
     config = read_json(transformer_config(request.model))

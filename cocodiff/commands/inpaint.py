@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +26,7 @@ from cocodiff.commands.options import (
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Request, check_model
 from cocodiff.commands.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff.commands.record import described_inputs, lasting
-from cocodiff.commands.session import DTYPES, Job, Session, finish, nothing_left, open_session, run_job, settle
+from cocodiff.commands.session import DTYPES, Prepared, open_session, settle, start_job
 from cocodiff.commands.terminal import reading_bar, say
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
@@ -89,29 +87,29 @@ def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     values = parse("inpaint", ABOUT, with_settings(OPTIONS), words)
     ranks = settle(values, launch)
-    job = prepare(values, ranks, started)
+    prepared = prepare(values, ranks, started)
     if launch.speaks:
-        what = f"{', '.join(job.presets)} on {ranks} rank(s)"
+        what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
     for line in (line for task in tasks for line in task.remarks() if launch.speaks):
         say(line)
-    if job.quality is not None:
-        from cocodiff.commands.quality_stack import check_truth
+    if prepared.quality is not None:
+        from cocodiff.commands.slices import check_truth
 
-        check_truth(job.quality.bound, tasks)
-    job = deal(job, tasks, ranks)
-    if launch.speaks and job.quality is not None:
-        say(job.quality.line("slices"))
-    if values["dry_run"]:
-        return 0
-    if nothing_left(job, launch, ranks, lambda there: describe_inputs(tasks, values)):
-        return 0
+        check_truth(prepared.quality.bound, tasks)
+    prepared = deal(prepared, tasks, ranks)
+
+    def settings(there: dict[str, Any]) -> dict[str, Any]:
+        from cocodiff.commands.slices import describe_inputs
+
+        return describe_inputs(tasks, values)
+
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return run_job(job, launch, partial(work, tasks), compared)
+    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks), compared)
 
 
-def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
+def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
     check_strength(values["strength"], [values["steps"]])
@@ -124,43 +122,42 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Job:
         raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
     output = OutputFolder(values["out"], values["overwrite"], values["resume"])
     output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    return Job(values, request, presets, output, started, quality=quality)
+    return Prepared(values, request, presets, output, started, quality=quality)
 
 
-def deal(job: Job, tasks: list[Any], ranks: int) -> Job:
+def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     from cocodiff_eval.tiling import TilingSettings
 
-    from cocodiff.commands.restore_stack import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
+    from cocodiff.commands.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
     from cocodiff.commands.samples import count_batches
 
-    values, native = job.values, own_pixels(job.request.model)
+    values, native = prepared.values, own_pixels(prepared.request.model)
     settings = TilingSettings(strength=values["strength"])
-    modes = job.presets if job.quality is None else job.quality.rungs
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
         count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
     ]
     chosen = deal_of(
         values,
-        job.request,
-        [*modes.values()],
+        prepared.request,
+        [*prepared.modes.values()],
         ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * max(calls for _, calls in counts),
-        compares=job.quality is None,
+        compares=prepared.quality is None,
         mean=partial(mean_call, tasks, native, tiles, settings, values, max(calls for _, calls in counts))
         if values["dry_run"]
         else None,
     )
-    check_model(job.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return job.dealt(chosen, ranks)
+    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
+    return prepared.dealt(chosen, ranks)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:
-    """The work: a `restore_stack.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing."""
     from cocodiff_eval.formats.region import Part
     from cocodiff_eval.formats.table import result_format
     from cocodiff_eval.intensity import intensity_range, parse_range
@@ -192,157 +189,10 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     return [Task(*one, files, word) for one, files, word in zip(found, names, words, strict=True)]
 
 
-def work(tasks: list[Any], job: Job, transport: Any) -> None:
+def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
     """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
-    import torch
-    from cocodiff_eval.metrics import json_ready
-    from cocodiff_eval.report import plan_pictures
+    from cocodiff.commands.slices import SliceJob, find_masked
 
-    from cocodiff.commands.created import KeptSlices
-    from cocodiff.commands.quality_stack import choose, slices_of_masks
-    from cocodiff.commands.report_pictures import ReportPictures
-    from cocodiff.commands.restore_stack import Restorer, Results, restore_batch, slices_together
-    from cocodiff.commands.samples import Batch, Parts, batches_of
-
-    values, session = job.values, open_session(job, transport)
-    job, presets, samples = session.job, list(job.presets), values["samples"]
-    restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, presets, session.exact)
-    restorer = replace(restorer, replica=session.replica.number)
-    masked: list[list[bool]] = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    bounded = slices_of_masks(job.quality, tasks, masked, values["exact_slices"]) if job.quality is not None else {}
-    batches: list[Batch] = []
-    for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
-        together = slices_together(task.stack.shape[1:], restorer.inpainter.native_size, restorer.batch)
-        apart = bounded[number].apart(number) if bounded else []
-        batches += batches_of(number, of_task, together, values["exact_slices"], samples, apart)
-    kept = job.output.journals.folder
-    pages = ReportPictures(kept, plan_pictures(masked, len(presets) * (1 + (samples > 1)) + 1))
-    results = Results(session.images, Parts(kept / "samples"), pages)
-    settings, unit = partial(describe_inputs, tasks, values), "slices" if samples == 1 else "samples"
-    # Slices without masked voxels are copied, which takes next to no time.
-    sizes = [batch.size if masked[batch.task][batch.indices[0]] else 0 for batch in batches]
-    is_whole = KeptSlices(session, tasks, batches, results).has
-    with session.queue(settings, sizes, unit, is_whole) as queue, torch.no_grad():
-        restorer.inpainter.on_step = queue.bar.advance
-        chosen = choose(session, queue, tasks, bounded, batches, restorer) if job.quality is not None else None
-        if session.folder is not None:
-            create_files(session, tasks, chosen)
-            results.parts.folder.mkdir(exist_ok=True)
-        results = replace(results, provenance=partial(provenance, job, chosen=chosen))
-        transport.broadcast_object(None)  # the files are there
-        for number in queue.take([n for n in range(len(batches)) if chosen is None or n not in chosen.kept]):
-            batch = batches[number]
-            leads, task = session.replica.leads, tasks[batch.task]
-            own = restorer if chosen is None else chosen.restorer(restorer, batch.task)
-            rows = restore_batch(task, batch, own, results, leads, queue.bar)
-            if leads:
-                sums = results.checksums(task, batch, own.presets) if batch.whole else ()
-                queue.add(number, [[batch.task, index, json_ready(row)] for index, row in rows], sums)
-    found = []
-    if session.folder is not None:
-        found = sorted(queue.rows() + rows_of_parts(tasks, batches, restorer, results, chosen, values), key=by_slice)
-    hand_over(session, tasks, masked, found, pages, chosen)
-
-
-def by_slice(row: list[Any]) -> list[Any]:
-    """The order of rows in metrics.json: by task, then by slice."""
-    return row[:2]
-
-
-def create_files(session: Session, tasks: list[Any], chosen: Any) -> None:
-    """The files of results, where an earlier start has not made them. chosen: as in `provenance`."""
-    from cocodiff.commands.created import CreatedFiles
-    from cocodiff.commands.tasks import result_files
-
-    job, samples = session.job, session.job.values["samples"]
-    CreatedFiles(job.output.journals.folder).create(
-        file
-        for number, task in enumerate(tasks)
-        for file in result_files(
-            task, list(job.presets), session.images, samples, provenance(job, number, chosen)
-        ).values()
-    )
-
-
-def hand_over(
-    session: Session, tasks: list[Any], masked: list[list[bool]], found: list[Any], pages: Any, chosen: Any
-) -> None:
-    """Completes the files of results and writes the report. found: rows of metrics.json, on rank 0; chosen: as in
-    `provenance`."""
-    from cocodiff.commands.judging import picture_of, save_previews
-    from cocodiff.commands.tasks import result_files, save_mask
-
-    job, images = session.job, session.images
-    presets, samples = list(job.presets), job.values["samples"]
-    if session.folder is not None:
-        for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
-            for file in result_files(task, presets, images, samples, provenance(job, number, chosen)).values():
-                file.finish()
-            for line in save_mask(task, presets, images, {"version": __version__, "seed": job.values["seed"]}):
-                say(line)
-            save_previews(task, of_task, presets, images)
-    pictures = pages.all(
-        found,
-        lambda task, index: picture_of(tasks[task], index, presets, images, samples),
-        reading_bar(not job.values["quiet"]),
-    )
-    numbers = {task.stack.name: task.stack.numbers for task in tasks if len(task.stack) > 1}
-    rows = [row for _, _, row in found]
-    bounds = chosen.records if chosen is not None else None
-    inputs = [task.record() for task in tasks]
-    finish(session, rows, pictures, bounds, inputs, slices=numbers, side=pages.plan.side)
-
-
-def rows_of_parts(
-    tasks: list[Any], batches: list[Any], restorer: Any, results: Any, chosen: Any, values: dict[str, Any]
-) -> list[list[Any]]:
-    """On rank 0, when all batches are done: the slices whose samples were dealt, and those whose trials are results,
-    written and judged. chosen: of a bound on quality, a `quality_stack.Chosen`, or None."""
-    from cocodiff_eval.metrics import json_ready
-
-    from cocodiff.commands.restore_stack import put_together
-
-    groups: dict[tuple[int, tuple[int, ...], bool], list[Any]] = {}
-    for number, batch in enumerate(batches):
-        tried = chosen is not None and number in chosen.kept
-        if tried or not batch.whole:
-            groups.setdefault((batch.task, batch.indices, tried), []).append(batch)
-    dealt = [*groups.items()]
-    found: list[list[Any]] = []
-    for number in reading_bar(not values["quiet"])(range(len(dealt)), "putting slices together"):
-        (task, _, tried), of_slices = dealt[number]
-        own = restorer if chosen is None else chosen.judging(restorer, task, tried)
-        rows = put_together(tasks[task], of_slices, own, results, chosen.drawn if tried else results.parts.merged)
-        found += [[task, index, json_ready(row)] for index, row in rows]
-    return found
-
-
-def find_masked(tasks: list[Any]) -> list[list[bool]]:
-    """Which slices of each task have something to restore."""
-    return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
-
-
-def describe_inputs(tasks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
-    described = {
-        "samples": values["samples"],
-        "exact_slices": values["exact_slices"],
-        "inputs": described_inputs(tasks),
-    }
-    others = [task.format for task in tasks]
-    return described if set(others) == {"tiff"} else described | {"formats": others}
-
-
-def provenance(job: Job, task: int, chosen: Any) -> dict[str, dict[str, Any]]:
-    """How a task's results of each preset are made, for the files' own metadata: plain data. chosen: which setting
-    keeps a bound on quality, a `quality_stack.Chosen`; None without a bound."""
-    from cocodiff_eval.metrics import json_ready
-
-    names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
-    configs = job.presets if chosen is None else dict.fromkeys(job.presets, chosen.config(task))
-    settings = {name: job.values[name] for name in names if job.values.get(name) is not None}
-    return {
-        preset: json_ready(
-            {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
-        )
-        for preset, config in configs.items()
-    }
+    session = open_session(prepared, transport)
+    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    session.run(SliceJob(session, tasks, masked))

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
-from cocodiff_eval.metrics import ExactDistance, MaskedQuality, masked_psnr_db, mean, metrics_row
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, Result, masked_psnr_db, mean
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
 
 from cocodiff.commands.cost import Cost
+from cocodiff.commands.items import Drawn
+from cocodiff.commands.job import Judged
 from cocodiff.commands.report_pictures import picture
-from cocodiff.commands.samples import Drawn
 from cocodiff.commands.tasks import Task, result_files, slice_name, spread_of
 
 
@@ -31,11 +32,11 @@ class Run:
     cost: Cost
 
 
-@dataclass(frozen=True)
-class Judged:
-    native: dict[str, np.ndarray]  # what goes into each of `result_files`
-    rows: list[dict[str, Any]]
-    picture: Callable[[], Picture]  # what the report shows
+class Restored(NamedTuple):
+    """native: what goes into each of `result_files`; picture: what the report shows."""
+
+    native: dict[str, np.ndarray]
+    picture: Callable[[], Picture]
 
 
 @dataclass(frozen=True)
@@ -76,38 +77,31 @@ def judge_slice(
         }
     shown = partial(picture, task, index, slice_name(task.stack, index))
     if not mask_YX.any():
-        return Judged(native, rows, partial(shown, (original_YX, mask_YX, None), native, None))
+        return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, None), native, None)))
     truth_YX = seen.truth_YX
     started = time.perf_counter()
     smooth_YX = smoothed(task, original_YX, mask_YX)
     baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
     exact = drawn.get(exact_mode) if exact_mode is not None else None
     for preset, one in presets.items():
-        of_samples = {
-            "samples": samples,
-            **coverage(one.moments, truth_YX, mask_YX, scale),
-            "psnr_db_single": mean(one.psnr_db),
-        }
-        rows.append(
-            metrics_row(
-                slice_name(task.stack, index),
-                task.mask.name,
-                preset,
-                quality(scale, truth_YX, native[preset], mask_YX),
-                one.cost.wall_seconds,
-                one.cost.sent,
-                psnr_vs_exact_db=psnr_vs_exact_db(scale, exact, one, mask_YX) if exact is not None else None,
-                exact_compared=exact is not None,
-                baseline=baseline,
-                drift=one.cost.drift,
-                whole_bytes=one.cost.whole,
-                late_bytes=one.cost.late,
-                exact_bytes=exact.cost.sent if exact is not None else None,
-                of_samples=of_samples if samples > 1 else None,
-                times={"rank_seconds": one.cost.rank_seconds, "replica_seconds": one.cost.of_replicas},
-            )
+        against = {} if exact is None else compared(scale, exact, one, mask_YX)
+        several: dict[str, Any] = {}
+        if samples > 1:
+            several = {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
+            several |= coverage(one.moments, truth_YX, mask_YX, scale)
+        result = Result(
+            slice_name(task.stack, index),
+            task.mask.name,
+            preset,
+            **quality(scale, truth_YX, native[preset], mask_YX),
+            **one.cost.reported(),
+            **against,
+            **several,
+            baseline=baseline,
+            exact_compared=exact is not None,
         )
-    return Judged(native, rows, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX))
+        rows.append(result.row())
+    return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
 
 
 def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
@@ -117,12 +111,17 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
 
 def quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """`psnr_db`, `ssim` and `mse` of a slice under its mask; None each where the truth is unknown."""
     measured = MaskedQuality(scale)
     if truth_YX is not None:
         measured.add(truth_YX, restored_YX, mask_YX)
     return measured.result()
+
+
+def compared(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
+    """What a result says of a run beside the exact one."""
+    return {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, run, mask_YX), "bytes_exact": exact.cost.bytes}
 
 
 def psnr_vs_exact_db(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> float | None:

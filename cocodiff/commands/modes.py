@@ -14,45 +14,45 @@ from cocodiff.config import Config
 from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
-    from cocodiff.commands.session import Job
+    from cocodiff.commands.session import Prepared
 
 EXACT = "flat"  # the preset that others are judged against
 CODING = ("selection", "codec", "arrival")
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
 
 
-def describe(job: Job, ranks: int) -> dict[str, Any]:
+def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
     """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
     replicas."""
-    replicas = job.deal.replicas
+    replicas = prepared.deal.replicas
     return {
         "cocodiff": __version__,
         "ranks of a replica": ranks // replicas,
-        "their nodes, cards and planes": topology_of_replica(job.values, ranks, replicas).seats,
+        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).seats,
         **threads(),
-        **{name: job.values[name] for name in REMEMBERED if name in job.values},
-        "steps": job.values["steps"],
-        "presets": [{"name": name, **lasting(config)} for name, config in job.presets.items()],
-        "exact": with_exact(job)[1],
-        **({} if job.quality is None else {"quality": job.quality.lasting()}),
+        **{name: prepared.values[name] for name in REMEMBERED if name in prepared.values},
+        "steps": prepared.values["steps"],
+        "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
+        "exact": with_exact(prepared)[1],
+        **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
     }
 
 
-def with_exact(job: Job) -> tuple[dict[str, Config], str | None]:
+def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
     """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
     on quality the modes are the settings that it is kept with."""
-    if job.quality is not None:
-        return dict(job.quality.rungs), job.quality.exact
-    if not job.values["exact"]:
-        return dict(job.presets), None
+    if prepared.quality is not None:
+        return dict(prepared.quality.rungs), prepared.quality.exact
+    if not prepared.values["exact"]:
+        return dict(prepared.presets), None
     whole = {"selection": "full", "codec": "none", "arrival": "now"}
-    settings = engine_settings(job.values) | {"exchange": "flat", "chunks": 1, **whole}
-    settings["guidance_parallel"] = job.deal.guidance
+    settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
+    settings["guidance_parallel"] = prepared.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
-    for mode, config in job.presets.items():
+    for mode, config in prepared.presets.items():
         if same_bits(config, exact):
-            return dict(job.presets), mode
-    return job.presets | {"exact": exact}, "exact"
+            return dict(prepared.presets), mode
+    return prepared.presets | {"exact": exact}, "exact"
 
 
 def same_bits(config: Config, exact: Config) -> bool:

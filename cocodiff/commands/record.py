@@ -35,7 +35,7 @@ def lasting(config: Config) -> dict[str, Any]:
 
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The voxels of every `restore_stack.Task`, and what files say of them that results keep; reads all, once each."""
+    """The voxels of every `tasks.Task`, and what files say of them that results keep; reads all, once each."""
     known: dict[int, str] = {}
 
     def once(slices: Any) -> str:

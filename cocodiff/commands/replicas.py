@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cocodiff.comm.launch import detect
 from cocodiff.commands.journal import Entry, Journals, Reader
@@ -17,6 +18,10 @@ from cocodiff.config import load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
+
+if TYPE_CHECKING:
+    from cocodiff.commands.items import Batch
+    from cocodiff.commands.job import Job
 
 IsWhole = Callable[[Entry], bool]  # whether the results of a finished batch are still there as they were written
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
@@ -98,39 +103,29 @@ class Queue:
     def __init__(
         self,
         replica: Replica,
-        output: Any,
-        settings: Callable[[], dict[str, Any]],
+        record: Record,
         counts: Sequence[int],
         unit: str,
-        is_whole: IsWhole,
         shows_bar: bool,
         expected: int | None = None,
+        together: int = 1,
     ) -> None:
-        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts: the slices or prompts
-        (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now; `expect` tells of
-        others.
+        """counts: the items (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now;
+        `expect` tells of others. together: so many of them that follow each other are one replica's.
         Raises UserError where another start's settings were others."""
-        self._replica, self._counts = replica, counts
-        self.journals: Journals = output.journals
+        self._replica, self._counts, self._together = replica, counts, together
+        self._record, total = record, sum(counts[:expected])
         whole = replica.whole
-        total = sum(counts[:expected])
         if whole.rank == 0:
-            _begin(output, as_read(settings()), total, unit)
-            _go_on(output, counts, is_whole, shows_bar)
-        self._done = set(whole.broadcast_object(set(self.journals.finished()) if whole.rank == 0 else None))
-        replica.check_shared(self.journals, output.out)
-        reader = Reader(self.journals.folder)
-        self._counted = 0
-
-        def count_done() -> int:
-            self._counted += sum(entry.size for entry in reader.entries())
-            return self._counted
-
-        self.bar = JobBar(total, unit, count_done, shows_bar)
+            record.begin(total)
+            record.claims.open_claims()
+        self._done = set(whole.broadcast_object(set(record.finished()) if whole.rank == 0 else None))
+        replica.check_shared(record.claims, record.out)
+        self.bar = JobBar(total, unit, record.counter(), shows_bar)
 
     @cached_property
     def _journal(self) -> Any:
-        return self.journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
+        return self._record.open_journal(self._replica.whole.rank)
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -139,14 +134,21 @@ class Queue:
     def __exit__(self, *error: object) -> None:
         self.bar.__exit__(*error)
 
-    def __iter__(self) -> Iterator[int]:
-        return self.take(range(len(self._counts)))
-
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
-        yield from self._replica.take([number for number in numbers if not self.is_done(number)], self.journals)
+        groups: dict[int, list[int]] = {}
+        for number in numbers:
+            if not self.is_done(number):
+                groups.setdefault(number // self._together, []).append(number)
+        for group in self._replica.take([*groups], self._record.claims):
+            yield from groups[group]
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
+
+    def begin(self, job: Job[Any], batch: Batch, settings: int = 1) -> None:
+        """This rank begins to make a batch with so many settings."""
+        if self.bar.shown and batch.size:
+            self.bar.begin(batch.size, job.steps(batch) * settings)
 
     def is_done(self, number: int) -> bool:
         """Whether a batch was done by an earlier start, or is among those that `take` has ended with."""
@@ -157,49 +159,106 @@ class Queue:
         total = sum(self._counts[number] for number in {*numbers, *self._done})
         self.bar.total = total
         if self._replica.whole.rank == 0:
-            self.journals.expect(total)
+            self._record.expect(total)
 
     def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
         """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
         checksums of its results, where a later start is to know by them that they are there."""
-        with storage_faults(f"a line of {self.journals.folder}"):
+        with storage_faults(f"a line of {self._record.where}"):
             self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
     def rows(self) -> list[Any]:
         """The rows of all batches in their order, when all are done."""
-        entries = self.journals.finished()
+        entries = self._record.finished()
         return [row for number in sorted(entries) for row in entries[number].rows]
 
 
-def _begin(output: Any, settings: dict[str, Any], total: int, unit: str) -> None:
-    """On rank 0: the journals of a new job, or those of one to go on with. Raises UserError for the first setting in
-    which that one differs."""
-    journals: Journals = output.journals
-    header = journals.header()
-    found = first_difference(header["settings"], settings) if header is not None else None
-    if found is not None:
-        name, old, new = found
-        raise UserError(
-            f"--out {output.out}: the run that did not end had other settings ({name}: {old} there, {new} now): "
-            f"--resume goes on with the same ones; start afresh with --overwrite"
-        )
-    if header is None:
-        journals.begin(settings, total, unit, output.overwrite)
+class Record(Protocol):
+    """Where a queue learns what is finished and notes what is. out: the folder of results as errors name it; where: the
+    record as they name it; claims: of the batches that replicas take."""
+
+    out: str
+    where: Path
+    claims: Journals
+
+    def begin(self, total: int) -> None:
+        """On rank 0: a new record, or one to go on with. total: items of the job. Raises UserError where that cannot
+        be."""
+
+    def finished(self) -> Mapping[int, Entry]:
+        """The finished batches by their numbers."""
+
+    def counter(self) -> Callable[[], int]:
+        """A function that tells how many items are finished by now, all replicas together."""
+
+    def expect(self, total: int) -> None:
+        """On rank 0: what the job turns out to have."""
+
+    def open_journal(self, rank: int) -> Any:
+        """What a replica's leader adds an `Entry` to for each batch, which is on the disk when `add` returns."""
 
 
-def _go_on(output: Any, counts: Sequence[int], is_whole: IsWhole, shows_bar: bool) -> None:
-    """On rank 0: drops from the journals the batches whose results are no longer there, which are done again."""
-    journals: Journals = output.journals
-    found = [*journals.finished().values()]
-    fitting = [entry for entry in found if entry.number in range(len(counts)) and entry.size == counts[entry.number]]
-    whole = [
-        fitting[n] for n in reading_bar(shows_bar)(range(len(fitting)), "checking results") if is_whole(fitting[n])
-    ]
-    if len(whole) < len(found):
-        journals.keep(whole)
-        say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
-    if output.resume:
-        kept = journals.kept()
-        say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
-    journals.open_claims()
+class JobRecord:
+    """The journals of a job in the hidden folder of its results, beside all that the results depend on."""
+
+    def __init__(
+        self,
+        output: Any,
+        settings: Callable[[], dict[str, Any]],
+        counts: Sequence[int],
+        unit: str,
+        is_whole: IsWhole,
+        shows_bar: bool,
+    ) -> None:
+        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts, unit: as of `Queue`."""
+        self._output, self._settings, self._counts, self._unit = output, settings, counts, unit
+        self._is_whole, self._shows_bar = is_whole, shows_bar
+        self.claims: Journals = output.journals
+        self.out, self.where = output.out, self.claims.folder
+
+    def begin(self, total: int) -> None:
+        """Raises UserError for the first setting in which a job to go on with differs."""
+        header, settings = self.claims.header(), as_read(self._settings())
+        found = first_difference(header["settings"], settings) if header is not None else None
+        if found is not None:
+            name, old, new = found
+            raise UserError(
+                f"--out {self.out}: the run that did not end had other settings ({name}: {old} there, {new} now): "
+                f"--resume goes on with the same ones; start afresh with --overwrite"
+            )
+        if header is None:
+            self.claims.begin(settings, total, self._unit, self._output.overwrite)
+        self._drop_what_is_gone()
+        if self._output.resume:
+            kept = self.claims.kept()
+            say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
+
+    def _drop_what_is_gone(self) -> None:
+        """Drops from the journals the batches whose results are no longer there, which are done again."""
+        found, counts = [*self.claims.finished().values()], self._counts
+        fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
+        order = reading_bar(self._shows_bar)(range(len(fitting)), "checking results")
+        whole = [fitting[n] for n in order if self._is_whole(fitting[n])]
+        if len(whole) < len(found):
+            self.claims.keep(whole)
+            say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
+
+    def finished(self) -> dict[int, Entry]:
+        return self.claims.finished()
+
+    def counter(self) -> Callable[[], int]:
+        reader, counted = Reader(self.where), 0
+
+        def count() -> int:
+            nonlocal counted
+            counted += sum(entry.size for entry in reader.entries())
+            return counted
+
+        return count
+
+    def expect(self, total: int) -> None:
+        self.claims.expect(total)
+
+    def open_journal(self, rank: int) -> Any:
+        return self.claims.open_journal(f"{time.time_ns()}-{rank}")

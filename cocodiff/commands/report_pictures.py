@@ -50,7 +50,7 @@ class ReportPictures:
 
     def all(
         self,
-        rows: Sequence[tuple[int, int, Mapping[str, Any]]],
+        rows: Sequence[Sequence[Any]],
         make: Callable[[int, int], Picture],
         progress: Callable[[range, str], Iterable[int]],
     ) -> Iterator[str]:

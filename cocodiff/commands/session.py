@@ -22,20 +22,22 @@ from cocodiff.commands.outputs import FOUND, OutputFolder, write_settings
 from cocodiff.commands.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.commands.ranks import run_ranks
 from cocodiff.commands.record import as_read, first_difference
-from cocodiff.commands.replicas import IsWhole, Queue, Replica
+from cocodiff.commands.replicas import Replica
 from cocodiff.commands.room import check_room
 from cocodiff.commands.terminal import limit_threads, note, quiet_libraries, say
 from cocodiff.config import Config
 from cocodiff.planning.deals import Deal
 
 if TYPE_CHECKING:
+    from cocodiff.commands.job import Job, Way
     from cocodiff.commands.quality import Quality
 
 EVERY_RANK_IMPORTS = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
     "skimage.metrics",
     "skimage.restoration",
-    "cocodiff.commands.restore_stack",
+    "cocodiff.commands.images",
+    "cocodiff.commands.slices",
     "cocodiff.demo_model.vae",
     "cocodiff.engine",
     "cocodiff_eval.report",
@@ -45,7 +47,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Job:
+class Prepared:
     """A checked request: everything that can be known before ranks start."""
 
     values: dict[str, Any]
@@ -56,7 +58,12 @@ class Job:
     deal: Deal = field(default=Deal())
     quality: Quality | None = None
 
-    def dealt(self, deal: Deal, ranks: int) -> Job:
+    @property
+    def modes(self) -> dict[str, Config]:
+        """What results are made with: the presets, or settings that are chosen among for a bound on quality."""
+        return self.presets if self.quality is None else self.quality.rungs
+
+    def dealt(self, deal: Deal, ranks: int) -> Prepared:
         """With a deal of its ranks, whose guidance goes into the presets."""
         presets, quality = with_guidance(self.presets, deal, self.request), self.quality
         if quality is not None:
@@ -72,7 +79,7 @@ class Session:
     """A job's model on its ranks, with an engine for each mode on the ranks of this replica. `exact` is the mode that
     others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
 
-    job: Job
+    prepared: Prepared
     transport: Any
     replica: Replica
     model: Model
@@ -83,25 +90,27 @@ class Session:
     @property
     def images(self) -> Path:
         """The folder of images, on every rank that writes some."""
-        return self.job.output.partial / "images"
+        return self.prepared.output.partial / "images"
 
-    def queue(
-        self, settings: Callable[[], dict[str, Any]], counts: Sequence[int], unit: str, is_whole: IsWhole
-    ) -> Queue:
-        """See `Queue`. settings: what results depend on beside `describe`; counts: of all batches of results, which
-        trials of settings for a bound on quality are added to. All ranks call it."""
-        job, tried = self.job, 0 if self.job.quality is None else len(self.job.quality.rungs)
-        shows_bar = self.folder is not None and not job.values["quiet"]
+    def run(self, job: Job[Any]) -> None:
+        """Makes the job's results, completes and publishes them. All ranks call it."""
+        from cocodiff.commands.running import Presets, run_batches
+        from cocodiff.commands.trials import Trials
 
-        def described() -> dict[str, Any]:
-            return describe(job, self.transport.size) | settings()
+        prepared, quality = self.prepared, self.prepared.quality
+        way: Way = Presets(prepared.presets, self.exact)
+        if quality is not None:
+            way = Trials(job, quality, prepared.output.journals.folder)
 
-        return Queue(
-            self.replica, job.output, described, [*counts] * (1 + tried), unit, is_whole, shows_bar, len(counts)
-        )
+        def settings() -> dict[str, Any]:
+            return describe(prepared, self.transport.size) | job.settings()
+
+        shows_bar = self.folder is not None and not prepared.values["quiet"]
+        done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
+        finish(self, [row for *_, row in done.rows], bounds=done.bounds, **job.complete(done))
 
 
-Work = Callable[[Job, Any], None]  # called on every rank with its transport
+Work = Callable[[Prepared, Any], None]  # called on every rank with its transport
 
 
 def settle(values: dict[str, Any], launch: Launch) -> int:
@@ -115,25 +124,47 @@ def settle(values: dict[str, Any], launch: Launch) -> int:
     return ranks
 
 
-def run_job(job: Job, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
+def start_job(
+    prepared: Prepared,
+    launch: Launch,
+    ranks: int,
+    unit: str,
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    work: Work,
+    compared: dict[str, str] | None = None,
+) -> int:
+    """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
+
+    unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
+    """
+    if launch.speaks and prepared.quality is not None:
+        say(prepared.quality.line(unit))
+    if prepared.values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+        return 0
+    return run_job(prepared, launch, work, compared)
+
+
+def run_job(prepared: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
     """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
 
     compared: what ranks must agree on, beside the options.
     """
-    alike = {name: str(value) for name, value in job.values.items() if name != "ranks"} | (compared or {})
-    config = next(iter(job.presets.values()))
+    alike = {name: str(value) for name, value in prepared.values.items() if name != "ranks"} | (compared or {})
+    config = next(iter(prepared.presets.values()))
 
     def say_import() -> None:
-        if launch.speaks and not job.values["quiet"]:
+        if launch.speaks and not prepared.values["quiet"]:
             note("importing torch and diffusers")
 
     def imports() -> None:
         say_import()
-        import_before_fork(job.request)
+        import_before_fork(prepared.request)
 
     if launch.kind != "alone":
         say_import()
-    return run_holding(job.output, job.values["ranks"], launch, config, alike, partial(work, job), imports)
+    return run_holding(
+        prepared.output, prepared.values["ranks"], launch, config, alike, partial(work, prepared), imports
+    )
 
 
 def run_holding(
@@ -176,16 +207,18 @@ def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) 
         work(transport)
 
 
-def nothing_left(job: Job, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Whether the run that is to go on has ended well before; says so. settings: as `Session.queue` takes them, called
-    with those of that run. Raises UserError where they differ, or where files of its results are gone."""
-    ended = job.output.finished
+def nothing_left(
+    prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
+) -> bool:
+    """Whether the run that is to go on has ended well before; says so. settings: as of `Job.settings`, called with
+    those of that run. Raises UserError where they differ, or where files of its results are gone."""
+    ended = prepared.output.finished
     if ended is None:
         return False
     if launch.speaks:
         there = ended.settings or {}
-        job.output.confirm(first_difference(there, as_read(describe(job, ranks) | settings(there))))
-        say(f"nothing is left to do: the results in {job.output.final} are finished, with the same settings")
+        prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+        say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
     return True
 
 
@@ -200,11 +233,6 @@ def import_before_fork(request: Request) -> None:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def load_on_rank(job: Job, transport: Any) -> Model:
-    """The job's model. All ranks call it."""
-    return load_requested(job.request, job.values["dtype"], transport)
-
-
 def load_requested(request: Request, dtype: str, transport: Any) -> Model:
     """A model in one of DTYPES. All ranks call it."""
     if dtype == "auto":
@@ -212,32 +240,32 @@ def load_requested(request: Request, dtype: str, transport: Any) -> Model:
     return load_model(request, dtype, transport)
 
 
-def open_session(job: Job, transport: Any) -> Session:
+def open_session(prepared: Prepared, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine import Engine
 
     if (
         detect().kind != "alone"
     ):  # else the process that ranks are forked from does so, when none of them writes any more
-        transport.health.when_lost(lambda error: job.output.discard())
-    replica = Replica(transport, job.values["machine"], job.deal.replicas)
-    if transport.rank == 0 and not job.values["quiet"]:
-        note(f"loading the model: {job.request.model}")
-    model = load_on_rank(job, transport)
-    modes, exact = with_exact(job)
+        transport.health.when_lost(lambda error: prepared.output.discard())
+    replica = Replica(transport, prepared.values["machine"], prepared.deal.replicas)
+    if transport.rank == 0 and not prepared.values["quiet"]:
+        note(f"loading the model: {prepared.request.model}")
+    model = load_requested(prepared.request, prepared.values["dtype"], transport)
+    modes, exact = with_exact(prepared)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
-    if job.quality is None:  # else those of the settings that are tried
+    if prepared.quality is None:  # else those of the settings that are tried
         engines.make_all()
-    folder = job.output.open() if transport.rank == 0 else None
+    folder = prepared.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir(exist_ok=True)
-    job.output.run = transport.broadcast_object(job.output.run)  # all ranks have their model
+    prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
     if folder is not None:
         in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - job.started:.1f} s")
+        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - prepared.started:.1f} s")
         for line in engines.chosen():
             say(line)
-    return Session(job, transport, replica, model, engines, exact, folder)
+    return Session(prepared, transport, replica, model, engines, exact, folder)
 
 
 def finish(
@@ -250,7 +278,7 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    bounds: how a bound on quality was kept, by `quality.Group.record`; inputs: by `Task.record`. pictures, report:
+    bounds: how a bound on quality was kept, by `trials.Group.record`; inputs: by `Task.record`. pictures, report:
     arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
@@ -280,7 +308,7 @@ def _write_results(
 
     from cocodiff.trace import save_traces
 
-    values, ranks = session.job.values, session.transport.size
+    values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, rows)
     if bounds is not None:
         document["quality"] = bounds
@@ -292,7 +320,7 @@ def _write_results(
         "model": session.model.name,
         "ranks": str(ranks),
         "machine": values["machine"],
-        "presets": ", ".join(session.job.presets),
+        "presets": ", ".join(session.prepared.presets),
         "steps": str(values["steps"]),
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
@@ -300,8 +328,8 @@ def _write_results(
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
     write_settings(folder, values if bounds is None else {**values, FOUND: bounds}, session.engines.chosen())
-    session.job.output.publish()
+    session.prepared.output.publish()
     say()
     say(terminal_table(document))
     say()
-    say(f"report: {session.job.output.final / 'report.html'}")
+    say(f"report: {session.prepared.output.final / 'report.html'}")

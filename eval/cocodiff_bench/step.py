@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from cocodiff.commands.options import Option, check_counts, preset_configs
 from cocodiff.commands.outputs import OutputFolder
 from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
-from cocodiff.commands.session import DTYPES, Job, import_before_fork, load_on_rank
+from cocodiff.commands.session import DTYPES, import_before_fork, load_requested
 from cocodiff.models.family import INPAINT
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
@@ -39,12 +38,11 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
     from cocodiff.engine import Engine
 
-    job = Job(values, request_of(values), preset_configs(values), output, time.monotonic())
-    model = load_on_rank(job, transport)
+    model = load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    engines = {name: Engine(model.pipe, config, transport) for name, config in job.presets.items()}
+    engines = {name: Engine(model.pipe, config, transport) for name, config in preset_configs(values).items()}
 
     def parallel(engine: Engine) -> None:
         with engine:

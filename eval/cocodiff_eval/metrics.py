@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,6 @@ LINKS = ("sibling", "plane", "node", "cross_plane")
 SSIM_WINDOW = 7
 # JSON has no infinity: a restoration equal to the truth is written as 200 dB, one beyond all numbers as -3083 dB.
 _SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
-
-
-# What rows of several samples have besides: their number, coverages (`uncertainty.coverage`), a single one's PSNR.
-OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
-NOTHING: Mapping[str, float | None] = {"psnr_db": None, "ssim": None, "mse": None}  # quality without a truth
 
 
 def psnr_db(mse: float) -> float:
@@ -66,7 +62,7 @@ class MaskedQuality:
     def result(self) -> dict[str, float | None]:
         """`psnr_db`, `ssim` and `mse` over all masked voxels with a truth; None each if there were none."""
         if self.voxels == 0:
-            return dict(NOTHING)
+            return dict.fromkeys(QUALITY)
         mse = self.squares / self.voxels
         found = {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
@@ -102,66 +98,105 @@ class ExactDistance:
         return None if self.identical or self.voxels == 0 else psnr_db(self.squares / self.voxels)
 
 
-def metrics_row(
-    name: str,
-    mask: str | None,
-    mode: str,
-    quality: Mapping[str, float | None],
-    seconds: float,
-    link_bytes: Mapping[str, int],
-    *,
-    psnr_vs_exact_db: float | None = None,
-    exact_compared: bool = True,
-    baseline: Mapping[str, Any] | None = None,
-    drift: Sequence[Mapping[str, float | None]] = (),
-    exact_bytes: Mapping[str, int] | None = None,
-    whole_bytes: Mapping[str, int] | None = None,
-    late_bytes: Mapping[str, int] | None = None,
-    of_samples: Mapping[str, float | None] | None = None,
-    times: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """One row of `metrics.json`, for one image, mask (None for a generated image) and preset.
+def links(count: Mapping[str, int]) -> dict[str, int]:
+    """Bytes over every kind of link, 0 where none went."""
+    return {link: int(count.get(link, 0)) for link in LINKS}
 
-    `seconds` is wall time. `times` may tell `rank_seconds`, those of all ranks that worked on the image, added up, and
-    `replica_seconds`, those of each replica that did, by its number: replicas work at the same time.
-    `exact_compared` is False where no exact run was made (`--no-exact`, or a slice that is not among those compared): a
-    null `psnr_vs_exact_db` then says nothing.
-    `baseline` is the biharmonic result of that image and mask: psnr_db, ssim, mse, seconds.
-    `drift`, of a lossy run, and then the bytes of the exact run beside it: for each step, of V-Major, the mean relative
-    change of v and the fraction of tokens that stayed; of a codec or displacement the fraction of attention calls that
-    were coded and that of their tensors that were predicted linearly, which tensors were displaced, and of the bytes of
-    whole tensors the fractions that were sent and that attention waited for, as large models of 16 bits have them.
-    `whole_bytes`: what `link_bytes` would have been with all tokens as they are, along the same routes. `late_bytes`:
-    those of `link_bytes` that no call of attention waited for, said where there were any.
-    `of_samples`, where `quality` is that of the mean of several samples: the values of OF_SAMPLES. `psnr_db_single` is
-    the mean of the samples' own PSNR.
+
+def sum_of_links(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {link: sum(count[link] for count in counts) for link in LINKS}
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; None if there are none."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
+    """of_slices: makes one value of those of several slices, for a line of the table."""
+    return field(**default, metadata={"of_slices": of_slices})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is reported of an image in a mode. Its fields are those of a row of `metrics.json`, which the table and the
+    report are made of, and a part of them those of a sweep's line.
+
+    name, mask, mode    the image, its mask (None for a generated image) and the preset
+    psnr_db, ssim, mse  against the truth under the mask, of several samples those of their mean; None without a truth
+    psnr_vs_exact_db    against the exact run; None where all bits are the same. It says nothing where `exact_compared`
+                        is False: no exact run was made (`--no-exact`, or a slice that is not among those compared)
+    seconds             wall time: replicas work at the same time
+    bytes               over each kind of link; `bytes_whole`: what they would have been with all tokens as they are,
+                        along the same routes; `bytes_late`: those that no call of attention waited for, if any
+    rank_seconds        of all ranks that worked on the image, added up; `replica_seconds`: of each replica that did, by
+                        its number
+    samples             their number, where there are several; `coverage_50` and `coverage_90` are
+                        `uncertainty.coverage`, `psnr_db_single` is the mean of the samples' own PSNR
+    baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
+    drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
+                        tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
+                        and that of their tensors that were predicted linearly, which tensors were displaced, and of
+                        the bytes of whole tensors the fractions that were sent and that attention waited for, as large
+                        models of 16 bits have them
+    bytes_exact         the bytes of the exact run, beside a drift
     """
-    row: dict[str, Any] = {
-        "name": name,
-        "mask": mask,
-        "mode": mode,
-        "psnr_db": quality["psnr_db"],
-        "ssim": quality["ssim"],
-        "mse": quality["mse"],
-        "psnr_vs_exact_db": psnr_vs_exact_db,
-        "exact_compared": exact_compared,
-        "seconds": seconds,
-        "bytes": {link: int(link_bytes.get(link, 0)) for link in LINKS},
-    }
-    row |= times or {}
-    if whole_bytes is not None:
-        row["bytes_whole"] = {link: int(whole_bytes.get(link, 0)) for link in LINKS}
-    if late_bytes is not None and any(late_bytes.values()):
-        row["bytes_late"] = {link: int(late_bytes.get(link, 0)) for link in LINKS}
-    if of_samples is not None:
-        row |= {name: of_samples[name] for name in OF_SAMPLES}
-    if baseline is not None:
-        row["baseline"] = dict(baseline)
-    if drift:
-        row["drift"] = [dict(step) for step in drift]
-        if exact_bytes is not None:
-            row["bytes_exact"] = {link: int(exact_bytes.get(link, 0)) for link in LINKS}
-    return row
+
+    name: str
+    mask: str | None
+    mode: str
+    psnr_db: float | None = _field(mean, default=None)
+    ssim: float | None = _field(mean, default=None)
+    mse: float | None = _field(mean, default=None)
+    psnr_vs_exact_db: float | None = _field(mean, default=None)
+    exact_compared: bool = _field(any, default=True)
+    seconds: float = 0.0
+    bytes: Mapping[str, int] = _field(sum_of_links, default_factory=dict)
+    rank_seconds: float | None = _field(sum, default=None)
+    replica_seconds: Mapping[str, float] | None = None
+    bytes_whole: Mapping[str, int] | None = _field(sum_of_links, default=None)
+    bytes_late: Mapping[str, int] | None = _field(sum_of_links, default=None)
+    samples: int | None = None
+    coverage_50: float | None = _field(mean, default=None)
+    coverage_90: float | None = _field(mean, default=None)
+    psnr_db_single: float | None = _field(mean, default=None)
+    baseline: Mapping[str, Any] | None = None
+    drift: Sequence[Mapping[str, Any]] = ()
+    bytes_exact: Mapping[str, int] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """As plain data for JSON, without what does not apply to the image."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        found |= {name: links(found[name]) for name in OF_LINKS if found[name] is not None}
+        found["drift"] = [dict(step) for step in self.drift] or None
+        absent = {name for name in ONLY_WHERE_KNOWN if found[name] is None}
+        absent |= {*OF_SAMPLES} if self.samples is None else set()
+        absent |= {"bytes_late"} if not any((self.bytes_late or {}).values()) else set()
+        absent |= {"bytes_exact"} if not self.drift else set()
+        return json_ready({name: value for name, value in found.items() if name not in absent})
+
+    def of_run(self) -> dict[str, Any]:
+        """What a sweep's line says of a run and of the exact one alike: quality, seconds and bytes."""
+        return {name: value for name, value in self.row().items() if name in OF_RUN}
+
+
+QUALITY = ("psnr_db", "ssim", "mse")
+OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
+OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late")
+OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
+# What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
+ONLY_WHERE_KNOWN = ("rank_seconds", "replica_seconds", "bytes_whole", "baseline", "drift", "bytes_exact")
+
+
+def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of one mode taken together, each field as `Result` says, of the rows that have it; else the first row's."""
+    found = dict(rows[0])
+    for one in fields(Result):
+        values = [row[one.name] for row in rows if one.name in row]
+        if values and "of_slices" in one.metadata:
+            found[one.name] = one.metadata["of_slices"](values)
+    return found
 
 
 def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -> Any:
@@ -171,12 +206,6 @@ def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -
     if isinstance(value, list | tuple):
         return [json_ready(one, otherwise) for one in value]
     return otherwise(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are there; None if there are none."""
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else None
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,36 +223,25 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         groups.setdefault((row["mask"], row["mode"]), []).append(row)
         if row.get("baseline") is not None:
             baselines.setdefault(row["mask"], {})[row["name"]] = row["baseline"]
-    quality = ("psnr_db", "ssim", "mse")
-    means = [
-        {
-            "mask": mask,
-            "mode": mode,
-            "n": len(group),
-            **{key: mean([row[key] for row in group]) for key in (*quality, "psnr_vs_exact_db", "seconds")},
-            **means_of_samples(group),
-            "compared": sum(row.get("exact_compared", True) for row in group),
-            "identical": sum(row.get("exact_compared", True) and row["psnr_vs_exact_db"] is None for row in group),
-            "bytes": {link: sum(row["bytes"][link] for row in group) for link in LINKS},
-        }
-        for (mask, mode), group in groups.items()
-    ]
+    means = []
+    for (mask, mode), group in groups.items():
+        together, compared = of_slices(group), [row for row in group if row["exact_compared"]]
+        told = {key: together[key] for key in (*QUALITY, "psnr_vs_exact_db")}
+        told |= {"seconds": mean([row["seconds"] for row in group])}
+        told |= {key: together[key] for key in OF_SAMPLES if key in together}
+        identical = sum(row["psnr_vs_exact_db"] is None for row in compared)
+        told |= {"compared": len(compared), "identical": identical, "bytes": together["bytes"]}
+        means.append({"mask": mask, "mode": mode, "n": len(group), **told})
     baseline = [
         {
             "mask": mask,
             "method": "biharmonic",
             "n": len(by_name),
-            **{key: mean([one[key] for one in by_name.values()]) for key in (*quality, "seconds")},
+            **{key: mean([one[key] for one in by_name.values()]) for key in (*QUALITY, "seconds")},
         }
         for mask, by_name in baselines.items()
     ]
     return {"rows": means, "baseline": baseline}
-
-
-def means_of_samples(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means of OF_SAMPLES over rows of one run; empty where it made one sample of each image."""
-    found = {key: mean([row.get(key) for row in rows]) for key in OF_SAMPLES}
-    return {**found, "samples": rows[0]["samples"]} if found["samples"] is not None else {}
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

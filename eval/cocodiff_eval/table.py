@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cocodiff.text_table import aligned
-from cocodiff_eval.metrics import LINKS, mean, means_of_samples
+from cocodiff_eval.metrics import QUALITY, mean, of_slices
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
 RANK_SECONDS = "rank s"  # heading, after seconds, where there are several ranks
@@ -80,28 +80,12 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
 def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(rows) == 1:
         return rows[0]
-    quality = ("psnr_db", "ssim", "mse")
-    baselines = [row["baseline"] for row in rows if row.get("baseline") is not None]
-    together = {
-        **rows[0],
-        **{key: mean([row[key] for row in rows]) for key in (*quality, "psnr_vs_exact_db")},
-        **means_of_samples(rows),
-        "name": base_name(rows[0]["name"]),
-        "exact_compared": any(row.get("exact_compared", True) for row in rows),
-        "seconds": _wall_seconds(map(_replica_seconds, rows)),
-        "bytes": {link: sum(row["bytes"][link] for row in rows) for link in rows[0]["bytes"]},
-    }
-    if all("rank_seconds" in row for row in rows):
-        together["rank_seconds"] = sum(row["rank_seconds"] for row in rows)
-    if all("bytes_whole" in row for row in rows):
-        together["bytes_whole"] = {link: sum(row["bytes_whole"][link] for row in rows) for link in LINKS}
-    if any("bytes_late" in row for row in rows):
-        together["bytes_late"] = {link: sum(row.get("bytes_late", {}).get(link, 0) for row in rows) for link in LINKS}
-    if baselines:
-        together["baseline"] = {
-            **{key: mean([one[key] for one in baselines]) for key in quality},
-            "seconds": _wall_seconds(_baseline_seconds(row) for row in rows if row.get("baseline") is not None),
-        }
+    together = of_slices(rows)
+    together |= {"name": base_name(rows[0]["name"]), "seconds": _wall_seconds(map(_replica_seconds, rows))}
+    judged = [row for row in rows if row.get("baseline") is not None]
+    if judged:
+        quality = {key: mean([row["baseline"][key] for row in judged]) for key in QUALITY}
+        together["baseline"] = {**quality, "seconds": _wall_seconds(map(_baseline_seconds, judged))}
     return together
 
 

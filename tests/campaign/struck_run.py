@@ -24,19 +24,19 @@ from cocodiff.cli import main as cocodiff
 # By stage the functions in which operations are counted. Results are created or published in the last ones.
 STAGES = {
     "start": [],  # before the ranks meet
-    "load": ["session.load_on_rank", "sweep.runs.load_requested"],
+    "load": ["session.load_requested", "sweep.runs.load_requested"],
     "attend": ["engine.Engine.attend"],
     "write": [
-        "restore_stack.Results.add",
-        "samples.Parts.keep",
-        "generate.save",
+        "slices.SliceJob.write",
+        "items.Parts.keep",
+        "images.ImageJob.write",
         "journal.Journal.add",
         "sweep.lines.LineWriter.add",
-        "sweep.lines.ReplicaLines.add",
+        "sweep.lines.LineJournal.add",
     ],
-    "create": ["outputs.OutputFolder.open", "inpaint.create_files", "sweep.lines.LineWriter.__init__"],
-    "put together": ["inpaint.rows_of_parts", "quality_images.ChosenImages.put_together"],
-    "hand over": ["inpaint.hand_over", "generate.finish", "sweep.lines.LineWriter.gather"],
+    "create": ["outputs.OutputFolder.open", "slices.SliceJob.begin", "sweep.lines.LineWriter.__init__"],
+    "put together": ["running.put_together"],
+    "hand over": ["slices.SliceJob.complete", "session.finish", "sweep.lines.LineWriter.gather"],
     "publish": ["outputs.OutputFolder.publish", "sweep.command.report"],
 }
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")

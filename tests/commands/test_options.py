@@ -1,5 +1,8 @@
 """Options of a subcommand: the command line over a settings file over defaults, and mistakes in one line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from cocodiff.cli import main
@@ -255,6 +258,20 @@ def test_help_names_every_benchmark(capsys):
     assert main(["--help"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  bench "))
     assert sorted(line.partition(": ")[2].split(", ")) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("module", ["inpaint", "generate", "sweep.command", "bench", "doctor.command"])
+def test_cores_are_shared_before_libraries_are_imported(module):
+    """Which count the cores when they are imported: how many ranks share them is known once the options are read."""
+    script = f"import sys, cocodiff.commands.{module}; print({{'numpy', 'scipy', 'torch'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+def test_help_of_a_sweep_names_the_formats(capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    assert "a folder of TIFF files" in (told := " ".join(capsys.readouterr().out.split())) and "OME-Zarr" in told
 
 
 def test_a_range_and_a_bound_in_a_settings_file_are_what_they_are_on_the_command_line(tmp_path):

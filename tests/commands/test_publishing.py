@@ -151,7 +151,7 @@ def test_something_is_said_before_anything_is_read_or_imported(
         raise KeyboardInterrupt
 
     words = ["inpaint", "--input", str(scan), "--out", str(tmp_path / "out")]
-    for name in ("inpaint.find_tasks", "session.import_before_fork", "session.load_on_rank"):
+    for name in ("inpaint.find_tasks", "session.import_before_fork", "session.load_requested"):
         monkeypatch.setattr(f"cocodiff.commands.{name}", stop)
         assert main(words) == 130
         monkeypatch.undo()

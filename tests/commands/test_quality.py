@@ -22,7 +22,8 @@ from warm import forked
 from cocodiff.assemble import Work
 from cocodiff.cli import main
 from cocodiff.commands.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff.commands.quality import CODED, UNCODED, Figure, Group, Quality, read_ladder
+from cocodiff.commands.quality import CODED, UNCODED, Quality, read_ladder
+from cocodiff.commands.trials import Figure, Group
 from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
 from cocodiff.topology.machine import Topology

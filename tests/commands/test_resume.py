@@ -188,8 +188,8 @@ def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
         return Cost(seconds, {"plane": 3}, rows)
 
     total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
-    assert (total.seconds, total.sent) == (4.5, {"plane": 9})
-    one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, of_replicas={str(n): 2.0 * n}) for n in (1, 2))
+    assert (total.seconds, total.bytes) == (4.5, {"plane": 9})
+    one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, replica_seconds={str(n): 2.0 * n}) for n in (1, 2))
     total = Cost.summed([*one.shares(2), other])
     assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
     first, second = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)]).drift

@@ -1,9 +1,11 @@
 """A synthetic slice and a stand-in for a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from cocodiff_eval.metrics import Result
 from torch import Tensor
 
 
@@ -13,6 +15,13 @@ def phantom(rows: int, columns: int) -> np.ndarray:
     radius = np.hypot((y - rows / 2) / rows, (x - columns / 2) / columns)
     inner = np.hypot((y - rows / 2.5) / rows, (x - columns / 1.8) / columns)
     return np.where(radius < 0.4, 0.6, 0.1) + np.where(inner < 0.1, 0.3, 0.0) + 0.1 * x / columns
+
+
+def row_of(
+    name: str, mask: str, mode: str, quality: Mapping[str, Any], seconds: float, sent: Mapping[str, int], **more: Any
+) -> dict[str, Any]:
+    """A row of metrics.json. more: further fields of `Result`."""
+    return Result(name, mask, mode, **quality, seconds=seconds, bytes=sent, **more).row()
 
 
 class SmoothInpainter:

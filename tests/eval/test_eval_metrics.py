@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
-from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_document, metrics_row, psnr_db, summary
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_document, psnr_db, summary
 from cocodiff_eval.table import grouped, size, terminal_table
-from eval_helpers import phantom
+from eval_helpers import phantom, row_of
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
 SCALE = IntensityRange(100.0, 1100.0)
@@ -99,12 +99,10 @@ BASELINE = {"psnr_db": 18.0, "ssim": 0.5, "mse": 0.016, "seconds": 0.4}
 
 def rows() -> list[dict]:
     return [
-        metrics_row("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
-        metrics_row("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
-        metrics_row("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
-        metrics_row(
-            "a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False
-        ),
+        row_of("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
+        row_of("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
+        row_of("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
+        row_of("a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False),
     ]
 
 
@@ -131,7 +129,7 @@ def test_summary_means() -> None:
 
 def test_slices_of_a_stack_are_one_line() -> None:
     per_slice = [
-        metrics_row(
+        row_of(
             f"scan[{n}]",
             "block",
             mode,
@@ -155,7 +153,7 @@ def test_slices_of_a_stack_are_one_line() -> None:
 
 def test_seconds_of_replicas_that_work_at_the_same_time_are_those_of_the_slowest() -> None:
     rows = [
-        metrics_row(
+        row_of(
             f"scan[{n}]",
             "block",
             "flat",
@@ -163,12 +161,13 @@ def test_seconds_of_replicas_that_work_at_the_same_time_are_those_of_the_slowest
             1.5,
             {},
             baseline=BASELINE,
-            times={"rank_seconds": 3.0, "replica_seconds": {str(n % 3): 1.5}},
+            rank_seconds=3.0,
+            replica_seconds={str(n % 3): 1.5},
         )
         for n in range(4)
     ]
     several = {"rank_seconds": 6.0, "replica_seconds": {"1": 1.0, "2": 2.0}}  # samples of one slice
-    rows.append(metrics_row("scan[4]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, times=several))
+    rows.append(row_of("scan[4]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **several))
     ((_, _, _, (row,)),) = grouped(rows)
     assert (row["seconds"], row["rank_seconds"]) == (3.5, 18.0)
     assert row["baseline"]["seconds"] == pytest.approx(3 * BASELINE["seconds"])
@@ -200,9 +199,9 @@ def test_rows_of_several_samples_have_their_spread_judged() -> None:
     of_samples = {"samples": 8, "coverage_50": 0.4, "coverage_90": 0.8, "psnr_db_single": 20.0}
     unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None}
     several = [
-        metrics_row("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, of_samples=of_samples),
-        metrics_row("a[1]", "block", "flat", QUALITY, 2.0, {}, of_samples={**of_samples, "coverage_50": 0.5}),
-        metrics_row("b", "hole", "flat", NOTHING, 2.0, {}, of_samples=unknown),
+        row_of("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **of_samples),
+        row_of("a[1]", "block", "flat", QUALITY, 2.0, {}, **{**of_samples, "coverage_50": 0.5}),
+        row_of("b", "hole", "flat", NOTHING, 2.0, {}, **unknown),
     ]
     document = metrics_document({}, 1, several)
     first, last = document["summary"]["rows"]
@@ -225,7 +224,7 @@ def test_documents_are_json_where_numbers_overflow() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         quality.add(truth_YX, restored_YX, mask_YX)
         distance.add(truth_YX, restored_YX, mask_YX)
-    row = metrics_row(
+    row = row_of(
         "a",
         "block",
         "flat",

@@ -15,7 +15,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
-from cocodiff_eval.metrics import metrics_document, metrics_row
+from cocodiff_eval.metrics import metrics_document
 from cocodiff_eval.report import (
     Generated,
     Picture,
@@ -27,7 +27,7 @@ from cocodiff_eval.report import (
     write_report,
 )
 from cocodiff_eval.steps import mean_profile
-from eval_helpers import phantom
+from eval_helpers import phantom, row_of
 from PIL import Image
 
 SCALE = IntensityRange(0.0, 1.0)
@@ -87,10 +87,8 @@ def rendered(
 
 def known() -> tuple[dict, list[Picture]]:
     rows = [
-        metrics_row("tooth", "block", "flat", QUALITY, 12.34, {"plane": 5 * 2**20}, baseline=BASELINE),
-        metrics_row(
-            "tooth", "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE
-        ),
+        row_of("tooth", "block", "flat", QUALITY, 12.34, {"plane": 5 * 2**20}, baseline=BASELINE),
+        row_of("tooth", "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE),
     ]
     restored = {mode: np.where(MASK_YX, IMAGE_YX * 0.9, IMAGE_YX) for mode in ("flat", "cocodiff", "biharmonic")}
     pictures = [Picture("tooth", "block", 0, IMAGE_YX, MASK_YX, SCALE, restored, IMAGE_YX)]
@@ -124,8 +122,8 @@ def test_report_has_all_rows_and_pictures(tmp_path: Path) -> None:
 
 
 def test_means_appear_with_the_second_image(tmp_path: Path) -> None:
-    rows = [metrics_row(name, "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE) for name in ("a", "b")]
-    rows.append(metrics_row("c", "m", "flat", NOTHING, 1.0, {}, exact_compared=False))
+    rows = [row_of(name, "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE) for name in ("a", "b")]
+    rows.append(row_of("c", "m", "flat", NOTHING, 1.0, {}, exact_compared=False))
     page = rendered(tmp_path, metrics_document({}, 1, rows), [], {**FACTS, "ranks": "1, alone"})
     assert "All images" in page and page.count("<tbody>") == 3 and "1, alone" in page
     assert "A dash: no exact run was made." in page and "No exact run was made to compare with." in page
@@ -143,12 +141,12 @@ def test_steps_are_drawn_where_tensors_were_coded_or_displaced(tmp_path: Path) -
     first = step(0, 1.0, 1.0, 0.0, {"": 1.0})
     profiles = [[first, step(1, 0.2, 0.2, 1.0, {"": 1.0})], [first, step(1, 0.2, 0.1, 1.0, {"": 0.5, "qkvo": 0.5})]]
     assert mean_profile(profiles)[1] == step(1, 0.2, pytest.approx(0.15), 1.0, {"": 0.75, "qkvo": 0.25})
-    sent = {"link_bytes": {"plane": 60}, "whole_bytes": {"plane": 100}}
+    sent = {"sent": {"plane": 60}, "bytes_whole": {"plane": 100}}
     rows = [
-        metrics_row(f"s[{n}]", "block", "ahead", QUALITY, 1.0, **sent, drift=drift, late_bytes={"plane": 5 * n})
+        row_of(f"s[{n}]", "block", "ahead", QUALITY, 1.0, **sent, drift=drift, bytes_late={"plane": 5 * n})
         for n, drift in enumerate(profiles)
     ]
-    rows.append(metrics_row("s[0]", "block", "flat", QUALITY, 1.0, {}))
+    rows.append(row_of("s[0]", "block", "flat", QUALITY, 1.0, {}))
     assert "bytes_late" not in rows[0] and rows[1]["bytes_late"]["plane"] == 5
     page = rendered(tmp_path, metrics_document({}, 2, rows), [], FACTS, slices={"s": range(2)})
     assert not Outline(page).open
@@ -161,7 +159,7 @@ def test_steps_are_drawn_where_tensors_were_coded_or_displaced(tmp_path: Path) -
 
 def test_several_samples_show_how_far_they_spread(tmp_path: Path) -> None:
     of_samples = {"samples": 8, "coverage_50": 0.43, "coverage_90": 0.81, "psnr_db_single": 20.12}
-    rows = [metrics_row("a", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, of_samples=of_samples)]
+    rows = [row_of("a", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **of_samples)]
     page = rendered(tmp_path, metrics_document({}, 1, rows), [], FACTS)
     for text in ("one sample, dB", "in 90 %", "20.12", "43 %", "81 %"):
         assert f">{text}<" in page, text
@@ -169,7 +167,7 @@ def test_several_samples_show_how_far_they_spread(tmp_path: Path) -> None:
 
 
 def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> None:
-    rows = [metrics_row(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
+    rows = [row_of(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
     dark_YX = np.where(MASK_YX, IMAGE_YX * 0.5, IMAGE_YX)
     pictures = [Picture(f"scan[{n}]", "scratch", n, IMAGE_YX, MASK_YX, SCALE, {"flat": dark_YX}) for n in (0, 7)]
     page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(9)})
@@ -185,7 +183,7 @@ def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> No
 
 def test_slices_of_a_stack_share_a_section(tmp_path: Path) -> None:
     rows = [
-        metrics_row(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, exact_compared=n % 10 == 0)
+        row_of(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, exact_compared=n % 10 == 0)
         for n in range(30)
     ]
     pictures = [Picture("scan[7]", "block", 7, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, IMAGE_YX)]
@@ -199,7 +197,7 @@ def test_slices_of_a_stack_share_a_section(tmp_path: Path) -> None:
 
 def test_slices_have_the_numbers_of_the_input_and_remarks_tell_of_it(tmp_path: Path) -> None:
     times = {"rank_seconds": 7.25}
-    rows = [metrics_row(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, times=times) for n in (21, 22)]
+    rows = [row_of(f"scan[{n}]", "block", "flat", QUALITY, 1.0, {}, **times) for n in (21, 22)]
     pictures = [Picture("scan[21]", "block", 1, IMAGE_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, IMAGE_YX)]
     told = {"name": "scan", "mask": "block", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
     inputs = [{**told, "beyond": 9, "wholly_masked": [24]}, {**told, "name": "other", "wholly_masked": [], "beyond": 0}]
@@ -258,7 +256,7 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
     """No error at all, a constant image, a truth that is unknown everywhere under the mask, and nothing masked."""
     image_YX = np.full((40, 48), value)
     scale = IntensityRange(value, value)
-    rows = [metrics_row(f"t[{n}]", "block", "flat", QUALITY, 1.0, {}) for n in (0, 1)]
+    rows = [row_of(f"t[{n}]", "block", "flat", QUALITY, 1.0, {}) for n in (0, 1)]
     pictures = [
         Picture("t[0]", "block", 0, image_YX, MASK_YX, scale, {"flat": image_YX}, image_YX),
         Picture("t[1]", "block", 1, image_YX, MASK_YX, scale, {"flat": image_YX}, np.full((40, 48), np.nan)),
@@ -276,7 +274,7 @@ def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
     rows = []
     for n in range(20, 2020):
         quality = QUALITY | {"psnr_db": 20.0 - (n == 1234)}
-        rows += [metrics_row(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
+        rows += [row_of(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
     stored = {kind: dict.fromkeys(("a", "b", "biharmonic"), texts[0][kind]["flat"]) for kind in ("restored", "error")}
     padding = {"padding": "A" * 11000}  # as large as of real slices
     pictures = (

@@ -36,7 +36,7 @@ from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 OWN = (
-    Option("input", "slices: PNG, TIFF (also stacks) or HDF5 as file.h5:/dataset", many=True),
+    *(replace(one, required=False) for one in OF_INPAINT if one.name == "input"),  # --report_only needs none
     Option("mask", "block, center or mask files, instead of the file's", many=True),
     Option("steps", "denoising steps that run, one or more numbers, instead of the file's", many=True, type=int),
     Option("out", "folder of the results", "sweep"),

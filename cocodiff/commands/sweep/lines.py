@@ -13,12 +13,15 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.commands.journal import Entry, Journals
 from cocodiff.commands.outputs import check_place, refusing, storage_faults
 from cocodiff.commands.record import first_difference
+from cocodiff.commands.terminal import say
 from cocodiff.config import read_yaml
 from cocodiff.errors import UserError
 
@@ -208,16 +211,53 @@ class LineWriter:
         self.done.add(Key.of(line))
 
 
-class ReplicaLines:
-    """Adds the lines of a replica other than rank 0's."""
+class SweepRecord:
+    """`results.jsonl` as a queue's record: a batch is a run, and done when it has its line. keys: of all runs, in their
+    order."""
 
-    def __init__(self, out: str, rank: int) -> None:
-        self._path = Path(out).resolve() / OF_REPLICAS.replace("*", str(rank))
-        self._file = self._path.open("ab", buffering=0)
+    def __init__(self, out: str, settings: Mapping[str, Any], overwrite: bool, keys: Sequence[Key]) -> None:
+        self.out, self._settings, self._overwrite, self._keys = out, settings, overwrite, keys
+        self._folder = Path(out).resolve()
+        self.claims, self.where = Journals(self._folder), self._folder / LINES
+        self._writer: LineWriter | None = None
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Returns when the line is on the disk."""
-        _append(self._file, self._path, line)
+    def begin(self, total: int) -> None:
+        self._writer = LineWriter(self.out, self._settings, self._overwrite)
+        if self._writer.done:
+            say(f"{len(self._writer.done)} of {self._settings['lines']} runs are done already")
+
+    def finished(self) -> dict[int, Entry]:
+        done = self._writer.done if self._writer is not None else set()
+        return {number: Entry(number, 1, []) for number, key in enumerate(self._keys) if key in done}
+
+    def counter(self) -> Callable[[], int]:
+        return partial(count_lines, self._folder)
+
+    def expect(self, total: int) -> None:
+        """`sweep.yaml` says it from the first."""
+
+    def open_journal(self, rank: int) -> LineJournal:
+        """Of rank 0 or the leader of another replica, whose lines lie beside until `end`."""
+        if self._writer is not None:
+            return LineJournal(self._writer.add)
+        path = self._folder / OF_REPLICAS.replace("*", str(rank))
+        return LineJournal(partial(_append, path.open("ab", buffering=0), path))
+
+    def end(self) -> None:
+        """On rank 0, when nobody writes any more."""
+        if self._writer is not None:
+            self._writer.gather()
+        self.claims.remove()
+
+
+class LineJournal(NamedTuple):
+    """Adds the lines of one replica. add_line: returns when it is on the disk."""
+
+    add_line: Callable[[Mapping[str, Any]], None]
+
+    def add(self, entry: Entry) -> None:
+        (_, _, line), *_ = entry.rows
+        self.add_line(line)
 
 
 def _append(file: Any, path: Path, line: Mapping[str, Any]) -> None:

@@ -1,200 +1,206 @@
-"""A sweep on its ranks: what is not done yet, run by run, each against the exact run of the same slice."""
+"""The job of a sweep: every point on every masked slice at each number of steps, beside the exact run of the same
+slice. Its journal is `results.jsonl` (`lines.py`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
-from cocodiff_eval.metrics import LINKS
+from cocodiff_eval.metrics import Result
 
-from cocodiff.commands.journal import Journals
-from cocodiff.commands.judging import Run, psnr_vs_exact_db, quality
+from cocodiff.commands.items import Batch, Drawn
+from cocodiff.commands.job import Job, Judged, Modes
+from cocodiff.commands.judging import Run, Seen, psnr_vs_exact_db, quality
 from cocodiff.commands.modes import EXACT
 from cocodiff.commands.options import engine_record, engine_settings
-from cocodiff.commands.pipelines import Model
-from cocodiff.commands.replicas import Replica
-from cocodiff.commands.restore_stack import Restorer
+from cocodiff.commands.replicas import Queue, Replica
+from cocodiff.commands.restoring import Restorer
+from cocodiff.commands.running import Presets, make_batches
 from cocodiff.commands.session import load_requested
-from cocodiff.commands.sweep.lines import Key, LineWriter, ReplicaLines, count_lines
+from cocodiff.commands.sweep.lines import Key, SweepRecord, count_lines
 from cocodiff.commands.sweep.points import Point
-from cocodiff.commands.tasks import Task, slice_name
-from cocodiff.commands.terminal import JobBar, say
+from cocodiff.commands.tasks import slice_name
+from cocodiff.commands.terminal import say
 from cocodiff.config import Config
 from cocodiff.engine import Engine
 
 if TYPE_CHECKING:
     from cocodiff.commands.sweep.command import Sweep
 
-EXACT_RUN = "exact run"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A slice under a mask at a number of steps, with the points that have no line for it yet."""
-
-    task: Task
-    index: int
-    steps: int
-    points: list[Point]
-
-    @property
-    def name(self) -> str:
-        return slice_name(self.task.stack, self.index)
+EXACT_RUN = ""  # a name that no point has
 
 
 def run_sweep(sweep: Sweep, transport: Any) -> None:
     """Does what is missing. All ranks call it; each replica takes slices, and its leader judges and writes."""
-    values = sweep.values
-    writer = LineWriter(values["out"], sweep.settings, values["overwrite"]) if transport.rank == 0 else None
-    done: set[Key] = transport.broadcast_object(writer.done if writer else None)
-    missing = list(missing_slices(sweep, done))
-    if writer is not None and done:
-        say(f"{len(done)} of {sweep.settings['lines']} runs are done already")
+    values, speaks = sweep.values, transport.rank == 0
+    batches = list(runs_of(sweep))
+    keys = [Key(one.point.name, one.steps, sweep.tasks[one.task].mask.name, one.slice) for one in batches]
+    record = SweepRecord(values["out"], sweep.settings, values["overwrite"], keys)
+    replica, points = Replica(transport, values["machine"], sweep.deal.replicas), len(sweep.grid.points)
+    queue = Queue(replica, record, [1] * len(keys), "runs", speaks and not values["quiet"], together=points)
+    missing = [number for number in range(len(keys)) if not queue.is_done(number)]
     if missing:
-        replica = Replica(transport, values["machine"], sweep.deal.replicas)
-        claims = Journals(Path(values["out"]).resolve())
-        if transport.rank == 0:
-            claims.open_claims()
-        transport.broadcast_object(None)
-        replica.check_shared(claims, values["out"])
-        lines = writer or (ReplicaLines(values["out"], transport.rank) if replica.leads else None)
         model = load_requested(sweep.request, values["dtype"], transport)
-        runner = Runner(sweep, model, replica.transport, lines, transport.rank == 0)
+        job = SweepJob(sweep, batches, model, replica, speaks)
         transport.broadcast_object(None)  # all ranks have their model
-        if writer is not None:
+        if speaks:
             in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
             say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - sweep.started:.1f} s")
-        with torch.no_grad(), runner.bar:
-            runner.warm_up(missing)
-            for number in replica.take(range(len(missing)), claims):
-                runner.run(missing[number])
-            transport.gather_object(None)  # the bar goes on until all replicas are done
-        if writer is not None:
-            writer.gather()
-    if writer is not None:
-        Journals(writer.folder).remove()
+        with torch.no_grad(), queue:
+            job.watched(queue.bar.advance)
+            job.warm_up([batches[number] for number in missing])
+            make_batches(job, queue, BesideExact(job.configs, EXACT_RUN), replica.leads)
+    if speaks:
+        record.end()
     transport.broadcast_object(None)
 
 
-def missing_slices(sweep: Sweep, done: set[Key]) -> Iterator[Slice]:
-    """The slices that are to be done, the same on every rank. All points of a slice come together: its exact run is
-    made once, and a machine that gets slower with time does so for all points."""
-    for task in sweep.tasks:
+@dataclass(frozen=True, kw_only=True)
+class PointRun(Batch):
+    """A point on a slice at a number of steps. slice: its name."""
+
+    steps: int
+    slice: str
+    point: Point
+
+
+def runs_of(sweep: Sweep) -> Iterator[PointRun]:
+    """All runs, the same on every rank. All points of a slice come together: its exact run is made once, and a machine
+    that gets slower with time does so for all points."""
+    for number, task in enumerate(sweep.tasks):
         for index in range(len(task.stack)):
             if not task.mask.read(index).any():
                 continue
             name = slice_name(task.stack, index)
             for steps in sweep.grid.steps:
-                points = [p for p in sweep.grid.points if Key(p.name, steps, task.mask.name, name) not in done]
-                if points:
-                    yield Slice(task, index, steps, points)
+                for point in sweep.grid.points:
+                    yield PointRun(number, (index,), steps=steps, slice=name, point=point)
 
 
-@dataclass
-class Runner:
+class BesideExact(Presets):
+    """Every point beside the exact run, which a point with the same settings is itself."""
+
+    def of(self, batch: PointRun) -> Modes:
+        name = batch.point.name
+        same = batch.point.config == self.presets[EXACT_RUN]
+        return Modes({EXACT_RUN: EXACT_RUN, name: EXACT_RUN if same else name}, EXACT_RUN)
+
+
+class SweepJob(Job[PointRun]):
     """The model and the engines of one rank, on the ranks of its replica. Points with the same settings share an
-    engine. lines: of the replica's leader; speaks: whether this rank says and shows what is done."""
+    engine. speaks: whether this rank says what is done."""
 
-    sweep: Sweep
-    model: Model
-    transport: Any
-    lines: LineWriter | ReplicaLines | None
-    speaks: bool
-    exact: Config = field(init=False)
-    bar: JobBar = field(init=False)
-    restorers: dict[int, Restorer] = field(default_factory=dict)
+    unit = "runs"
 
-    def __post_init__(self) -> None:
-        values, folder = self.sweep.values, Path(self.sweep.values["out"]).resolve()
-        self.exact = engine_record().preset(EXACT, **engine_settings(values))
-        self.engines: dict[Config, Engine] = {}
-        shows_bar = self.speaks and not values["quiet"]
-        self.bar = JobBar(self.sweep.settings["lines"], "runs", partial(count_lines, folder), shows_bar)
+    def __init__(self, sweep: Sweep, batches: Sequence[PointRun], model: Any, replica: Replica, speaks: bool) -> None:
+        self.sweep, self.batches, self.model, self.replica, self.speaks = sweep, batches, model, replica, speaks
+        exact = engine_record().preset(EXACT, **engine_settings(sweep.values))
+        self.configs = {EXACT_RUN: exact, **{point.name: point.config for point in sweep.grid.points}}
+        self._folder = Path(sweep.values["out"]).resolve()
+        self._engines: dict[Config, Engine] = {}
+        self._restorers: dict[int, Restorer] = {}
+        self._advance: Callable[[int], None] = lambda steps: None
+        self._seen: Seen | None = None
+        self._exact: tuple[object, list[Drawn]] = (None, [])  # of the slice and the steps that it was made for
 
-    def engine(self, config: Config) -> Engine:
+    def watched(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+
+    def steps(self, batch: PointRun) -> int:
+        return self._restorer(batch).tile_steps([self.seen(batch).mask_YX])
+
+    def seen(self, batch: PointRun) -> Seen:
+        """The slice of a run, which is read once for all its points."""
+        task, index = self.sweep.tasks[batch.task], batch.indices[0]
+        if self._seen is None or self._seen.task is not task or self._seen.index != index:
+            self._seen = Seen(task, index, task.stack.read(index), task.mask.read(index))
+        return self._seen
+
+    def _restorer(self, batch: PointRun) -> Restorer:
+        if batch.steps not in self._restorers:
+            self._restorers[batch.steps] = Restorer.of_model(self.model, self.sweep.values, batch.steps, {})
+            self._restorers[batch.steps].inpainter.on_step = self._advance
+        return self._restorers[batch.steps]
+
+    def _engine(self, config: Config) -> Engine:
         """Every rank asks for engines in the same order."""
-        if config not in self.engines:
-            self.engines[config] = Engine(self.model.pipe, config, self.transport)
-        return self.engines[config]
+        if config not in self._engines:
+            self._engines[config] = Engine(self.model.pipe, config, self.replica.transport)
+        return self._engines[config]
 
-    def restorer(self, steps: int) -> Restorer:
-        if steps not in self.restorers:
-            values = self.sweep.values
-            self.restorers[steps] = Restorer.of_model(self.model, values, steps, {}, [], EXACT_RUN)
-            self.restorers[steps].inpainter.on_step = self.bar.advance
-        return self.restorers[steps]
-
-    def restore(self, one: Slice, config: Config, name: str) -> Run:
-        restorer = replace(self.restorer(one.steps), engines={name: self.engine(config)})
-        original_YX, mask_YX = one.task.stack.read(one.index), one.task.mask.read(one.index)
-        if self.bar.shown:
-            self.bar.begin(1, restorer.tile_steps([mask_YX]))
-        scale = one.task.scale
-        return restorer.run([prepare_slice(original_YX, mask_YX, scale)], [mask_YX], name, scale.limits01)[0]
-
-    def warm_up(self, missing: list[Slice]) -> None:
+    def warm_up(self, missing: Sequence[PointRun]) -> None:
         """A short run in every mode, so that no result pays for first allocations and connections."""
-        short = replace(missing[0], steps=1)
-        points = {point.config for one in missing for point in one.points}
-        for config in [self.exact, *(p.config for p in self.sweep.grid.points if p.config in points)]:
-            if config not in self.engines:
-                self.restore(short, config, "warm-up")
+        configs = {run.point.config for run in missing}
+        for name, config in self.configs.items():
+            if (name == EXACT_RUN or config in configs) and config not in self._engines:
+                self._restore(name, replace(missing[0], steps=1))
 
-    def run(self, one: Slice) -> None:
-        """The exact run, kept for as long as it is needed, then every point that has no line."""
-        exact = self.restore(one, self.exact, EXACT_RUN)
-        for point in one.points:
-            if point.config == self.exact:
-                run = exact
+    def make(self, settings: Sequence[str], batch: PointRun) -> dict[str, list[Drawn]]:
+        """The exact run is kept for as long as points of its slice come."""
+        made: dict[str, list[Drawn]] = {}
+        for setting in settings:
+            slice_and_steps = (batch.task, batch.indices, batch.steps)
+            if setting != EXACT_RUN:
+                made[setting] = self._restore(setting, batch)
+            elif self._exact[0] != slice_and_steps:
+                self._exact = (slice_and_steps, self._restore(setting, batch))
             else:
-                run = self.restore(one, point.config, point.name)
-            if self.lines is None:
-                continue
-            line = result_line(one, point, run, exact)
-            self.lines.add(line)
-            self.bar.begin(0, 0)
-            if self.speaks:
-                done = count_lines(Path(self.sweep.values["out"]).resolve())
-                psnr = line["psnr_db"]
-                shown = "" if psnr is None else f" {psnr:.2f} dB,"
-                key = f"{point.name}, {one.steps} steps, {one.task.mask.name}, {one.name}"
-                self.bar.say(f"{done}/{self.sweep.settings['lines']}  {key}:{shown} {run.cost.seconds:.1f} s")
+                self._advance(self.steps(batch))
+        return {EXACT_RUN: self._exact[1], **made}
+
+    def _restore(self, setting: str, batch: PointRun) -> list[Drawn]:
+        seen, restorer = self.seen(batch), self._restorer(batch)
+        prepared_YX = prepare_slice(seen.original_YX, seen.mask_YX, seen.task.scale)
+        own = replace(restorer, engines={setting: self._engine(self.configs[setting])})
+        return own.draw(batch, [prepared_YX], [seen], setting, self.replica.leads)
+
+    def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+        assert exact is not None, "a sweep compares with the exact run"
+        runs = (
+            Run(drawn[name].restored01_YX.astype(np.float32), drawn[name].cost) for name in (batch.point.name, exact)
+        )
+        return Judged([result_line(self.seen(batch), batch, *runs)])
+
+    def write(self, batch: PointRun, place: int, result: None) -> None:
+        """The line is all that is written, and the journal's."""
+
+    def told(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        if not self.speaks:
+            return None
+        (line,), lines = rows, self.sweep.settings["lines"]
+        shown = "" if line["psnr_db"] is None else f" {line['psnr_db']:.2f} dB,"
+        key = f"{line['point']}, {line['steps']} steps, {line['mask']}, {line['slice']}"
+        return f"{count_lines(self._folder)}/{lines}  {key}:{shown} {line['seconds']:.1f} s"
 
 
-def result_line(one: Slice, point: Point, run: Run, exact: Run) -> dict[str, Any]:
+def result_line(seen: Seen, one: PointRun, run: Run, exact: Run) -> dict[str, Any]:
     """A line of results.jsonl. `bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as
     they are; `bytes_late` those that no call of attention waited for, where `arrival` is not now; `coding` is what
     travels in their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's;
     `exact` is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
-    task = one.task
-    original_YX, mask_YX = task.stack.read(one.index), task.mask.read(one.index)
-    truth_YX = task.truth.read(one.index) if task.truth is not None else None
+    task, mask_YX, config = seen.task, seen.mask_YX, one.point.config
 
-    def judged(judged_run: Run) -> dict[str, Any]:
-        native_YX: np.ndarray = compose_native(original_YX, judged_run.restored01_YX, mask_YX, task.scale)
-        cost = judged_run.cost
-        sent, whole, late = ({link: of.get(link, 0) for link in LINKS} for of in (cost.sent, cost.whole, cost.late))
-        judged_as = quality(task.scale, truth_YX, native_YX, mask_YX)
-        told = {**judged_as, "seconds": cost.seconds, "bytes": sent, "bytes_whole": whole}
-        return told | ({"bytes_late": late} if any(late.values()) else {})
+    def judged(of: Run) -> Result:
+        native_YX: np.ndarray = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
+        measured = quality(task.scale, seen.truth_YX, native_YX, mask_YX)
+        return Result(one.slice, task.mask.name, one.point.name, **measured, **of.cost.reported())
 
     return {
-        "point": point.name,
-        "settings": point.settings,
-        "coding": point.config.selection if point.config.codec == "none" else point.config.codec,
-        "arrival": point.config.arrival,
+        "point": one.point.name,
+        "settings": one.point.settings,
+        "coding": config.selection if config.codec == "none" else config.codec,
+        "arrival": config.arrival,
         "steps": one.steps,
         "mask": task.mask.name,
-        "slice": one.name,
-        **judged(run),
+        "slice": one.slice,
+        **judged(run).of_run(),
         "psnr_vs_exact_db": psnr_vs_exact_db(task.scale, exact, run, mask_YX),
-        "exact": judged(exact),
+        "exact": judged(exact).of_run(),
         "drift": run.cost.drift,
     }

@@ -1,0 +1,98 @@
+"""A job of the tests' own has what ours have: replicas, journals, going on, and a bound on quality."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys.job import ERRORS, Squares
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.commands.bound import Bound
+from cocodiff.commands.outputs import OutputFolder
+from cocodiff.commands.quality import Quality
+from cocodiff.commands.replicas import Replica
+from cocodiff.commands.running import Done, Presets, run_batches
+from cocodiff.commands.trials import Trials
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+
+BOUND = Quality(
+    Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}
+)
+
+
+class Counted(Squares):
+    """Notes what is made, and fails when so many items have been."""
+
+    def __init__(self, folder: Path, leads: bool, made: list[tuple[str, int]], most: int) -> None:
+        super().__init__(folder, leads)
+        self.made, self.most, self.lock = made, most, threading.Lock()
+
+    def make(self, settings: Sequence[str], batch: Any) -> Any:
+        if self.leads:
+            with self.lock:
+                if len(self.made) >= self.most:
+                    raise RuntimeError("the machine fails")
+                self.made.extend((setting, batch.indices[0]) for setting in settings)
+        return super().make(settings, batch)
+
+
+def run(
+    out: Path, bound: bool = False, ranks: int = 4, replicas: int = 2, most: int = 99, seed: int = 0
+) -> tuple[Done, list[tuple[str, int]]]:
+    """What rank 0 found, and the settings and numbers that were made."""
+    output, made = OutputFolder(str(out), overwrite=False, resume=True), []
+    output.open()
+
+    def work(transport: Any) -> Done:
+        replica = Replica(transport, "local", replicas)
+        job = Counted(output.partial, replica.leads, made, most)
+        presets = Presets({name: Config() for name in ("fine", "rough")}, "exact")
+        way = Trials(job, BOUND, output.journals.folder) if bound else presets
+        return run_batches(job, way, replica, output, lambda: {"seed": seed})
+
+    return run_ranks(ranks, work, timeout_s=60.0)[0], made
+
+
+def files(out: Path) -> list[str]:
+    return [(out.parent / f".{out.name}.partial" / str(number)).read_text() for number in range(8)]
+
+
+def test_replicas_share_its_batches_and_another_start_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        run(out, most=9)
+    with pytest.raises(UserError, match=r"other settings \(seed: 0 there, 1 now\)"):
+        run(out, seed=1)
+    kept = OutputFolder(str(out), overwrite=False, resume=True).journals.kept()
+    assert kept is not None and 1 <= kept.done < kept.total == 8 and kept.unit == "squares"
+    (tmp_path / ".out.partial" / "0").unlink(missing_ok=True)
+    capsys.readouterr()
+    done, made = run(out, ranks=2, replicas=1)
+    lost = kept.done - 1 if "damaged or gone" in capsys.readouterr().out else kept.done
+    assert len(made) == 3 * (8 - lost) and {number for _, number in made} >= {0}
+    assert files(out) == [str({"fine": n**2 + 1e-3, "rough": n**2 + 1e-1}) for n in range(8)]
+    assert [(index, row["mode"]) for _, index, row in done.rows] == [
+        (n, m) for n in range(8) for m in ("fine", "rough")
+    ]
+    assert done.bounds is None
+
+
+def test_a_bound_on_quality_chooses_its_setting(tmp_path: Path) -> None:
+    done, made = run(tmp_path / "out", bound=True)
+    assert done.bounds is not None and done.bounds[0]["setting"] == "fine"
+    assert files(tmp_path / "out") == [str({"toy": n**2 + 1e-3}) for n in range(8)]
+    assert len(made) == len({*made})  # trials are results
+    assert [row["mode"] for *_, row in done.rows] == ["toy"] * 8
+    again, made = run(tmp_path / "out", bound=True, ranks=1, replicas=1)
+    assert made == [] and again == done
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        run(tmp_path / "other", bound=True, most=5)
+    other, _ = run(tmp_path / "other", bound=True)
+    assert other == done and files(tmp_path / "other") == files(tmp_path / "out")

@@ -1,0 +1,36 @@
+"""A job of the tests' own: squares of numbers, which a setting makes with an error of its own."""
+
+import numpy as np
+from cocodiff_eval.metrics import psnr_db
+from cocodiff_eval.uncertainty import Moments
+
+from cocodiff.commands.cost import Cost
+from cocodiff.commands.items import Batch, Drawn
+from cocodiff.commands.job import Job, Judged
+
+ERRORS = {"rough": 1e-1, "fine": 1e-3, "exact": 0.0}
+
+
+class Squares(Job[Batch]):
+    unit = "squares"
+
+    def __init__(self, folder, leads):
+        self.folder, self.leads = folder, leads
+        self.batches = [Batch(0, (number,)) for number in range(8)]
+
+    def make(self, settings, batch):
+        made = {one: np.array([batch.indices[0] ** 2 + ERRORS[one]], np.float32) for one in settings}
+        return {one: [Drawn(Moments.of(square), Cost())] * self.leads for one, square in made.items()}
+
+    def judge(self, batch, place, drawn, exact):
+        found = {name: round(float(one.restored01_YX[0]), 4) for name, one in drawn.items() if name != exact}
+        return Judged([{"mode": name} for name in found], found)
+
+    def write(self, batch, place, result):
+        (self.folder / str(batch.indices[0])).write_text(str(result))
+
+    def sums(self, batch):
+        return [*(self.folder / str(batch.indices[0])).read_bytes()]
+
+    def figure_db(self, bound, batch, place, exact, one):
+        return psnr_db(float(np.square(one.restored01_YX - exact.restored01_YX)[0]))
