@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import LanePending
-from cocodiff.kernels.residual import NOTES
+from cocodiff.kernels.residual import NOTES as SUMMED
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import AllRanks, Moment
 
 TENSORS = ("q", "k", "v", "o")
+NEEDED = SUMMED  # the number of the note of which ranks take the largest, not the sum: see `kernels.lossless`
+NOTES = SUMMED + 1
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
 Settle = Callable[[Sequence[Sequence[int]]], None]
@@ -94,6 +96,14 @@ class Noted(NamedTuple):
     own: Tensor
     settle: list[Settle]
 
+    def summed(self, name: str) -> Tensor:
+        """Of a tensor those of which ranks take the sum, [SUMMED]."""
+        return self.own[TENSORS.index(name), :SUMMED]
+
+    def needed(self, name: str) -> Tensor:
+        """Of a tensor the one of which ranks take the largest, [1]."""
+        return self.own[TENSORS.index(name), NEEDED:]
+
 
 class SharedNotes:
     """The notes of all calls of attention in one call of the model, summed over the ranks that share a sequence: in the
@@ -150,5 +160,7 @@ class SharedNotes:
             ranks.world.all_gather(own, parts).wait()
         for peer in range(ranks.size):
             self._trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
-        total = torch.stack(parts).sum(0)
+        all_parts = torch.stack(parts)
+        total = all_parts.sum(0)
+        total[:, NEEDED] = all_parts[:, :, NEEDED].amax(0)
         return None if total.is_meta else total.tolist()

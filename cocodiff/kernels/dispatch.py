@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
+from cocodiff.kernels.lossless import Cut
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 
@@ -110,6 +111,33 @@ class Kernels:
 
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         self._run("continue_linearly", (last_BLHD,), last_BLHD, before_BLHD, onward)
+
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        self._run("encode_lossless", (x_BLHD,), x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
+        return self._run("stream_lengths", (code_BLHW,), code_BLHW, cut, head_dim, lengths_N)
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor | None,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+    ) -> None:
+        self._run("decode_lossless", (known.last,), code_BLHW, rests, lengths_N, found, known, factor, cut)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""

@@ -12,6 +12,7 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
+from cocodiff.kernels.lossless import Cut, decode_lossless, encode_lossless, stream_lengths
 from cocodiff.kernels.residual import (
     Onward,
     Prediction,
@@ -139,6 +140,36 @@ class TorchOps:
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         """Writes that operand from two reconstructions."""
         continue_linearly(last_BLHD, before_BLHD, onward)
+
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        """Writes a tensor's blocks as streams: `cocodiff.kernels.lossless` defines them."""
+        encode_lossless(x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
+        """Writes how long the streams are whose first parts these are; returns what decoding need not find again."""
+        return stream_lengths(code_BLHW, cut, head_dim, lengths_N)
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor | None,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+    ) -> None:
+        """Writes the tensor of some streams, bit for bit."""
+        decode_lossless(code_BLHW, rests, lengths_N, found, known, factor, cut)
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
-from cocodiff.wire.blocks import BlockSet, Payload, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.blocks import BlockSet, Payload, Streams, Target, rows_of_ranks, whole_cell
 from cocodiff.wire.coded import CodedCall, Encoded
 
 
@@ -110,7 +110,8 @@ class Back:
         where = self._layout.row_slices
         self._rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         self._whole = self._layout, whole_cell([out_BTGD])
-        self._out, self._encoded = out_BTGD, False
+        self._out: Tensor | Streams = out_BTGD
+        self._encoded = False
 
     def held_tensors(self) -> Sequence[Payload]:
         return (self._out,)
