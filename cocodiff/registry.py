@@ -26,6 +26,7 @@ CODECS = {
     "lossless": "cocodiff.attention.lossless:Lossless",
     **dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual"),
 }
+EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they were
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
@@ -33,6 +34,7 @@ ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:
 COSTS = {
     CODINGS["v_major"]: "cocodiff.planning.costs.v_major:VMajorCosts",
     CODECS["auto"]: "cocodiff.planning.costs.residual:ResidualCosts",
+    CODECS["lossless"]: "cocodiff.planning.costs.lossless:LosslessCosts",
     ARRIVALS["displaced"]: "cocodiff.planning.costs.residual:ResidualCosts",
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.
