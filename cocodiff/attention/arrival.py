@@ -74,7 +74,7 @@ class SiteArrivals(SiteCalls):
     def settle(self, notes: Sequence[Sequence[int]]) -> None:
         super().settle(notes)
         measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
-        self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups, *_) in measured.items()}
+        self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
 
 class Displaced(Coding):
@@ -244,7 +244,7 @@ class DisplacedCall(CodedCall):
         elif some_BNHD.shape[1]:
             lane = "main" if name in self.displaced else "codec"
             with self._exchange.trace.span(f"measure {name}", lane):
-                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.summed(name))
+                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
 
 
 class DisplacedTransfer(Transfer):

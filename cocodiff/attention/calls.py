@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import LanePending
-from cocodiff.kernels.residual import NOTES as SUMMED
+from cocodiff.kernels.residual import NOTES
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import AllRanks, Moment
 
 TENSORS = ("q", "k", "v", "o")
-NEEDED = SUMMED  # the number of the note of which ranks take the largest, not the sum: see `kernels.lossless`
-NOTES = SUMMED + 1
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
 Settle = Callable[[Sequence[Sequence[int]]], None]
@@ -96,13 +94,9 @@ class Noted(NamedTuple):
     own: Tensor
     settle: list[Settle]
 
-    def summed(self, name: str) -> Tensor:
-        """Of a tensor those of which ranks take the sum, [SUMMED]."""
-        return self.own[TENSORS.index(name), :SUMMED]
-
-    def needed(self, name: str) -> Tensor:
-        """Of a tensor the one of which ranks take the largest, [1]."""
-        return self.own[TENSORS.index(name), NEEDED:]
+    def of(self, name: str) -> Tensor:
+        """A tensor's, [NOTES]."""
+        return self.own[TENSORS.index(name)]
 
 
 class SharedNotes:
@@ -113,14 +107,17 @@ class SharedNotes:
         self._everyone, self._trace = everyone, trace
         self._moment: Moment | None = None
         self._noted: list[Noted] = []
+        self._largest: list[int] = []  # of the rows of these, those of which the largest counts
         self._blocks: list[Tensor] = []  # theirs, of so many sites each
         self._deciding: tuple[list[Noted], LanePending[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device) -> Noted:
-        """Room for the notes of one more call."""
+    def of_call(self, device: torch.device, largest: bool = False) -> Noted:
+        """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
+        if largest:
+            self._largest += range(len(TENSORS) * len(self._noted), len(TENSORS) * (len(self._noted) + 1))
         self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], []))
         return self._noted[-1]
 
@@ -134,8 +131,8 @@ class SharedNotes:
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
-            self._noted, self._blocks = [], []
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own, self._largest)
+            self._noted, self._largest, self._blocks = [], [], []
 
     def settle(self) -> None:
         """Waits for the sums and hands them out: alike on all ranks."""
@@ -150,9 +147,9 @@ class SharedNotes:
                 settle(of_call)
 
     def clear(self) -> None:
-        self._noted, self._blocks, self._deciding = [], [], None
+        self._noted, self._largest, self._blocks, self._deciding = [], [], [], None
 
-    def _sum(self, own: Tensor) -> list[Any] | None:
+    def _sum(self, own: Tensor, largest: list[int]) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
         topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
@@ -160,7 +157,8 @@ class SharedNotes:
             ranks.world.all_gather(own, parts).wait()
         for peer in range(ranks.size):
             self._trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
-        all_parts = torch.stack(parts)
-        total = all_parts.sum(0)
-        total[:, NEEDED] = all_parts[:, :, NEEDED].amax(0)
+        of_ranks = torch.stack(parts)
+        total = of_ranks.sum(0)
+        if largest:
+            total[largest] = of_ranks[:, largest].amax(0)
         return None if total.is_meta else total.tolist()

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import NEEDED, TENSORS, Noted, SharedNotes, SiteCalls
+from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, SiteCalls
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import Ranks
-from cocodiff.kernels.lossless import CODED, Cut, least_room, stream_places
+from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -34,7 +34,7 @@ from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.staged import StagedExchange
 
-FIRST_ROOM = 0.66  # of a whole tensor: the first part's size where no call before tells
+FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
 CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
@@ -64,8 +64,8 @@ class End:
 
 @dataclass
 class SiteState(SiteCalls):
-    """needed: of each tensor the bytes for a token and head in which every stream of the last call would have fit, 0
-    where that is not known. sent, received: what both ends know, by the tensors' names."""
+    """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
+    sixteenths of a byte, 0 where that is not known. sent, received: what both ends know, by the tensors' names."""
 
     needed: Mapping[str, int] = field(default_factory=dict)
     sent: dict[str, End] = field(default_factory=dict)
@@ -75,8 +75,7 @@ class SiteState(SiteCalls):
         self.needed, self.sent, self.received = {}, {}, {}
 
     def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        super().settle(notes)
-        self.needed = {name: of_tensor[NEEDED] for name, of_tensor in zip(TENSORS, notes, strict=True)}
+        self.needed = {name: needed for name, (needed, *_) in zip(TENSORS, notes, strict=True)}
 
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
@@ -148,7 +147,7 @@ class Lossless(Coding):
             of_three = max(call.rooms[name] for name in "qkv")  # what may travel together is equally wide
             call.rooms |= dict.fromkeys("qkv", of_three)
             call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
-            call.noted = self.notes.of_call(like_BLHD.device)
+            call.noted = self.notes.of_call(like_BLHD.device, largest=True)
             call.noted.settle.append(state.settle)
         call.noted_step.add(bool(call.rooms), len(TENSORS) * call.share)
 
@@ -161,8 +160,8 @@ class Lossless(Coding):
         elif not needed:
             room = FIRST_ROOM * whole
         else:
-            room = needed + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
-        return max(least_room(head_dim), min(2 * math.ceil(room / 2), whole))
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
 
 
 class Sent(NamedTuple):
@@ -246,14 +245,14 @@ class LosslessCall(CodedCall):
         places = stream_places(cells, self._head_dim)
         streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
         lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
-        needed_1 = self.noted.needed(name)
+        needed_1 = self.noted.of(name)[:1]
         known = ends[name].known(self.number, rows)
         with self._trace.span(f"encode {name}", "codec", self._layer):
             self._kernels.encode_lossless(x_BTHD, known, self.factor, cut, streams, lengths_N, needed_1)
         found, (B, T, H, _) = [], x_BTHD.shape
         for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
-            self._sent[name][rank] = Sent(stream, lengths_N, number, room * count)
+            self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
             shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
             found.append(stream[: room * count].view(shape))
         return Streams(found)
@@ -360,7 +359,7 @@ class Arrived:
 
     def make_room(self, lengths: Sequence[int]) -> Sequence[Tensor]:
         """Memory for the rest of every block, in one tensor."""
-        rooms = [cells * self._code_BTHW.shape[-1] for cells in self._cut.cells(self._code_BTHW.shape)]
+        rooms = [room_of(cells, self._code_BTHW.shape[-1]) for cells in self._cut.cells(self._code_BTHW.shape)]
         sizes = [max(0, length - room) for length, room in zip(lengths, rooms, strict=True)]
         self._rests = self._code_BTHW.new_empty(sum(sizes))
         return self._rests.split_with_sizes(sizes)

@@ -9,16 +9,26 @@ For one channel of x with the values r1 of the last call (and r0 of the one befo
                  signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse
     difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
 
-A tensor travels in blocks, one for each peer. The numbers z of a block, in the order of batch, token, head and channel,
-are taken in groups of 16, the last one filled up with zeros. A group has the width w: the bits of its largest z, 16
-in the place of 15. A block's stream is
+A number's difference is large where its size is small, for units are small there. So widths go by the exponent of the
+prediction, which both ends know. With e, the bits of p's exponent as an integer:
 
-    widths       4 bits a group, the first one in the lower half of a byte, 15 for 16; filled up to an even number of
-                 bytes
-    planes       of every group w numbers of 16 bits, least significant byte first: bit i of plane j is bit j of the
-                 group's z number i
+A tensor travels in blocks, one for each peer. The numbers of a block, in the order of batch, token, head and channel,
+are taken in groups of 16 and the groups in tiles of 32; the last ones may have fewer. A group has a code c:
 
-which is at most 65/64 of the block's own bytes, and a few for its ends. See docs/lossless.md for how streams travel.
+    0            all z are 0; they take no bits
+    1 to 14      z takes w = min(c - 1 + E - e, 16) bits, E being the largest e of the group: the smallest such c that
+                 all z fit in
+    15           all z take 16 bits
+
+A block's stream is
+
+    sizes        of every tile how many 16-bit words its numbers take, as 16 bits
+    codes        4 bits a group, the first one in the lower half of a byte; filled up to a whole number of 16-bit words
+    numbers      tile after tile the bits of all z without gaps, the lowest bit first; each tile is filled up to a whole
+                 number of 16-bit words
+
+Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most 65/64 + 1/512
+of the block's own bytes, and a few for its ends. docs/lossless.md tells how streams travel.
 """
 
 from __future__ import annotations
@@ -34,6 +44,9 @@ from torch import Tensor
 from cocodiff.kernels.residual import Reconstructions
 
 RUN = 16  # numbers of a group
+TILE = 32  # groups of a tile
+PARTS = 16  # of a byte, in which it is noted how much a token and head needs
+RAW = 15  # the code of a group whose numbers take 16 bits
 CODED = (torch.bfloat16, torch.float16)  # what is coded; other types travel whole
 
 
@@ -49,24 +62,34 @@ class Cut(NamedTuple):
         return [B * size * (H if self.dim == 1 else T) for size in self.sizes]
 
 
-def groups_of(cells: int, head_dim: int) -> int:
-    return math.ceil(cells * head_dim / RUN)
+class Sizes(NamedTuple):
+    """Of a block's stream, in 16-bit words: where its codes begin, and where its numbers."""
 
+    groups: int
+    tiles: int
+    numbers: int
 
-def widths_bytes(groups: int) -> int:
-    """Of a stream's widths."""
-    return (groups + 3) // 4 * 2
+    @classmethod
+    def of(cls, cells: int, head_dim: int) -> Sizes:
+        groups = math.ceil(cells * head_dim / RUN)
+        tiles = math.ceil(groups / TILE)
+        return cls(groups, tiles, tiles + math.ceil(groups / 4))
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
     """Of a block's stream, whatever its numbers are."""
-    groups = groups_of(cells, head_dim)
-    return widths_bytes(groups) + 2 * RUN * groups
+    sizes = Sizes.of(cells, head_dim)
+    return 2 * (sizes.numbers + RUN * sizes.groups)
 
 
 def least_room(head_dim: int) -> int:
-    """Bytes for a token and head in which the widths of any block fit."""
-    return 2 * math.ceil(head_dim / (4 * RUN))
+    """Bytes for a token and head in which sizes and codes of any block fit."""
+    return 2 * Sizes.of(1, head_dim).numbers
+
+
+def room_of(cells: int, width: int) -> int:
+    """Bytes of a stream's first part, where a token and head has so many bytes: whole words."""
+    return cells * width // 2 * 2
 
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
@@ -84,29 +107,31 @@ def encode_lossless(
     needed_1: Tensor,
 ) -> None:
     """Writes the streams of all blocks, each where `stream_places` says; their lengths in bytes, int64 [blocks]; and x
-    over the older of what is known. needed_1: int64, raised to the bytes for a token and head that every block fits in.
+    over the older of what is known. needed_1: int64, raised to what a token and head need for every block to fit, in
+    sixteenths of a byte.
 
     factor: of the continuation; None for the last values as they are."""
-    D = x_BLHD.shape[-1]
-    folded_BLHD = _folded(_order(x_BLHD) - _order(_predicted(known, factor)))
+    D, predicted = x_BLHD.shape[-1], _predicted(known, factor)
+    folded_BLHD = _folded(_order(x_BLHD) - _order(predicted))
+    exponents = _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
     cells = cut.cells(x_BLHD.shape)
     places = stream_places(cells, D)
     for number, block in enumerate(folded_BLHD.split_with_sizes(cut.sizes, cut.dim)):
-        stream = _stream(block.reshape(-1))
+        stream = _stream(block.reshape(-1), exponents[number].reshape(-1), Sizes.of(cells[number], D))
         streams[places[number] : places[number] + len(stream)] = stream
         lengths_N[number] = len(stream)
         if cells[number]:
-            needed_1.clamp_(min=math.ceil(len(stream) / cells[number]))
+            needed_1.clamp_(min=-(-len(stream) * PARTS // cells[number]))
     _target(known).copy_(x_BLHD)
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
-    """Writes how long the streams of received blocks are, int64 [blocks], by their widths. Returns what else was found
+    """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what else was found
     on the way, for `decode_lossless`."""
     cells = cut.cells(code_BLHW.shape)
     for number, block in enumerate(code_BLHW.split_with_sizes(cut.sizes, cut.dim)):
-        groups = groups_of(cells[number], head_dim)
-        lengths_N[number] = widths_bytes(groups) + 2 * int(_widths(block.reshape(-1), groups).sum())
+        sizes = Sizes.of(cells[number], head_dim)
+        lengths_N[number] = 2 * (sizes.numbers + _words(block.reshape(-1), sizes.tiles).sum())
     return None
 
 
@@ -122,18 +147,19 @@ def decode_lossless(
     """Writes the tensor over the older of what is known, from the first part of every block's stream and the rests,
     uint8, one behind the other in the order of the blocks. lengths_N, found: of `stream_lengths`."""
     B, _, _, D = known.last.shape
-    order = _order(_predicted(known, factor))
+    predicted = _predicted(known, factor)
+    order, exponents = _order(predicted), _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
     cells, taken = cut.cells(code_BLHW.shape), 0
     written = _target(known)
     blocks = zip(code_BLHW.split_with_sizes(cut.sizes, cut.dim), order.split_with_sizes(cut.sizes, cut.dim), strict=True)
     targets = written.split_with_sizes(cut.sizes, cut.dim)
     for number, (block, order_BLHD) in enumerate(blocks):
-        room, length = block.numel(), int(lengths_N[number])
-        stream = block.reshape(-1)
+        room, length = room_of(cells[number], block.shape[-1]), int(lengths_N[number])
+        stream = block.reshape(-1)[:room]
         if length > room:
             stream = torch.cat([stream, rests[taken : taken + length - room]])
             taken += length - room
-        folded = _unpacked(stream, groups_of(cells[number], D))[: cells[number] * D].view(order_BLHD.shape)
+        folded = _unpacked(stream, exponents[number].reshape(-1), Sizes.of(cells[number], D)).view(order_BLHD.shape)
         bits = _order_of_bits(_wrapped(order_BLHD + _unfolded(folded)))
         targets[number].copy_(bits.to(torch.int16).view(written.dtype))
 
@@ -181,37 +207,78 @@ def _unfolded(folded: Tensor) -> Tensor:
     return (folded >> 1) ^ -(folded & 1)
 
 
-def _stream(folded: Tensor) -> Tensor:
+def _exponents(x: Tensor) -> Tensor:
+    """The bits of every number's exponent, int32."""
+    mantissa = {torch.bfloat16: 7, torch.float16: 10}[x.dtype]
+    return (_bits(x).to(torch.int32) & 0x7FFF) >> mantissa
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """[groups, RUN], the last one filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -len(x) % RUN)).view(-1, RUN)
+
+
+def _further(exponents: Tensor) -> Tensor:
+    """By how many bits a number's difference may be longer than that of its group's largest, [groups, RUN]. What the
+    last group is filled up with takes none."""
+    groups_GN = _in_groups(exponents)
+    return groups_GN.amax(-1, keepdim=True) - groups_GN if len(groups_GN) else groups_GN
+
+
+def _widths(code_G: Tensor, exponents: Tensor) -> Tensor:
+    """Bits of every number, without those of the filling."""
+    code_G1 = code_G[:, None]
+    width_GN = (code_G1 - 1 + _further(exponents)).clamp(max=16)
+    width_GN = torch.where(code_G1 == RAW, 16, torch.where(code_G1 == 0, 0, width_GN))
+    return width_GN.flatten()[: len(exponents)]
+
+
+def _places(width_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Of a block's numbers where each one's bits begin, from the first number's on; and the words of every tile."""
+    tile_TN = torch.nn.functional.pad(width_N, (0, -len(width_N) % (RUN * TILE))).view(sizes.tiles, -1)
+    words_T = (tile_TN.sum(-1) + 15) // 16
+    begins_T = words_T.cumsum(0) - words_T
+    begins_TN = 16 * begins_T[:, None] + tile_TN.cumsum(-1) - tile_TN
+    return begins_TN.flatten()[: len(width_N)], words_T
+
+
+def _stream(folded: Tensor, exponents: Tensor, sizes: Sizes) -> Tensor:
     """The stream of a block's numbers z, uint8."""
-    groups_GN = torch.nn.functional.pad(folded, (0, -len(folded) % RUN)).view(-1, RUN)
-    numbers = torch.arange(RUN, dtype=torch.int32, device=folded.device)
-    code_G = (groups_GN.amax(-1, keepdim=True) >= 1 << numbers).sum(-1).clamp_(max=15) if len(groups_GN) else groups_GN
-    planes_GJ = (((groups_GN[:, None] >> numbers[:, None]) & 1) << numbers).sum(-1).to(torch.int32)
-    words = planes_GJ[_in_use(code_G.flatten())]
-    halves_G = torch.nn.functional.pad(code_G.flatten().to(torch.uint8), (0, -len(code_G) % 4))
-    widths = halves_G[0::2] | halves_G[1::2] << 4
-    return torch.cat([widths, words.to(torch.int16).view(torch.uint8)])
+    if not sizes.groups:
+        return folded.new_empty(0, dtype=torch.uint8)
+    bits = torch.arange(17, dtype=torch.int32, device=folded.device)
+    length = (folded[:, None] >= (1 << bits[:16])).sum(-1)  # of each z
+    code_G = 1 + (_in_groups(length) - _further(exponents)).amax(-1).clamp(min=0)
+    code_G = torch.where(code_G >= RAW, RAW, code_G)
+    code_G = torch.where(_in_groups(folded).amax(-1) == 0, 0, code_G)
+    width_N = _widths(code_G, exponents)
+    begins_N, words_T = _places(width_N, sizes)
+    in_use = bits[:16] < width_N[:, None]
+    stream_bits = folded.new_zeros(16 * int(words_T.sum()), dtype=torch.uint8)
+    places = (begins_N[:, None] + bits[:16])[in_use]
+    stream_bits[places] = ((folded[:, None] >> bits[:16]) & 1)[in_use].to(torch.uint8)
+    halves = torch.nn.functional.pad(code_G.to(torch.uint8), (0, -len(code_G) % 4))
+    codes = halves[0::2] | halves[1::2] << 4
+    numbers = (stream_bits.view(-1, 8) << bits[:8].to(torch.uint8)).sum(-1, dtype=torch.uint8)
+    return torch.cat([words_T.to(torch.int16).view(torch.uint8), codes, numbers])
 
 
-def _widths(stream: Tensor, groups: int) -> Tensor:
-    """Of every group how many planes it has."""
-    packed = stream[: widths_bytes(groups)]
-    code_G = torch.stack([packed & 15, packed >> 4], -1).flatten()[:groups].to(torch.int32)
-    return code_G + (code_G == 15)
+def _words(stream: Tensor, tiles: int) -> Tensor:
+    """How many words every tile takes, int32."""
+    return stream[: 2 * tiles].clone().view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def _in_use(code_G: Tensor) -> Tensor:
-    """Which planes of every group are there."""
-    widths_G = code_G + (code_G == 15)
-    return torch.arange(RUN, device=code_G.device) < widths_G[:, None]
-
-
-def _unpacked(stream: Tensor, groups: int) -> Tensor:
-    """The numbers z of a stream, int32, those of the filling too."""
-    widths_G = _widths(stream, groups)
-    start = widths_bytes(groups)
-    words = stream[start : start + 2 * int(widths_G.sum())].clone().view(torch.int16).to(torch.int32) & 0xFFFF
-    numbers = torch.arange(RUN, dtype=torch.int32, device=stream.device)
-    planes_GJ = stream.new_zeros(groups, RUN, dtype=torch.int32)
-    planes_GJ[numbers < widths_G[:, None]] = words
-    return (((planes_GJ[:, None] >> numbers[:, None]) & 1) << numbers).sum(-1).to(torch.int32).flatten()
+def _unpacked(stream: Tensor, exponents: Tensor, sizes: Sizes) -> Tensor:
+    """The numbers z of a stream, int32."""
+    if not sizes.groups:
+        return exponents
+    packed = stream[2 * sizes.tiles : 2 * sizes.numbers]
+    code_G = torch.stack([packed & 15, packed >> 4], -1).flatten()[: sizes.groups].to(torch.int32)
+    width_N = _widths(code_G, exponents)
+    begins_N, _ = _places(width_N, sizes)
+    bits = torch.arange(16, dtype=torch.int32, device=stream.device)
+    stream_bits = ((stream[2 * sizes.numbers :, None] >> bits[:8].to(torch.uint8)) & 1).flatten()
+    in_use = bits < width_N[:, None]
+    found = torch.zeros(in_use.shape, dtype=torch.int32, device=stream.device)
+    found[in_use] = stream_bits[(begins_N[:, None] + bits)[in_use]].to(torch.int32)
+    return (found << bits).sum(-1, dtype=torch.int32)

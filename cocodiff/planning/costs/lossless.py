@@ -23,7 +23,7 @@ class LosslessCosts(Costs):
     @classmethod
     def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
         whole = head_dim * itemsize
-        return whole if itemsize != 2 else max(least_room(head_dim), 2 * math.ceil(TYPICAL * whole / 2))
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(TYPICAL * whole))
 
     @classmethod
     def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
