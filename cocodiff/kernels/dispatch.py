@@ -20,13 +20,15 @@ from torch import Tensor
 
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import PATHS, switches_of
-from cocodiff.kernels.lossless import Cut
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 
 if TYPE_CHECKING:
     from cocodiff_sycl import SyclOps
 
+    from cocodiff.kernels.lossless import Cut
+
+STREAM_GROUP = 16  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 
@@ -122,10 +124,12 @@ class Kernels:
         lengths_N: Tensor,
         needed_1: Tensor,
     ) -> None:
-        self._run("encode_lossless", (x_BLHD,), x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+        moved = (x_BLHD,) if x_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
+        self._run("encode_lossless", moved, x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
-        return self._run("stream_lengths", (code_BLHW,), code_BLHW, cut, head_dim, lengths_N)
+        moved = (code_BLHW,) if head_dim % STREAM_GROUP == 0 else ()
+        return self._run("stream_lengths", moved, code_BLHW, cut, head_dim, lengths_N)
 
     def decode_lossless(
         self,
@@ -137,7 +141,8 @@ class Kernels:
         factor: float | None,
         cut: Cut,
     ) -> None:
-        self._run("decode_lossless", (known.last,), code_BLHW, rests, lengths_N, found, known, factor, cut)
+        moved = () if found is None else (known.last,)  # torch's form has found no more than the lengths
+        self._run("decode_lossless", moved, code_BLHW, rests, lengths_N, found, known, factor, cut)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""

@@ -1,4 +1,5 @@
-"""The lossless codec's arithmetic: a 16-bit tensor as what it differs by from its prediction in units of the last place.
+"""The lossless codec's arithmetic: 16-bit numbers as what they differ by from their prediction in units of the last
+place.
 
 For one channel of x with the values r1 of the last call (and r0 of the one before), all of one 16-bit type:
 
@@ -27,8 +28,8 @@ A block's stream is
     numbers      tile after tile the bits of all z without gaps, the lowest bit first; each tile is filled up to a whole
                  number of 16-bit words
 
-Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most 65/64 + 1/512
-of the block's own bytes, and a few for its ends. docs/lossless.md tells how streams travel.
+Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most
+65/64 + 1/512 of the block's own bytes, and a few for its ends. docs/lossless.md tells how streams travel.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def encode_lossless(
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
-    """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what else was found
-    on the way, for `decode_lossless`."""
+    """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
+    else was found on the way, for `decode_lossless`."""
     cells = cut.cells(code_BLHW.shape)
     for number, block in enumerate(code_BLHW.split_with_sizes(cut.sizes, cut.dim)):
         sizes = Sizes.of(cells[number], head_dim)
@@ -146,12 +147,14 @@ def decode_lossless(
 ) -> None:
     """Writes the tensor over the older of what is known, from the first part of every block's stream and the rests,
     uint8, one behind the other in the order of the blocks. lengths_N, found: of `stream_lengths`."""
-    B, _, _, D = known.last.shape
+    D = known.last.shape[-1]
     predicted = _predicted(known, factor)
     order, exponents = _order(predicted), _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
     cells, taken = cut.cells(code_BLHW.shape), 0
     written = _target(known)
-    blocks = zip(code_BLHW.split_with_sizes(cut.sizes, cut.dim), order.split_with_sizes(cut.sizes, cut.dim), strict=True)
+    blocks = zip(
+        code_BLHW.split_with_sizes(cut.sizes, cut.dim), order.split_with_sizes(cut.sizes, cut.dim), strict=True
+    )
     targets = written.split_with_sizes(cut.sizes, cut.dim)
     for number, (block, order_BLHD) in enumerate(blocks):
         room, length = room_of(cells[number], block.shape[-1]), int(lengths_N[number])

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.lossless import Cut, decode_lossless, encode_lossless, stream_lengths
 from cocodiff.kernels.residual import (
     Onward,
     Prediction,
@@ -22,6 +22,9 @@ from cocodiff.kernels.residual import (
     encode_residual,
     note_change,
 )
+
+if TYPE_CHECKING:
+    from cocodiff.kernels.lossless import Cut
 
 
 class TorchOps:
@@ -152,10 +155,14 @@ class TorchOps:
         needed_1: Tensor,
     ) -> None:
         """Writes a tensor's blocks as streams: `cocodiff.kernels.lossless` defines them."""
+        from cocodiff.kernels.lossless import encode_lossless
+
         encode_lossless(x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
         """Writes how long the streams are whose first parts these are; returns what decoding need not find again."""
+        from cocodiff.kernels.lossless import stream_lengths
+
         return stream_lengths(code_BLHW, cut, head_dim, lengths_N)
 
     def decode_lossless(
@@ -169,6 +176,8 @@ class TorchOps:
         cut: Cut,
     ) -> None:
         """Writes the tensor of some streams, bit for bit."""
+        from cocodiff.kernels.lossless import decode_lossless
+
         decode_lossless(code_BLHW, rests, lengths_N, found, known, factor, cut)
 
 

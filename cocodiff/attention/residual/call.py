@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted
+from cocodiff.attention.calls import Noted
 from cocodiff.attention.residual.state import End, SiteState, kept
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Onward, Prediction, coded_width

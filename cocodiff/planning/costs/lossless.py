@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cocodiff.attention.calls import TENSORS
-from cocodiff.attention.lossless import Held, Lossless, values_kept
+from cocodiff.attention.lossless.coding import Held, Lossless, values_kept
 from cocodiff.kernels.lossless import least_room
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout
@@ -38,9 +38,7 @@ class LosslessCosts(Costs):
             return [{} for _ in range(topology.size)]
         S, H = sum(layout.rows), sum(layout.heads)
         of_cell = len(TENSORS) * values_kept(settings) * cell.bytes
-        return [
-            {"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)
-        ]
+        return [{"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)]
 
     @staticmethod
     def hold_at(coding: Lossless, kind: CallKind) -> None:

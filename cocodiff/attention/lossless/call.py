@@ -1,167 +1,35 @@
-"""The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
-
-Both ends of a tensor of 16 bits hold what it was at the last calls of its site, exactly, and so its prediction. The
-difference takes few bits, but how many depends on the data, and whoever receives or passes on a message has to know
-its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts: the first is as long as
-all ranks have agreed, by the longest stream of the site's last call; it goes along the routes of the exchange, which
-carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first part how
-long it is: nobody else need know that there is one. Where all fits, no message is added.
-
-A site's first call travels whole. docs/lossless.md has the figures.
-"""
+"""One attention call of the lossless codec: streams in two parts, and what both ends keep."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, SiteCalls
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.calls import Noted
+from cocodiff.attention.lossless.state import End, LosslessStep, SiteState
 from cocodiff.comm.transport import Ranks
-from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
+from cocodiff.kernels.lossless import Cut, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
 from cocodiff.wire.blocks import Streams
 from cocodiff.wire.coded import CodedCall, Encoded
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.staged import StagedExchange
 
-FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
-MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
-CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 
 
-class Held(NamedTuple):
-    """A kind of call, for recordings. anew: it follows no other. share: of a whole tensor, what the first part takes."""
+class Decides(Protocol):
+    """What a call asks of its coding, see `Lossless`."""
 
-    anew: bool
-    share: float
+    kept: int
+    ranks: Ranks
 
-
-@dataclass
-class End:
-    """One end's values of one tensor at the last calls, each contiguous, in turn the newest."""
-
-    buffers: list[Tensor]
-
-    def known(self, call: int, rows: slice) -> Reconstructions:
-        """Some rows of what the call of this number, from 1, finds: the newest, and what it writes over."""
-        newest, written = self.buffers[(call - 1) % len(self.buffers)], self.written(call)
-        return Reconstructions(newest[:, rows], None if written is newest else written[:, rows])
-
-    def written(self, call: int) -> Tensor:
-        return self.buffers[call % len(self.buffers)]
-
-
-@dataclass
-class SiteState(SiteCalls):
-    """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
-    sixteenths of a byte, 0 where that is not known. sent, received: what both ends know, by the tensors' names."""
-
-    needed: Mapping[str, int] = field(default_factory=dict)
-    sent: dict[str, End] = field(default_factory=dict)
-    received: dict[str, End] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        self.needed, self.sent, self.received = {}, {}, {}
-
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        self.needed = {name: needed for name, (needed, *_) in zip(TENSORS, notes, strict=True)}
-
-    def bytes_held(self) -> int:
-        ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
-
-
-class Lossless(Coding):
-    """Sends streams. On one rank nothing travels, and nothing is coded."""
-
-    keeps_state = prefers_ulysses = True
-    held: Held | None = None
-
-    def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
-        """ranks: of the Ulysses group. everyone: those that share the sequence, who agree on sizes."""
-        self.ranks, self.moment, self.factor = ranks, Moment(-1, 0, None), CONTINUED[settings.predictor]
-        self.kept = values_kept(settings)
-        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
-        self._sites: dict[Site, SiteState] = {}
-        self._report: defaultdict[int, LosslessStep] = defaultdict(LosslessStep)
-
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Lossless:
-        return cls(exchange, transport, everyone, settings)
-
-    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        state = self._sites.setdefault(site, SiteState())
-        return LosslessCall(self, state, exchange, layout, site.kind)
-
-    def begin_step(self, moment: Moment) -> None:
-        """Has the ranks agree on the sizes of the last call's streams, behind what comes before the first attention."""
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
-
-    def forget(self, site: Site) -> None:
-        self._sites.pop(site, None)
-
-    def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.settle()
-            self.notes.clear()
-        self._sites.clear()
-
-    def bytes_held(self) -> int:
-        return sum(site.bytes_held() for site in self._sites.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        return {**self._report}
-
-    def forget_report(self) -> None:
-        self._report.clear()
-
-    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
-        """Decides how a call is coded, alike on all ranks."""
-        assert self.notes is not None, "one rank alone codes nothing"
-        state, head_dim = call.state, like_BLHD.shape[-1]
-        self.notes.settle()
-        state.begin(like_BLHD, call.layout, self.moment, self.held is not None and self.held.anew)
-        call.number, call.factor = state.follows, state.factor * self.factor or None
-        call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
-        if call.codes and state.follows:
-            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS}
-            of_three = max(call.rooms[name] for name in "qkv")  # what may travel together is equally wide
-            call.rooms |= dict.fromkeys("qkv", of_three)
-            call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
-            call.noted = self.notes.of_call(like_BLHD.device, largest=True)
-            call.noted.settle.append(state.settle)
-        call.noted_step.add(bool(call.rooms), len(TENSORS) * call.share)
-
-    def _room(self, state: SiteState, name: str, head_dim: int) -> int:
-        """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
-        the noise level moves farther now than it did then, as a bit more holds twice the difference."""
-        whole, needed = 2 * head_dim, state.needed.get(name, 0)
-        if self.held is not None:
-            room = self.held.share * whole
-        elif not needed:
-            room = FIRST_ROOM * whole
-        else:
-            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
-        return max(least_room(head_dim), min(math.ceil(room), whole))
+    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None: ...
 
 
 class Sent(NamedTuple):
@@ -174,10 +42,12 @@ class Sent(NamedTuple):
 
 
 class LosslessCall(CodedCall):
-    """What follows is known once the call has begun. codes: whether tensors are of a type that is coded. number: of the call among those that follow one
-    another, 0 for the first. factor: of the continuation, None where it predicts nothing else than the last values.
-    rooms: of every tensor the bytes for a token and head of the first part; none in a call whose tensors travel
-    whole."""
+    """What follows is known once the call has begun.
+
+    codes: whether tensors are of a type that is coded. number: of the call among those that follow one another, 0 for
+    the first. factor: of the continuation, None where the last values are the prediction. rooms: of every tensor the
+    bytes for a token and head of the first part; none in a call whose tensors travel whole.
+    """
 
     codes: bool
     number: int
@@ -186,7 +56,7 @@ class LosslessCall(CodedCall):
     rooms: Mapping[str, int]
     noted: Noted | None = None
 
-    def __init__(self, coding: Lossless, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
+    def __init__(self, coding: Decides, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
         super().__init__(layout)
         self._coding, self.state, self._exchange, self._layer = coding, state, exchange, layer
         self._kernels, self._trace, self.rooms = exchange.kernels, exchange.trace, {}
@@ -273,12 +143,7 @@ class LosslessCall(CodedCall):
         return self._decoded({"o": received_BLHW}, rows, cut, ranks, ranks)[0]
 
     def _decoded(
-        self,
-        received_BTHW: Mapping[str, Tensor],
-        rows: slice,
-        cut: Cut,
-        ranks: Sequence[int],
-        hearing: Sequence[int],
+        self, received_BTHW: Mapping[str, Tensor], rows: slice, cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
     ) -> list[Tensor]:
         """All rows of some tensors, of which `rows` have just come, a block from each of `ranks`. hearing: the ranks
         that take what this one has sent them, at the same time."""
@@ -302,8 +167,8 @@ class LosslessCall(CodedCall):
         return found
 
     def _bring_rests(self, arrived: Sequence[Arrived], ranks: Sequence[int], hearing: Sequence[int]) -> None:
-        """Exchanges what of streams did not fit in their first parts, straight between the two ends. All ranks come here
-        in the same order, each for what it decodes next; it is two ranks' own affair whether there is a message."""
+        """Exchanges what of streams did not fit in their first parts, straight between the two ends. All ranks come
+        here in the same order, each for what it decodes next; it is two ranks' affair whether there is a message."""
         own = self._exchange.rank
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
@@ -367,48 +232,6 @@ class Arrived:
     def decode(self, kernels: Any, known: Reconstructions, factor: float | None) -> None:
         given = self._code_BTHW, self._rests, self.lengths_N, self._found
         kernels.decode_lossless(*given, known, factor, self._cut)
-
-
-@dataclass
-class LosslessStep:
-    """Of one step: the calls of attention, those of them that were coded, and those that had rests to send. sent: the
-    tensors' sizes on the wire, a whole one being 1."""
-
-    calls: int = 0
-    coded: int = 0
-    overflows: int = 0
-    sent: float = 0.0
-
-    def add(self, coded: bool, sent: float) -> None:
-        self.calls += 1
-        self.coded += coded
-        self.sent += sent
-
-    def overflow(self, rest_bytes: int, whole_bytes: int) -> None:
-        """One exchange of rests. whole_bytes: of a tensor of this rank."""
-        self.overflows += 1
-        self.sent += rest_bytes / whole_bytes
-
-    @classmethod
-    def merged(cls, parts: Sequence[LosslessStep]) -> dict[str, Any]:
-        """Over ranks: "coded_fraction" of the calls; of the bytes of whole tensors, "sent_fraction", all of which
-        attention waits for; "overflows": exchanges of what did not fit where it should have, for a call."""
-        names = ("calls", "coded", "overflows", "sent")
-        calls, coded, overflows, sent = (sum(getattr(part, name) for part in parts) for name in names)
-        return {
-            "coded_fraction": coded / calls,
-            "linear_fraction": None,
-            "displaced_fraction": 0.0,
-            "displaced_sets": {"": 1.0},
-            "sent_fraction": sent / (len(TENSORS) * calls),
-            "exposed_fraction": sent / (len(TENSORS) * calls),
-            "overflows": overflows / calls,
-        }
-
-
-def values_kept(settings: Any) -> int:
-    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
-    return 1 if not CONTINUED[settings.predictor] else 2
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:

@@ -10,7 +10,7 @@ import torch
 from residual_worlds import RUN, TROUBLED, Call, Ranks, World
 from torch import Tensor
 
-from cocodiff.attention import lossless
+from cocodiff.attention.lossless import coding as codings
 
 ROUTES = [
     {"exchange": "flat"},
@@ -62,7 +62,9 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
     as_if = AS_IF[world.dtype]
     for rank, ((expected, *_), (found, *_)) in enumerate(zip(whole, coded, strict=True)):
         for number, (one, two) in enumerate(zip(expected, found, strict=True)):
-            assert torch.equal(one.view(as_if), two.view(as_if)), f"call {number}, rank {rank}"
+            # Which NaN attention gives for NaN depends on where its operands lie in memory.
+            equal = (one.view(as_if) == two.view(as_if)) | (one.isnan() & two.isnan())
+            assert equal.all(), f"call {number}, rank {rank}"
     return [(sent, whole_sent, coding) for (_, sent, coding), (_, whole_sent, _) in zip(coded, whole, strict=True)]
 
 
@@ -90,9 +92,9 @@ def test_numbers_of_32_bits_travel_whole():
 @pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
 def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
     """The first part has room for the widths alone: all planes come as rests, over every route."""
-    monkeypatch.setattr(lossless, "FIRST_ROOM", 0.0)
-    monkeypatch.setattr(lossless, "MARGIN", -100.0)
-    monkeypatch.setattr(lossless.math, "log2", lambda x: -1000.0)
+    monkeypatch.setattr(codings, "FIRST_ROOM", 0.0)
+    monkeypatch.setattr(codings, "MARGIN", -100.0)
+    monkeypatch.setattr(codings.math, "log2", lambda x: -1000.0)
     world = Data(6, heads=12, dtype=torch.bfloat16, kind="noise")
     for _, _, coding in same_bits(world, TROUBLED, delayed=True, predictor="auto", **how):
         rows = [notes.merged([notes]) for notes in coding.report().values()]
