@@ -3,6 +3,7 @@
 // stream_sizes finds every tile's codes and its words, stream_begins where tiles' numbers begin and how long streams
 // are, stream_numbers writes the numbers and what is known next; read_streams is the way back. LANES work-items take a
 // tile, a group of 16 numbers at a time: on a GPU a number each. Bound by memory: x and what is known are read twice.
+namespace lossless {
 constexpr int RUN = 16, TILE = 32, RAW = 15, NOTED_PARTS = 16;
 
 struct StreamBlock { // in the launch's table
@@ -124,10 +125,10 @@ struct Groups {
 template <typename Type> struct Known {
   Run order, further;
   Known(const StreamsOf &of, const uint16_t *last, const uint16_t *before) {
-    const Run newest = as_ints(taken(last));
+    const Run newest = taken(last);
     Run bits = newest;
     if (of.linear) {
-      const RunOfFloats one = widened<Type>(newest), two = widened<Type>(as_ints(taken(before)));
+      const RunOfFloats one = widened<Type>(newest), two = widened<Type>(taken(before));
       const RunOfFloats forecast = one + (one - two) * sycl::bit_cast<float>(uint32_t(of.factor_bits));
       const Run finite = (__builtin_bit_cast(Run, forecast) & 0x7fffffff) < 0x7f800000;
       bits = finite ? narrowed<Type>(forecast) : newest;
@@ -175,7 +176,7 @@ template <typename Type> struct Encoder {
     Groups at(of, *tile.block, tile.number * TILE);
     for (int group = 0; group < tile.groups; ++group, at.go_on()) {
       const i64 place = at.place(of, *tile.block, of.of_last), other = at.place(of, *tile.block, of.of_before);
-      const Run bits = as_ints(taken(x + at.place(of, *tile.block, of.of_x)));
+      const Run bits = taken(x + at.place(of, *tile.block, of.of_x));
       const Known<Type> known(of, last + place, before + other);
       work(group, folded(order_of(with_sign(bits)) - known.order), known, bits, before ? before + other : last + place);
     }
@@ -203,7 +204,7 @@ template <typename Type> inline void stream_sizes(const StreamsOf &of) {
 inline int32_t word_at(const uint8_t *from) { return from[0] | from[1] << 8; } // may lie anywhere
 
 // One work-group a block.
-KERNEL(stream_begins)(StreamsOf of) {
+inline void stream_begins(const StreamsOf &of) {
   auto item = syclext::this_work_item::get_nd_item<1>();
   auto group = item.get_group();
   const i64 members = item.get_local_range(0), own = item.get_local_id(0);
@@ -322,9 +323,12 @@ template <typename Type> inline void read_streams(const StreamsOf &of) {
   }
 }
 
-KERNEL(stream_sizes_bf16)(StreamsOf of) { stream_sizes<BF16>(of); }
-KERNEL(stream_sizes_f16)(StreamsOf of) { stream_sizes<F16>(of); }
-KERNEL(stream_numbers_bf16)(StreamsOf of) { stream_numbers<BF16>(of); }
-KERNEL(stream_numbers_f16)(StreamsOf of) { stream_numbers<F16>(of); }
-KERNEL(read_streams_bf16)(StreamsOf of) { read_streams<BF16>(of); }
-KERNEL(read_streams_f16)(StreamsOf of) { read_streams<F16>(of); }
+} // namespace lossless
+
+KERNEL(stream_begins)(lossless::StreamsOf of) { lossless::stream_begins(of); }
+KERNEL(stream_sizes_bf16)(lossless::StreamsOf of) { lossless::stream_sizes<BF16>(of); }
+KERNEL(stream_sizes_f16)(lossless::StreamsOf of) { lossless::stream_sizes<F16>(of); }
+KERNEL(stream_numbers_bf16)(lossless::StreamsOf of) { lossless::stream_numbers<BF16>(of); }
+KERNEL(stream_numbers_f16)(lossless::StreamsOf of) { lossless::stream_numbers<F16>(of); }
+KERNEL(read_streams_bf16)(lossless::StreamsOf of) { lossless::read_streams<BF16>(of); }
+KERNEL(read_streams_f16)(lossless::StreamsOf of) { lossless::read_streams<F16>(of); }
