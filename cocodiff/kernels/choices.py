@@ -14,7 +14,6 @@ import torch
 
 MIB = 2**20
 Switches = tuple[int, ...]  # bytes: from the first on SYCL runs, from the second on torch again, and so on
-NEVER: Switches = ()
 ONE_THREAD: dict[str, Switches] = {
     "pack": (MIB // 2,),
     "unpack": (MIB // 2,),
@@ -28,7 +27,7 @@ ONE_THREAD: dict[str, Switches] = {
     "note_change": (MIB // 4,),
     "decode_residual": (MIB // 4,),
     "continue_linearly": (MIB // 4,),
-    **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), NEVER),
+    **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), (MIB // 4,)),
 }
 OPS = tuple(ONE_THREAD)
 # device -> operation -> sizes

@@ -127,9 +127,9 @@ class Kernels:
         moved = (x_BLHD,) if x_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
         self._run("encode_lossless", moved, x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
-        moved = (code_BLHW,) if head_dim % STREAM_GROUP == 0 else ()
-        return self._run("stream_lengths", moved, code_BLHW, cut, head_dim, lengths_N)
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+        moved = (like_BLHD,) if like_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
+        return self._run("stream_lengths", moved, code_BLHW, cut, like_BLHD, lengths_N)
 
     def decode_lossless(
         self,

@@ -159,11 +159,12 @@ class TorchOps:
 
         encode_lossless(x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
-        """Writes how long the streams are whose first parts these are; returns what decoding need not find again."""
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+        """Writes how long the streams are whose first parts these are; returns what decoding need not find again.
+        like: what they are decoded to."""
         from cocodiff.kernels.lossless import stream_lengths
 
-        return stream_lengths(code_BLHW, cut, head_dim, lengths_N)
+        return stream_lengths(code_BLHW, cut, like_BLHD.shape[-1], lengths_N)
 
     def decode_lossless(
         self,

@@ -100,7 +100,7 @@ def _lossless_end_s(
     factor, numbers, cut = 1.0 if linear else None, torch.empty(1, device="meta"), Cut(1, (shape[0],))
     if sends:
         return _pass_s(device, "encode_lossless", x, (x, known, factor, cut, code, numbers, numbers))
-    found_s = _pass_s(device, "stream_lengths", code, (code, cut, work.head_dim, numbers))
+    found_s = _pass_s(device, "stream_lengths", x, (code, cut, x, numbers))
     return found_s + _pass_s(device, "decode_lossless", x, (code, numbers, numbers, None, known, factor, cut))
 
 

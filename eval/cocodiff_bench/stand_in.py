@@ -70,8 +70,8 @@ class WaitingKernels(Kernels):
         self._wait("encode_lossless", x_BLHD, (x_BLHD, known, factor, cut, streams, lengths_N, needed_1))
         lengths_N.zero_()  # all streams fit in their first parts
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> None:
-        self._wait("stream_lengths", code_BLHW, (code_BLHW, cut, head_dim, lengths_N))
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> None:
+        self._wait("stream_lengths", like_BLHD, (code_BLHW, cut, like_BLHD, lengths_N))
         lengths_N.zero_()
 
     def decode_lossless(

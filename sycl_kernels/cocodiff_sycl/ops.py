@@ -230,9 +230,9 @@ class SyclOps:
             lengths_N.zero_()
 
     def stream_lengths(
-        self, code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]], head_dim: int, lengths_N: Tensor
+        self, code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]], like_BLHD: Tensor, lengths_N: Tensor
     ) -> Tensor:
-        plan, _ = self._plans.of_streams("stream_lengths", (code_BLHW,), tuple(cut), head_dim)
+        plan, _ = self._plans.of_streams("stream_lengths", (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
         given = self._blocks(code_BLHW, cut), None, plan.table, begins, lengths_N, None
         self._launch_all(plan, 3 * NOWHERE, given, None)

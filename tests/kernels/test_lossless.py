@@ -78,7 +78,7 @@ def there_and_back(there, back, given, cut: Cut, factor: float | None, room: int
         first[: min(len(stream), room_here)] = stream[:room_here]
         block.copy_(first.view(block.shape))
         rests.append(stream[room_here:])
-    found = back.stream_lengths(code, cut, D, found_N)
+    found = back.stream_lengths(code, cut, x, found_N)
     assert torch.equal(found_N, lengths_N)
     back.decode_lossless(code, torch.cat(rests), found_N, found, ends[1], factor, cut)
     target = [end.last if end.before is None else end.before for end in ends]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from cocodiff.attention.calls import Noted
 from cocodiff.attention.lossless.state import End, LosslessStep, SiteState
 from cocodiff.comm.transport import Ranks
+from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import Cut, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
@@ -153,16 +154,18 @@ class LosslessCall(CodedCall):
                 if self.codes and name not in ends:  # else these are more rows of the same memory
                     ends[name] = End([x_BSGD, *(torch.empty_like(x_BSGD) for _ in range(self._coding.kept - 1))])
             return list(received_BTHW.values())
-        arrived = [Arrived(name, x[:, rows], cut, self._head_dim) for name, x in received_BTHW.items()]
+        arrived = [
+            Arrived(name, x_BTHW[:, rows], cut, ends[name].known(self.number, rows))
+            for name, x_BTHW in received_BTHW.items()
+        ]
         with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
             for one in arrived:
                 one.find_lengths(self._kernels)
         self._bring_rests(arrived, ranks, hearing)
         found: list[Tensor] = []
         for one in arrived:
-            known = ends[one.name].known(self.number, rows)
             with self._trace.span(f"decode {one.name}", "codec", self._layer):
-                one.decode(self._kernels, known, self.factor)
+                one.decode(self._kernels, self.factor)
             found.append(ends[one.name].written(self.number))
         return found
 
@@ -213,14 +216,14 @@ class LosslessCall(CodedCall):
 class Arrived:
     """One tensor's first parts. rests: what did not fit in them, once it is here."""
 
-    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, head_dim: int) -> None:
-        self.name, self._code_BTHW, self._cut, self._head_dim = name, code_BTHW, cut, head_dim
+    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, known: Reconstructions) -> None:
+        self.name, self._code_BTHW, self._cut, self._known = name, code_BTHW, cut, known
         self.lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
         self._rests = code_BTHW.new_empty(0)
         self._found: Tensor | None = None
 
-    def find_lengths(self, kernels: Any) -> None:
-        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._head_dim, self.lengths_N)
+    def find_lengths(self, kernels: Kernels) -> None:
+        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._known.last, self.lengths_N)
 
     def make_room(self, lengths: Sequence[int]) -> Sequence[Tensor]:
         """Memory for the rest of every block, in one tensor."""
@@ -229,9 +232,9 @@ class Arrived:
         self._rests = self._code_BTHW.new_empty(sum(sizes))
         return self._rests.split_with_sizes(sizes)
 
-    def decode(self, kernels: Any, known: Reconstructions, factor: float | None) -> None:
+    def decode(self, kernels: Kernels, factor: float | None) -> None:
         given = self._code_BTHW, self._rests, self.lengths_N, self._found
-        kernels.decode_lossless(*given, known, factor, self._cut)
+        kernels.decode_lossless(*given, self._known, factor, self._cut)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
