@@ -14,7 +14,7 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
 # Of a whole tensor, what the first part of a coded call takes over 50 steps (docs/lossless.md).
-TYPICAL = 0.45
+TYPICAL = 0.42
 
 
 class LosslessCosts(Costs):
