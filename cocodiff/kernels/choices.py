@@ -48,4 +48,5 @@ def switches_of(path: str, device: str, dtype: torch.dtype, threads: int) -> Map
         found = CHOICES.get("cpu, several threads" if device == "cpu" and threads > 1 else device)
         if found is not None:
             return found
-    return dict.fromkeys(OPS, (0,) if path == "sycl" else ())
+    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+    return dict.fromkeys(OPS, (0,) if path == "sycl" and dtype != torch.uint8 else ())
