@@ -14,7 +14,7 @@ import yaml
 
 from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
-from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXCHANGES, ORDERS
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS
 from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
@@ -89,14 +89,18 @@ class Config:
     )
     codec: str = setting(
         "none",
-        "what q, k, v and the output travel as: none (as they are), int8, int4, int2 (what they differ by from their "
-        "prediction, in so many bits a channel; lossy) or auto (whichever the machine's links call for)",
+        "what q, k, v and the output travel as: none (as they are), lossless (what they differ by from their "
+        "prediction, in as many bits as that takes: exact), int8, int4, int2 (in so many bits a channel; lossy) or "
+        "auto (whichever the machine's links call for)",
         choices=lambda: ("none", *CODECS),
+    )
+    only_exact: bool = setting(
+        True, "codec auto takes none or lossless, and no codec that loses anything", only_with=("codec", "auto")
     )
     predictor: str = setting(
         "taylor",
         "the prediction: last (what they were at the call before), taylor (that, continued linearly in the noise "
-        "level) or auto (the better one at the call before, for each layer and tensor)",
+        "level; half as far if lossless) or auto (the better one at the call before, for each layer and tensor)",
         choices=("last", "taylor", "auto"),
         only_with=("codec", *CODECS),
     )
@@ -211,8 +215,10 @@ class Config:
 
     @property
     def exact(self) -> bool:
-        """Whether attention has q, k and v of the same call, and the model its output, all of them as they are."""
-        return self.selection == "full" and self.codec == "none" and self.arrival == "now"
+        """Whether attention has q, k and v of the same call, and the model its output, all of them as they are, or
+        coded and decoded to the same bits."""
+        exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
+        return self.selection == "full" and exact_codec and self.arrival == "now"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:

@@ -22,7 +22,11 @@ ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.atte
 CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
 # The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one
 # of the others, or none, before a run starts.
-CODECS = dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual")
+CODECS = {
+    "lossless": "cocodiff.attention.lossless.coding:Lossless",
+    **dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual"),
+}
+EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they were
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
@@ -30,6 +34,7 @@ ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:
 COSTS = {
     CODINGS["v_major"]: "cocodiff.planning.costs.v_major:VMajorCosts",
     CODECS["auto"]: "cocodiff.planning.costs.residual:ResidualCosts",
+    CODECS["lossless"]: "cocodiff.planning.costs.lossless:LosslessCosts",
     ARRIVALS["displaced"]: "cocodiff.planning.costs.residual:ResidualCosts",
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.

@@ -28,7 +28,10 @@ def test_overrides_go_on_top_of_a_preset():
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: Config.preset("tappa"), ("unknown preset 'tappa'", "did you mean tapa?", "flat, split, tapa")),
+        (
+            lambda: Config.preset("tappa"),
+            ("unknown preset 'tappa'", "did you mean tapa?", "flat, lossless, split, tapa"),
+        ),
         (lambda: Config.preset("tapa", mashine="x"), ("unknown key mashine", "did you mean machine?", "timeout_s")),
         (lambda: Config().with_(exchnge="flat"), ("unknown key exchnge", "did you mean exchange?")),
         (lambda: Config(exchange="flatt"), ("unknown exchange 'flatt'", "did you mean flat?")),

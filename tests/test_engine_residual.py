@@ -62,7 +62,7 @@ def test_every_family_is_coded_and_displaced(family):
         ({"selection": "v_major"}, "codec int4 .* selection v_major .*: choose codec none or selection full"),
         ({"codec": "none", "arrival": "adaptive", "selection": "v_major"}, "arrival adaptive .* choose arrival now"),
         ({"tau": 0}, "tau is 0: give a number above 0"),
-        ({"codec": "int3"}, "unknown codec 'int3'.*none, int8, int4, int2"),
+        ({"codec": "int3"}, "unknown codec 'int3'.*none, lossless, int8, int4, int2"),
         ({"predictor": "tailor"}, "did you mean taylor"),
     ],
 )

@@ -172,6 +172,56 @@ def test_every_image_has_the_bits_of_a_fresh_engine(family):
         check_sequence(family, seed, known)
 
 
+def check_lossless(family: str, seed: int) -> None:
+    """Images in 16 bits whose tensors travel as streams have the bits of those whose tensors travel whole."""
+    draw = random.Random(f"lossless {family} {seed}")
+    pipe, arguments = guiding(family) if family == "flux" else inpainting(family)
+    dtype = draw.choice((torch.bfloat16, torch.float16))
+    pipe.to(dtype)
+    arguments = {name: x.to(dtype) if is_real(x) else x for name, x in arguments.items()}
+    ranks, images = draw.choice((2, 3, 4)), [random_image(draw) for _ in range(draw.randint(1, 3))]
+    images.append(Image(True, 32, 5, "none", 0, 0))
+    how = {
+        "guidance_parallel": "auto" if ranks == 4 else 1,  # one rank alone sends nothing
+        "exchange": draw.choice(("flat", "tapa", "split")),
+        "order": draw.choice(("joint", "v_first")),
+        "chunks": draw.choice((1, 1, 2)),
+        "ring": 2 if ranks == 4 and draw.random() < 0.3 else 1,
+        "predictor": draw.choice(("last", "taylor")),
+    }
+
+    def work(transport: Any) -> tuple[list[torch.Tensor | None], list[int]]:
+        found, coded = [], []
+        for codec in ("none", "lossless"):
+            own = copy.deepcopy(pipe)
+            with parallelize(own, "flat", transport=transport, codec=codec, steps=STEPS, **how) as engine:
+                found.append([made(own, arguments, one) for one in images])
+                coded.append(sum(row["coded_fraction"] for row in engine.drift_profile()))
+        assert coded[1] > 0
+        return found
+
+    for expected, images_of_rank in run_ranks(ranks, work, timeout_s=120.0):
+        for one, other in zip(expected, images_of_rank, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other), (family, seed, how)
+
+
+def is_real(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
+def test_lossless_images_have_the_bits_of_whole_ones(family):
+    check_lossless(family, 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
+def test_hundred_lossless_sequences(family):
+    for seed in range(1, 26):
+        check_lossless(family, seed)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_hundred_sequences(family):

@@ -24,6 +24,7 @@ from cocodiff.attention.strategy import Site
 from cocodiff.registry import CODECS, CODINGS, load
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
+from cocodiff.wire.blocks import Streams
 from cocodiff.wire.cargo import Back, Forward
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
@@ -198,6 +199,9 @@ class DisplacedCall(CodedCall):
     def begin(self, like_BLHD: Tensor) -> None:
         self._coding.begin_call(self, like_BLHD)
 
+    def comes_in_stages(self) -> None:
+        self.inner.comes_in_stages()
+
     def stand_in(self, name: str) -> Tensor:
         """What attention, or the model, goes on with in a displaced tensor's place."""
         return self.inner.operand(name, self.state.last[name])
@@ -215,7 +219,7 @@ class DisplacedCall(CodedCall):
         self.state.last |= zip(received_BSGW, found, strict=True)
         return found
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
         self._measure("o", out_BTGD, rows, sum(self.layout.rows))
         return self.inner.encode_output(out_BTGD, rows)
 
@@ -240,7 +244,7 @@ class DisplacedCall(CodedCall):
         elif some_BNHD.shape[1]:
             lane = "main" if name in self.displaced else "codec"
             with self._exchange.trace.span(f"measure {name}", lane):
-                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.own[TENSORS.index(name)])
+                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
 
 
 class DisplacedTransfer(Transfer):

@@ -94,6 +94,10 @@ class Noted(NamedTuple):
     own: Tensor
     settle: list[Settle]
 
+    def of(self, name: str) -> Tensor:
+        """A tensor's, [NOTES]."""
+        return self.own[TENSORS.index(name)]
+
 
 class SharedNotes:
     """The notes of all calls of attention in one call of the model, summed over the ranks that share a sequence: in the
@@ -103,14 +107,17 @@ class SharedNotes:
         self._everyone, self._trace = everyone, trace
         self._moment: Moment | None = None
         self._noted: list[Noted] = []
+        self._largest: list[int] = []  # of the rows of these, those of which the largest counts
         self._blocks: list[Tensor] = []  # theirs, of so many sites each
         self._deciding: tuple[list[Noted], LanePending[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device) -> Noted:
-        """Room for the notes of one more call."""
+    def of_call(self, device: torch.device, largest: bool = False) -> Noted:
+        """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
+        if largest:
+            self._largest += range(len(TENSORS) * len(self._noted), len(TENSORS) * (len(self._noted) + 1))
         self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], []))
         return self._noted[-1]
 
@@ -124,8 +131,8 @@ class SharedNotes:
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
-            self._noted, self._blocks = [], []
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own, self._largest)
+            self._noted, self._largest, self._blocks = [], [], []
 
     def settle(self) -> None:
         """Waits for the sums and hands them out: alike on all ranks."""
@@ -140,9 +147,9 @@ class SharedNotes:
                 settle(of_call)
 
     def clear(self) -> None:
-        self._noted, self._blocks, self._deciding = [], [], None
+        self._noted, self._largest, self._blocks, self._deciding = [], [], [], None
 
-    def _sum(self, own: Tensor) -> list[Any] | None:
+    def _sum(self, own: Tensor, largest: list[int]) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
         topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
@@ -150,5 +157,8 @@ class SharedNotes:
             ranks.world.all_gather(own, parts).wait()
         for peer in range(ranks.size):
             self._trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
-        total = torch.stack(parts).sum(0)
+        of_ranks = torch.stack(parts)
+        total = of_ranks.sum(0)
+        if largest:
+            total[largest] = of_ranks[:, largest].amax(0)
         return None if total.is_meta else total.tolist()

@@ -63,7 +63,7 @@ def same_bits(config: Config, exact: Config) -> bool:
     of_codings = {
         name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in CODING
     }
-    free = {*ROUTES, *of_codings}
+    free = {*ROUTES, *CODING, *of_codings}
     return {k: v for k, v in vars(config).items() if k not in free} == {
         k: v for k, v in vars(exact).items() if k not in free
     }

@@ -92,7 +92,7 @@ class Quality:
         machine file tells, those without one. work: of a model's heads."""
         from cocodiff.assemble import settled
 
-        config = next(iter(self.rungs.values())).with_(codec="auto")
+        config = next(iter(self.rungs.values())).with_(codec="auto", only_exact=False)
         if topology.machine.untold or settled(config, topology, work)[0].codec != "none":
             return self
         return self._with(read_ladder(UNCODED))

@@ -27,6 +27,7 @@ ONE_THREAD: dict[str, Switches] = {
     "note_change": (MIB // 4,),
     "decode_residual": (MIB // 4,),
     "continue_linearly": (MIB // 4,),
+    **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), (MIB // 4,)),
 }
 OPS = tuple(ONE_THREAD)
 # device -> operation -> sizes
@@ -47,4 +48,5 @@ def switches_of(path: str, device: str, dtype: torch.dtype, threads: int) -> Map
         found = CHOICES.get("cpu, several threads" if device == "cpu" and threads > 1 else device)
         if found is not None:
             return found
-    return dict.fromkeys(OPS, (0,) if path == "sycl" else ())
+    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+    return dict.fromkeys(OPS, (0,) if path == "sycl" and dtype != torch.uint8 else ())

@@ -26,6 +26,9 @@ from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
 if TYPE_CHECKING:
     from cocodiff_sycl import SyclOps
 
+    from cocodiff.kernels.lossless import Cut
+
+STREAM_GROUP = 16  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 
@@ -110,6 +113,36 @@ class Kernels:
 
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         self._run("continue_linearly", (last_BLHD,), last_BLHD, before_BLHD, onward)
+
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        moved = (x_BLHD,) if x_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
+        self._run("encode_lossless", moved, x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+        moved = (like_BLHD,) if like_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
+        return self._run("stream_lengths", moved, code_BLHW, cut, like_BLHD, lengths_N)
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor | None,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+    ) -> None:
+        moved = () if found is None else (known.last,)  # torch's form has found no more than the lengths
+        self._run("decode_lossless", moved, code_BLHW, rests, lengths_N, found, known, factor, cut)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""

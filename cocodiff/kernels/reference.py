@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from cocodiff_sycl.rows import Rows
@@ -21,6 +22,9 @@ from cocodiff.kernels.residual import (
     encode_residual,
     note_change,
 )
+
+if TYPE_CHECKING:
+    from cocodiff.kernels.lossless import Cut
 
 
 class TorchOps:
@@ -139,6 +143,43 @@ class TorchOps:
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         """Writes that operand from two reconstructions."""
         continue_linearly(last_BLHD, before_BLHD, onward)
+
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        """Writes a tensor's blocks as streams: `cocodiff.kernels.lossless` defines them."""
+        from cocodiff.kernels.lossless import encode_lossless
+
+        encode_lossless(x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+        """Writes how long the streams are whose first parts these are; returns what decoding need not find again.
+        like: what they are decoded to."""
+        from cocodiff.kernels.lossless import stream_lengths
+
+        return stream_lengths(code_BLHW, cut, like_BLHD.shape[-1], lengths_N)
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor | None,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+    ) -> None:
+        """Writes the tensor of some streams, bit for bit."""
+        from cocodiff.kernels.lossless import decode_lossless
+
+        decode_lossless(code_BLHW, rests, lengths_N, found, known, factor, cut)
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:

@@ -9,22 +9,25 @@ for their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cocodiff.assemble import Work
 from cocodiff.kernels import Prediction, Reconstructions
+from cocodiff.kernels.lossless import Cut
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.placement import choose, price
 from cocodiff.planning.pricing import cost_of
-from cocodiff.planning.roofline import roofline, seconds
+from cocodiff.planning.roofline import LAUNCHES, roofline, seconds
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Device, Topology
 
-FROM_THE_FINEST = ("none", "int8", "int4", "int2")
+EXACT = ("none", "lossless")
+FROM_THE_FINEST = (*EXACT, "int8", "int4", "int2")
 GAIN = 1.02  # a coarser codec is chosen where a finer one takes more than so many times as long
 # Of a run's tensors, the part that attention waits for: the first step and the last ones of 50, and with `adaptive` as
 # many as the embedded model's controller has waited for.
@@ -57,32 +60,58 @@ def choose_codec(topology: Topology, work: Work, settings: Any, width: Callable[
         roofline(shape, topology, tokens, work.batch, slot, layout).total for slot in range(len(layout.rows))
     )
     found = {}
-    for codec in FROM_THE_FINEST:
+    for codec in EXACT if settings.only_exact else FROM_THE_FINEST:
         sent_s = price(mesh, replace(work, head_bytes=width(codec))).ulysses_s
         passes_s = 0.0 if codec == "none" else coding_s(device, work, layout, settings.predictor, codec, width(codec))
         busy_s, awaited = compute_s + passes_s, AWAITED[settings.arrival]
         found[codec] = busy_s + awaited * sent_s + (1 - awaited) * max(0.0, sent_s - busy_s)
     fastest = min(found.values())
-    return CodecChoice(next(codec for codec in FROM_THE_FINEST if found[codec] <= GAIN * fastest), found)
+    return CodecChoice(next(codec for codec in found if found[codec] <= GAIN * fastest), found)
 
 
 def coding_s(device: Device, work: Work, layout: Layout, predictor: str, codec: str, width: int) -> float:
     """Seconds of the passes that code q, k, v and the output at both ends, on the first rank of a group."""
-    heads, linear, bits = sum(layout.heads), predictor != "last", int(codec.removeprefix("int"))
-    of_heads, of_rows = (sum(layout.rows), layout.heads[0]), (layout.rows[0], heads)
-    ends = [("encode_residual", of_rows)] * 3 + [("encode_residual", of_heads)]
-    ends += [("decode_residual", of_heads)] * 3 + [("decode_residual", of_rows)]
-    return sum(_pass_s(device, work, op, shape, (linear, bits, width)) for op, shape in ends)
+    ends_of = _lossless_end_s if codec == "lossless" else _residual_end_s
+    of_heads, of_rows = (sum(layout.rows), layout.heads[0]), (layout.rows[0], sum(layout.heads))
+    ends = [(True, of_rows)] * 3 + [(True, of_heads)] + [(False, of_heads)] * 3 + [(False, of_rows)]
+    return sum(ends_of(device, work, shape, sends, (predictor != "last", codec, width)) for sends, shape in ends)
 
 
-def _pass_s(device: Device, work: Work, op: str, shape: Sequence[int], how: tuple[bool, int, int]) -> float:
-    linear, bits, width = how
+def _residual_end_s(
+    device: Device, work: Work, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
+) -> float:
+    """Seconds of one tensor's pass at one end. shape: its tokens and heads."""
+    linear, codec, width = how
+    bits = int(codec.removeprefix("int"))
+    x, code, known = _at_an_end(work, shape, linear, width)
+    if sends:
+        notes = torch.empty(4, device="meta")
+        return _pass_s(device, "encode_residual", x, (x, known, Prediction(1.0, linear), bits, code, notes))
+    return _pass_s(device, "decode_residual", x, (code, known, 1.0 if linear else None, bits))
+
+
+def _lossless_end_s(
+    device: Device, work: Work, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
+) -> float:
+    linear, _, width = how
+    if work.itemsize != 2:
+        return 0.0
+    x, code, known = _at_an_end(work, shape, linear, width)
+    factor, numbers, cut = 1.0 if linear else None, torch.empty(1, device="meta"), Cut(1, (shape[0],))
+    if sends:
+        return _pass_s(device, "encode_lossless", x, (x, known, factor, cut, code, numbers, numbers))
+    found_s = _pass_s(device, "stream_lengths", x, (code, cut, x, numbers))
+    return found_s + _pass_s(device, "decode_lossless", x, (code, numbers, numbers, None, known, factor, cut))
+
+
+def _at_an_end(work: Work, shape: tuple[int, int], linear: bool, width: int) -> tuple[Tensor, Tensor, Reconstructions]:
+    """A tensor, its code, and what is known of it."""
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     x = torch.empty(work.batch, *shape, work.head_dim, device="meta", dtype=dtype)
     code = torch.empty(work.batch, *shape, width, device="meta", dtype=torch.uint8)
-    known = Reconstructions(x, x if linear else None)
-    if op == "encode_residual":
-        arguments: tuple[Any, ...] = (x, known, Prediction(1.0, linear), bits, code, torch.empty(4, device="meta"))
-    else:
-        arguments = (code, known, 1.0 if linear else None, bits)
-    return seconds(device, 0.0, *cost_of(op, [x], arguments)) + device.launch_us * 1e-6
+    return x, code, Reconstructions(x, x if linear else None)
+
+
+def _pass_s(device: Device, op: str, moved: Tensor, arguments: tuple[Any, ...]) -> float:
+    launches = LAUNCHES.get(op, 1)
+    return seconds(device, 0.0, *cost_of(op, [moved], arguments)) + launches * device.launch_us * 1e-6

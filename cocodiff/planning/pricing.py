@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps
 from cocodiff.planning.program import Recorder
-from cocodiff.planning.roofline import seconds, started
+from cocodiff.planning.roofline import LAUNCHES, seconds, started
 from cocodiff.topology.machine import Device
 
 QUESTIONS = (  # about a tensor
@@ -36,6 +36,7 @@ UNPRICED = FREE - MAKERS
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "addmm", "baddbmm"])
 COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
 ATTENTION = "scaled_dot_product"
+SENT_PART = 0.42  # of whole tensors, what the lossless codec writes in their place, in a typical run
 
 
 class Pricing(TorchFunctionMode):
@@ -71,9 +72,9 @@ class Pricing(TorchFunctionMode):
                 self.charge(flops, bytes_of(inputs) + (0 if changes else bytes_of(outputs)))
         return out
 
-    def charge(self, flops: float, moved_bytes: float, instructions: float = 0.0) -> None:
-        """One kernel."""
-        self._recorder.compute(seconds(self._device, flops, moved_bytes, instructions), 1)
+    def charge(self, flops: float, moved_bytes: float, instructions: float = 0.0, launches: int = 1) -> None:
+        """One kernel, or several that share what they take."""
+        self._recorder.compute(seconds(self._device, flops, moved_bytes, instructions), launches)
 
     def compute(self, of_model_s: float, launches: int) -> None:
         """A part of the model that the plan knows the time of."""
@@ -101,7 +102,7 @@ class PricedKernels(Kernels):
 
     def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
-            self._pricing.charge(0.0, *cost_of(op, moved, arguments))
+            self._pricing.charge(0.0, *cost_of(op, moved, arguments), LAUNCHES.get(op, 1))
             if op == "l1_score":
                 shape = arguments[0].shape[:2]
                 return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)
@@ -125,6 +126,15 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         code_BLHW, known, factor, bits, *onward = arguments
         parts = {"int2": bits == 2, "taylor": factor is not None, "onward": any(onward)}
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None) + bytes_of(onward)
+    elif op == "encode_lossless":  # the numbers z are written by one launch and read by another
+        x_BLHD, known, factor, _, streams, *_ = arguments
+        sent = streams.nbytes if streams.dim() == 4 else SENT_PART * x_BLHD.nbytes
+        traffic = 3 * x_BLHD.nbytes + sent + bytes_of_state(known, factor is not None)
+    elif op == "stream_lengths":
+        traffic = arguments[2].numel() // 256  # 16 bits for 512 numbers
+    elif op == "decode_lossless":
+        code_BLHW, rests, _, _, known, factor, _ = arguments
+        traffic = code_BLHW.nbytes + rests.nbytes + bytes_of_state(known, factor is not None)
     elif op == "note_change":
         x_BLHD, last_BLHD, notes_N = arguments
         traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # x is the last one afterwards

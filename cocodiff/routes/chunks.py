@@ -102,6 +102,12 @@ class Stages:
         """All ranks, chunk by chunk."""
         return tuple(rank for ranks in self.chunks for rank in ranks)
 
+    @property
+    def hearing(self) -> list[tuple[int, ...]]:
+        """Of every stage the ranks that have this rank's tokens in their chunk of that number."""
+        numbers = [of[self._rank] for of in self._stage]
+        return [tuple(r for r, n in enumerate(numbers) if n == number) for number in range(len(self.chunks))]
+
     def of(self, plan: Plan, way: str) -> list[Parts]:
         """plan: forward, whole. way: "forward" or "back"."""
         stages = cut(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))

@@ -18,6 +18,20 @@ Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
 Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
 
 
+class Streams:
+    """What travels in a tensor's place where every block was encoded by itself: the blocks [B, rows, heads, W]."""
+
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
+        self._blocks = blocks
+
+    def held_tensors(self) -> Sequence[Tensor]:
+        return self._blocks
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+        """The blocks, which were made for these sizes."""
+        return self._blocks
+
+
 class BlockSet:
     """The blocks that a rank holds during an exchange, and their sizes in messages.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
-from cocodiff.wire.blocks import BlockSet, Payload, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.blocks import BlockSet, Payload, Streams, Target, rows_of_ranks, whole_cell
 from cocodiff.wire.coded import CodedCall, Encoded
 
 
@@ -35,7 +35,7 @@ class Cargo(Protocol):
     layer: str
     purpose: str | None
 
-    def held_tensors(self) -> Sequence[Payload]:
+    def held_tensors(self) -> Sequence[Payload | Streams]:
         """What `blocks` is made of."""
         ...
 
@@ -60,7 +60,7 @@ class Forward:
         self._whole = self.layout, whole_cell(tensors_BLHD.values())
         self._code: Encoded | None = None
 
-    def held_tensors(self) -> Sequence[Payload]:
+    def held_tensors(self) -> Sequence[Payload | Streams]:
         return (*self._tensors.values(), *(() if self._code is None else self._code.payloads))
 
     def encode_now(self) -> None:
@@ -110,19 +110,22 @@ class Back:
         where = self._layout.row_slices
         self._rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         self._whole = self._layout, whole_cell([out_BTGD])
-        self._out, self._encoded = out_BTGD, False
+        self._out = out_BTGD
+        self._code: Tensor | Streams | None = None
 
-    def held_tensors(self) -> Sequence[Payload]:
-        return (self._out,)
+    def held_tensors(self) -> Sequence[Payload | Streams]:
+        return (self._out if self._code is None else self._code,)
 
     def encode_now(self) -> None:
         """As of `Forward`."""
-        self._out, self._encoded = self._end.coded.encode_output(self._out, self._rows), True
+        self._code = self._end.coded.encode_output(self._out, self._rows)
 
     def blocks(self) -> BlockSet:
         own = self._end.rank
-        out_BTGW = self._out if self._encoded else self._end.coded.encode_output(self._out, self._rows)
-        parts = out_BTGW.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
+        if self._code is None:
+            self.encode_now()
+        assert self._code is not None
+        parts = self._code.split_with_sizes([self._layout.rows[rank] for rank in self._ranks], 1)
         blocks = {Block(rank, own): [part] for rank, part in zip(self._ranks, parts, strict=True)}
         return BlockSet(blocks, self._layout, self._whole)
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Payload
+from cocodiff.wire.blocks import Payload, Streams
 
 
 class Encoded(NamedTuple):
     """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
     rows L of every rank they have."""
 
-    payloads: Sequence[Payload]
+    payloads: Sequence[Payload | Streams]
     layout: Layout
 
 
@@ -30,6 +30,10 @@ class CodedCall:
     def begin(self, like_BLHD: Tensor) -> None:
         """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
 
+    def comes_in_stages(self) -> None:
+        """Told before the first tensor is sent, where tensors come chunk by chunk: each chunk once and in order, those
+        of the output the last one first."""
+
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
@@ -43,7 +47,7 @@ class CodedCall:
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
         return list(received_BSGW.values())
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
         """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
         Runs on a lane."""
         return out_BTGD

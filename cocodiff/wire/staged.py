@@ -49,6 +49,7 @@ class StagedExchange:
     def __init__(self, exchange: Unstaged, transport: Ranks, stages: Stages, from_mb: float) -> None:
         """from_mb: of q, k and v per rank, the size from which stages are worth it."""
         self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
+        self.hearing = stages.hearing
         topology = exchange.topology
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")

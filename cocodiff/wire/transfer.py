@@ -74,6 +74,7 @@ class Transfer:
         """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size."""
         staged = self.exchange.staged
         if staged is not None and self.in_stages:
+            self.coded.comes_in_stages()
             return {**staged.send({name: Forward(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()})}
         cargo = Forward(self.end, tensors_BLHD)
         return tensors_of(Whole(cargo, self.exchange.submit(cargo, wait_next)))

@@ -13,10 +13,11 @@ from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import Site
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions
+from cocodiff.kernels.lossless import Cut
 from cocodiff.planning.costs import CallKind, costs_of
 from cocodiff.planning.layers import SITES
 from cocodiff.planning.pricing import cost_of, prefer_linear
-from cocodiff.planning.roofline import seconds
+from cocodiff.planning.roofline import LAUNCHES, seconds
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Device
 from cocodiff.trace import Trace
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 class WaitingKernels(Kernels):
     """What computes on a device is a wait: scoring, where all scores are zero, for which tokens stay plays no part; and
-    the residual codec's operations, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
+    both codecs' operations, by the same roofline as in plans, a launch each. Nothing is coded, and a comparison
     of predictions ends in favour of the dearer one."""
 
     score_s = 0.0
@@ -56,10 +57,39 @@ class WaitingKernels(Kernels):
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         self._wait("continue_linearly", last_BLHD, (last_BLHD, before_BLHD, onward))
 
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        self._wait("encode_lossless", x_BLHD, (x_BLHD, known, factor, cut, streams, lengths_N, needed_1))
+        lengths_N.zero_()  # all streams fit in their first parts
+
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> None:
+        self._wait("stream_lengths", like_BLHD, (code_BLHW, cut, like_BLHD, lengths_N))
+        lengths_N.zero_()
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor | None,
+        known: Reconstructions,
+        factor: float | None,
+        cut: Cut,
+    ) -> None:
+        self._wait("decode_lossless", known.last, (code_BLHW, rests, lengths_N, found, known, factor, cut))
+
     def _wait(self, op: str, moved: Tensor, arguments: Sequence[Any]) -> None:
         device = self._device
         kernel_s = seconds(device, 0.0, *cost_of(op, [moved], arguments))
-        time.sleep((kernel_s + device.launch_us * 1e-6) * self.dilation)
+        time.sleep((kernel_s + LAUNCHES.get(op, 1) * device.launch_us * 1e-6) * self.dilation)
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         time.sleep(self.score_s)

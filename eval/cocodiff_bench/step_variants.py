@@ -46,7 +46,7 @@ MORE_VARIANTS = {
     "guidance flat chunks": Variant("flat", chunks=2, parts=2),
     "guidance split chunks": Variant("split", chunks=2, parts=2),
 }
-CODECS = ("int8", "int4", "int2")
+CODECS = ("lossless", "int8", "int4", "int2")
 CODED_VARIANTS = {  # of the residual codec: whatever sends tensors whole, with a codec's name behind
     f"{name} {codec}": variant._replace(codec=codec)
     for name, variant in {**VARIANTS, **MORE_VARIANTS}.items()

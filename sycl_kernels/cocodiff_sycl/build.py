@@ -45,6 +45,7 @@ SOURCES = (
     "batch.hpp",
     "coder.hpp",
     "residual.cpp",
+    "lossless.cpp",
 )
 PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")

@@ -16,7 +16,7 @@ from torch import Tensor
 from cocodiff_sycl.layouts import Layouts, Tensors, numbers_of
 from cocodiff_sycl.library import Library
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans
+from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans, StreamsPlan, stream_places
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
@@ -206,6 +206,72 @@ class SyclOps:
         plan, addresses = self._plans.of("continue_linearly", (last_BLHD, before_BLHD, None, out_BLHD))
         if plan.groups:
             self._launch(plan, NOWHERE + addresses + 2 * NOWHERE + FACTOR.pack(factor))
+
+    def encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        known: tuple[Tensor, Tensor | None],
+        factor: float | None,
+        cut: tuple[int, tuple[int, ...]],
+        streams: Tensor,
+        lengths_N: Tensor,
+        needed_1: Tensor,
+    ) -> None:
+        last_BLHD, before_BLHD = known
+        dim, sizes = cut
+        B, T, H, D = x_BLHD.shape
+        places = tuple(stream_places([B * size * (H if dim == 1 else T) for size in sizes], D))
+        how = (dim, sizes), places, factor is not None and before_BLHD is not None
+        plan, addresses = self._plans.of_streams("encode_lossless", (x_BLHD, last_BLHD, before_BLHD), *how)
+        if plan.tiles:
+            given = streams, None, plan.table, self._begins(plan.tiles), lengths_N, needed_1
+            self._launch_all(plan, addresses, given, factor)
+        else:
+            lengths_N.zero_()
+
+    def stream_lengths(
+        self, code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]], like_BLHD: Tensor, lengths_N: Tensor
+    ) -> Tensor:
+        plan, _ = self._plans.of_streams("stream_lengths", (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
+        begins = self._begins(plan.tiles)
+        given = self._blocks(code_BLHW, cut), None, plan.table, begins, lengths_N, None
+        self._launch_all(plan, 3 * NOWHERE, given, None)
+        return begins
+
+    def decode_lossless(
+        self,
+        code_BLHW: Tensor,
+        rests: Tensor,
+        lengths_N: Tensor,
+        found: Tensor,
+        known: tuple[Tensor, Tensor | None],
+        factor: float | None,
+        cut: tuple[int, tuple[int, ...]],
+    ) -> None:
+        how = tuple(cut), code_BLHW.shape[-1], factor is not None and known[1] is not None
+        plan, addresses = self._plans.of_streams("decode_lossless", tuple(known), *how)
+        if plan.tiles:
+            given = self._blocks(code_BLHW, cut), rests, plan.table, found, lengths_N, None
+            self._launch_all(plan, NOWHERE + addresses, given, factor)
+
+    def _begins(self, tiles: int) -> Tensor:
+        return torch.empty(tiles, dtype=torch.int64, device=self.device)
+
+    @staticmethod
+    def _blocks(code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]]) -> Tensor:
+        """Received blocks one after the other in memory, as those of one batch row are that are cut by rows."""
+        dim, sizes = cut
+        if code_BLHW.is_contiguous() and (len(sizes) == 1 or (dim == 1 and len(code_BLHW) == 1)):
+            return code_BLHW
+        return torch.cat([block.flatten() for block in code_BLHW.split_with_sizes(sizes, dim)])
+
+    def _launch_all(
+        self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float | None
+    ) -> None:
+        addresses += b"".join(NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in given)
+        addresses += FACTOR.pack(factor or 0.0)
+        for launch in plan.launches:
+            self.library.launch(launch, addresses, self._queue())
 
     def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
         """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""

@@ -6,8 +6,9 @@ A later call with tensors of such layouts (`layouts.py`) finds the plan and brin
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no
 from cocodiff_sycl.layouts import Layouts, Tensors
 from cocodiff_sycl.library import Library
 
+Cut = tuple[int, tuple[int, ...]]  # how a tensor is cut into blocks: the dimension, and how many of it each
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
+STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 16, 32, 10  # of the lossless codec: numbers, groups; of its launches
 NOTES = 4  # of a tensor's coding
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -40,14 +43,34 @@ class Plan:
         return torch.empty_like(self.result)
 
 
+@dataclass(frozen=True, slots=True)
+class StreamsPlan:
+    """The launches of a lossless operation, one after the other, on streams of some blocks. table: of the blocks, where
+    kernels find them. tiles: of all blocks."""
+
+    launches: tuple[bytes, ...]
+    table: Tensor
+    tiles: int
+
+
+def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
+    """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
+    places = [0]
+    for count in cells:
+        groups = -(-count * head_dim // STREAM_GROUP)
+        words = -(-groups // STREAM_TILE) + -(-groups // 4) + STREAM_GROUP * groups
+        places.append(places[-1] + 2 * words)
+    return places
+
+
 class Plans:
     """The plans of one device. Making one raises what is wrong with the tensors."""
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
         self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
-        self._layouts: Layouts[Plan] = Layouts(library.look)
-        self._make: dict[str, Callable[..., Plan]] = {
+        self._layouts: Layouts[Any] = Layouts(library.look)
+        self._make: dict[str, Callable[..., Any]] = {
             "l1_score": self._l1_score,
             "select": self._select,
             "qk_norm_rope": self._qk_norm_rope,
@@ -56,10 +79,17 @@ class Plans:
             "note_change": self._note_change,
             "decode_residual": self._decode_residual,
             "continue_linearly": self._continue_linearly,
+            "encode_lossless": self._encode_lossless,
+            "stream_lengths": self._stream_lengths,
+            "decode_lossless": self._decode_lossless,
         }
 
     def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
         """The plan of an operation, and where its tensors lie. words: what it takes beside tensors, hashable."""
+        return self._layouts.of((op, words), tensors, self._make[op], *tensors, *words)
+
+    def of_streams(self, op: str, tensors: Tensors, *words: object) -> tuple[StreamsPlan, bytes]:
+        """As `of`, of the lossless codec's operations."""
         return self._layouts.of((op, words), tensors, self._make[op], *tensors, *words)
 
     def _l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
@@ -239,6 +269,79 @@ class Plans:
             )
         check_shape(op, "code", code_BLHW, shape)
         check_last_stride(op, "code", code_BLHW)
+
+    def _encode_lossless(
+        self,
+        x_BLHD: Tensor,
+        last_BLHD: Tensor,
+        before_BLHD: Tensor | None,
+        cut: Cut,
+        places: tuple[int, ...],
+        linear: bool,
+    ) -> StreamsPlan:
+        """places: where streams begin."""
+        self._check_known("encode_lossless", x_BLHD, last_BLHD, before_BLHD)
+        dtype = DTYPES[x_BLHD.dtype]
+        kernels = f"stream_sizes_{dtype}", "stream_begins", f"stream_numbers_{dtype}"
+        return self._streams(kernels, (x_BLHD, last_BLHD, before_BLHD), cut, places, 0, linear)
+
+    def _stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
+        """code: whose blocks lie one after the other, whatever its strides say."""
+        B, T, H, W = code_BLHW.shape
+        like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
+        return self._streams(("stream_begins",), (None, like_BLHD, None), cut, None, W, False)
+
+    def _decode_lossless(
+        self, last_BLHD: Tensor, before_BLHD: Tensor | None, cut: Cut, width: int, linear: bool
+    ) -> StreamsPlan:
+        self._check_known("decode_lossless", last_BLHD, last_BLHD, before_BLHD)
+        kernels = (f"read_streams_{DTYPES[last_BLHD.dtype]}",)
+        return self._streams(kernels, (None, last_BLHD, before_BLHD), cut, None, width, linear)
+
+    def _check_known(self, op: str, x_BLHD: Tensor, last_BLHD: Tensor, before_BLHD: Tensor | None) -> None:
+        check_dims(op, "x", x_BLHD, 4)
+        if x_BLHD.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"{op}: {x_BLHD.dtype} travels whole: give torch.bfloat16 or torch.float16")
+        if x_BLHD.shape[-1] % STREAM_GROUP:
+            raise ValueError(f"{op}: heads of {x_BLHD.shape[-1]} numbers: give a multiple of {STREAM_GROUP}")
+        there = {"last": last_BLHD} | ({} if before_BLHD is None else {"before": before_BLHD})
+        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD, **there)
+        for name, tensor in there.items():
+            check_no_overlap(op, name, tensor)
+
+    def _streams(
+        self,
+        kernels: Sequence[str],
+        tensors: tuple[Tensor | None, Tensor, Tensor | None],
+        cut: Cut,
+        places: tuple[int, ...] | None,
+        width: int,
+        linear: bool,
+    ) -> StreamsPlan:
+        """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
+        token and head, one after the other."""
+        B, T, H, D = tensors[1].shape
+        dim, sizes = cut
+        blocks, first_tile, start, place = [], 0, 0, 0
+        for number, size in enumerate(sizes):
+            cells = B * size * (H if dim == 1 else T)
+            groups = cells * D // STREAM_GROUP
+            tiles = -(-groups // STREAM_TILE)
+            begins = place if places is None else places[number]
+            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2))
+            first_tile, start, place = first_tile + tiles, start + size, place + cells * width
+        table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
+        strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
+        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), *strides
+        lanes = self._library.lanes
+        launches = []
+        for kernel in kernels:
+            if kernel == "stream_begins":
+                groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
+            else:
+                groups, items = -(-first_tile // self.packed), self.packed * lanes
+            launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
+        return StreamsPlan(tuple(launches), table, first_tile)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted
+from cocodiff.attention.calls import Noted
 from cocodiff.attention.residual.state import End, SiteState, kept
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Onward, Prediction, coded_width
@@ -117,7 +117,7 @@ class ResidualCall(CodedCall):
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
         with self._span("encode", name):
-            how, notes_N = self.predictions[name], self.noted.own[TENSORS.index(name)]
+            how, notes_N = self.predictions[name], self.noted.of(name)
             self._kernels.encode_residual(x_BTHD, known, how, self.bits, code_BTHW, notes_N)
         return code_BTHW
 

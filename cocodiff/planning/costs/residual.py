@@ -8,9 +8,11 @@ from typing import Any
 from cocodiff.attention import arrival
 from cocodiff.attention.arrival import SAMPLING, Displaced
 from cocodiff.attention.calls import TENSORS
+from cocodiff.attention.lossless.coding import Lossless
 from cocodiff.attention.residual.call import width_of
 from cocodiff.attention.residual.coding import BITS, FINEST, Held, Residual, reconstructions
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
+from cocodiff.planning.costs.lossless import LosslessCosts
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
@@ -20,13 +22,15 @@ class ResidualCosts(Costs):
 
     @classmethod
     def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        if settings.codec == "lossless":
+            return LosslessCosts.head_bytes(settings, head_dim, itemsize)
         return width_of(head_dim, itemsize, BITS[settings.codec])
 
     @classmethod
     def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
         """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
         tensors are."""
-        bits, last = BITS[settings.codec], steps - settings.fine_steps
+        bits, last = BITS.get(settings.codec), steps - settings.fine_steps
         finer = CallKind(fine=bits is not None and bits < FINEST)
         of_arrival: dict[str, Callable[[int], Mapping[str, float]]] = {
             "now": lambda _: {"": 1.0},
@@ -59,6 +63,8 @@ class ResidualCosts(Costs):
         inner = coding.inner if isinstance(coding, Displaced) else coding
         if isinstance(inner, Residual):
             inner.held = Held(kind.whole, kind.fine)
+        elif isinstance(inner, Lossless):
+            LosslessCosts.hold_at(inner, kind)
 
     @staticmethod
     def agree(coding: Residual | Displaced) -> None:

@@ -1,0 +1,250 @@
+"""One attention call of the lossless codec: streams in two parts, and what both ends keep."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.calls import Noted
+from cocodiff.attention.lossless.state import End, LosslessStep, SiteState
+from cocodiff.comm.transport import Ranks
+from cocodiff.kernels import Kernels
+from cocodiff.kernels.lossless import Cut, room_of, stream_places
+from cocodiff.kernels.residual import Reconstructions
+from cocodiff.topology.layout import Layout
+from cocodiff.wire.blocks import Streams
+from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.staged import StagedExchange
+
+OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
+
+
+class Decides(Protocol):
+    """What a call asks of its coding, see `Lossless`."""
+
+    kept: int
+    ranks: Ranks
+
+    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None: ...
+
+
+class Sent(NamedTuple):
+    """A stream that was sent to a rank, in one tensor of this rank's streams. number: its place in `lengths_N`."""
+
+    stream: Tensor
+    lengths_N: Tensor
+    number: int
+    room: int
+
+
+class LosslessCall(CodedCall):
+    """What follows is known once the call has begun.
+
+    codes: whether tensors are of a type that is coded. number: of the call among those that follow one another, 0 for
+    the first. factor: of the continuation, None where the last values are the prediction. rooms: of every tensor the
+    bytes for a token and head of the first part; none in a call whose tensors travel whole.
+    """
+
+    codes: bool
+    number: int
+    factor: float | None
+    noted_step: LosslessStep
+    rooms: Mapping[str, int]
+    noted: Noted | None = None
+
+    def __init__(self, coding: Decides, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
+        super().__init__(layout)
+        self._coding, self.state, self._exchange, self._layer = coding, state, exchange, layer
+        self._kernels, self._trace, self.rooms = exchange.kernels, exchange.trace, {}
+        self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
+        self._staged: StagedExchange | None = None
+        self._stages_of: Counter[str] = Counter()
+
+    def comes_in_stages(self) -> None:
+        self._staged = self._exchange.staged
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        self._head_dim = like_BLHD.shape[-1]
+        self._coding.begin_call(self, like_BLHD)
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()
+        return len(x_BLHD) * width
+
+    def _stage_of(self, name: str) -> int:
+        """The number of a tensor's stage, of which each comes once and in order."""
+        self._stages_of[name] += 1
+        return self._stages_of[name] - 1
+
+    # The sender's end -------------------------------------------------------------------------------------------------
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        layout, cut = self.layout, Cut(2, tuple(self.layout.heads))
+        ranks, length = range(len(cut.sizes)), layout.rows[self._exchange.rank]
+        payloads = [
+            self._encoded(name, x_BLHD, slice(0, length), length, cut, ranks) for name, x_BLHD in tensors_BLHD.items()
+        ]
+        return Encoded(payloads, layout)
+
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
+        ranks: Sequence[int] = self.layout.in_sequence
+        if self._staged is not None:  # the last chunk goes first
+            ranks = self._staged.chunks[-1 - self._stage_of("o")]
+        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+        return self._encoded("o", out_BTGD, rows, sum(self.layout.rows), cut, ranks)
+
+    def _encoded(
+        self, name: str, x_BTHD: Tensor, rows: slice, length: int, cut: Cut, ranks: Sequence[int]
+    ) -> Tensor | Streams:
+        """What travels in the place of `rows` of a tensor's `length` rows, a block for each of `ranks`."""
+        if not self.codes:
+            return x_BTHD
+        ends = self.state.sent
+        if name not in ends:
+            B, _, H, D = x_BTHD.shape
+            ends[name] = End([x_BTHD.new_empty(B, length, H, D) for _ in range(self._coding.kept)])
+        if not self.rooms:
+            ends[name].written(self.number)[:, rows] = x_BTHD
+            return x_BTHD
+        assert self.noted is not None, "a coded call has notes"
+        cells, room = cut.cells(x_BTHD.shape), self.rooms[name]
+        places = stream_places(cells, self._head_dim)
+        streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
+        lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
+        needed_1 = self.noted.of(name)[:1]
+        known = ends[name].known(self.number, rows)
+        with self._trace.span(f"encode {name}", "codec", self._layer):
+            self._kernels.encode_lossless(x_BTHD, known, self.factor, cut, streams, lengths_N, needed_1)
+        found, (B, T, H, _) = [], x_BTHD.shape
+        for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
+            stream = streams[places[number] : places[number + 1]]
+            self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
+            shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
+            found.append(stream[: room * count].view(shape))
+        return Streams(found)
+
+    # The receiver's end -----------------------------------------------------------------------------------------------
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        ranks = hearing = self.layout.in_sequence
+        if self._staged is not None:
+            number = self._stage_of("".join(received_BSGW))
+            ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
+        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+        return self._decoded(received_BSGW, rows, cut, ranks, hearing)
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        cut = Cut(2, tuple(self.layout.heads))
+        ranks, rows = range(len(cut.sizes)), slice(0, received_BLHW.shape[1])
+        return self._decoded({"o": received_BLHW}, rows, cut, ranks, ranks)[0]
+
+    def _decoded(
+        self, received_BTHW: Mapping[str, Tensor], rows: slice, cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
+    ) -> list[Tensor]:
+        """All rows of some tensors, of which `rows` have just come, a block from each of `ranks`. hearing: the ranks
+        that take what this one has sent them, at the same time."""
+        ends = self.state.received
+        if not self.rooms:
+            for name, x_BSGD in received_BTHW.items():
+                if self.codes and name not in ends:  # else these are more rows of the same memory
+                    ends[name] = End([x_BSGD, *(torch.empty_like(x_BSGD) for _ in range(self._coding.kept - 1))])
+            return list(received_BTHW.values())
+        arrived = [
+            Arrived(name, x_BTHW[:, rows], cut, ends[name].known(self.number, rows))
+            for name, x_BTHW in received_BTHW.items()
+        ]
+        with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
+            for one in arrived:
+                one.find_lengths(self._kernels)
+        self._bring_rests(arrived, ranks, hearing)
+        found: list[Tensor] = []
+        for one in arrived:
+            with self._trace.span(f"decode {one.name}", "codec", self._layer):
+                one.decode(self._kernels, self.factor)
+            found.append(ends[one.name].written(self.number))
+        return found
+
+    def _bring_rests(self, arrived: Sequence[Arrived], ranks: Sequence[int], hearing: Sequence[int]) -> None:
+        """Exchanges what of streams did not fit in their first parts, straight between the two ends. All ranks come
+        here in the same order, each for what it decodes next; it is two ranks' affair whether there is a message."""
+        own = self._exchange.rank
+        ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
+        own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
+        numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])
+        if numbers is None:
+            return  # predictions have no numbers
+        of_arrived, of_ours = numbers[: len(arrived)], dict(zip(own_lengths, numbers[len(arrived) :], strict=True))
+        sends, here = [], {}
+        for name, rank, sent in ours:
+            rest = sent.stream[sent.room : of_ours[id(sent.lengths_N)][sent.number]]
+            if rank == own:
+                here[name] = rest
+            elif len(rest):
+                sends.append((rest, rank))
+        receives = []
+        for one, of_tensor in zip(arrived, of_arrived, strict=True):
+            parts = one.make_room(of_tensor)
+            for rank, part in zip(ranks, parts, strict=True):
+                if len(part) and rank == own:
+                    part.copy_(here[one.name])
+                elif len(part):
+                    receives.append((part, rank))
+        if sends or receives:
+            for rest, rank in sends:
+                self._exchange.port.count(rank, rest.nbytes)
+                link = self._exchange.topology.link_class(own, rank)
+                self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
+            self.noted_step.overflow(sum(rest.nbytes for rest, _ in sends), self._bytes_of_whole())
+            with self._trace.span("wait for rests", layer=self._layer):
+                self._coding.ranks.control.submit_inline(self._exchange_rests, sends, receives).wait()
+
+    def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        with self._trace.span("rests", "control"):
+            self._coding.ranks.world.send_recv(sends, receives).wait()
+
+    def _bytes_of_whole(self) -> int:
+        """Of one tensor of this rank, all heads of its rows."""
+        rows, heads = self.layout.rows[self._exchange.rank], sum(self.layout.heads)
+        return rows * heads * 2 * self._head_dim
+
+
+class Arrived:
+    """One tensor's first parts. rests: what did not fit in them, once it is here."""
+
+    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, known: Reconstructions) -> None:
+        self.name, self._code_BTHW, self._cut, self._known = name, code_BTHW, cut, known
+        self.lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
+        self._rests = code_BTHW.new_empty(0)
+        self._found: Tensor | None = None
+
+    def find_lengths(self, kernels: Kernels) -> None:
+        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._known.last, self.lengths_N)
+
+    def make_room(self, lengths: Sequence[int]) -> Sequence[Tensor]:
+        """Memory for the rest of every block, in one tensor."""
+        rooms = [room_of(cells, self._code_BTHW.shape[-1]) for cells in self._cut.cells(self._code_BTHW.shape)]
+        sizes = [max(0, length - room) for length, room in zip(lengths, rooms, strict=True)]
+        self._rests = self._code_BTHW.new_empty(sum(sizes))
+        return self._rests.split_with_sizes(sizes)
+
+    def decode(self, kernels: Kernels, factor: float | None) -> None:
+        given = self._code_BTHW, self._rests, self.lengths_N, self._found
+        kernels.decode_lossless(*given, self._known, factor, self._cut)
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
+    """The numbers of some tensors, looked at together; None of tensors without numbers."""
+    whole = torch.cat(list(tensors))
+    if whole.is_meta:
+        return None
+    numbers: list[int] = whole.tolist()
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(numbers[start : start + len(tensor)])
+        start += len(tensor)
+    return found

@@ -1,0 +1,129 @@
+"""The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
+
+Both ends of a tensor of 16 bits hold what it was at the last calls of its site, exactly, and so its prediction. The
+difference takes few bits, but how many depends on the data, and whoever receives or passes on a message has to know
+its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
+as all ranks have agreed, by the longest stream of the site's last call; it goes along the routes of the exchange,
+which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
+part how long it is: nobody else need know that there is one. Where all fits, no message is added.
+
+A site's first call travels whole. docs/lossless.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cocodiff.attention.calls import TENSORS, SharedNotes
+from cocodiff.attention.lossless.call import LosslessCall
+from cocodiff.attention.lossless.state import LosslessStep, SiteState
+from cocodiff.attention.strategy import Site
+from cocodiff.comm.transport import Ranks
+from cocodiff.kernels.lossless import CODED, PARTS, least_room
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.wire.coded import CodedCall
+from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.wire.exchange import Exchange
+
+FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
+MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
+CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
+
+
+class Held(NamedTuple):
+    """A kind of call, for recordings. anew: it follows no other. share: what the first part takes of a whole tensor."""
+
+    anew: bool
+    share: float
+
+
+class Lossless(Coding):
+    """Sends streams. On one rank nothing travels, and nothing is coded."""
+
+    keeps_state = prefers_ulysses = True
+    held: Held | None = None
+
+    def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
+        """ranks: of the Ulysses group. everyone: those that share the sequence, who agree on sizes."""
+        self.ranks, self.moment, self.factor = ranks, Moment(-1, 0, None), CONTINUED[settings.predictor]
+        self.kept = values_kept(settings)
+        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
+        self._sites: dict[Site, SiteState] = {}
+        self._report: defaultdict[int, LosslessStep] = defaultdict(LosslessStep)
+
+    @classmethod
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
+    ) -> Lossless:
+        return cls(exchange, transport, everyone, settings)
+
+    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
+        state = self._sites.setdefault(site, SiteState())
+        return LosslessCall(self, state, exchange, layout, site.kind)
+
+    def begin_step(self, moment: Moment) -> None:
+        """Has the ranks agree on the sizes of the last call's streams, behind what comes before the first attention."""
+        if self.notes is None:
+            return
+        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
+            self.end()
+        self.moment = moment
+        self.notes.begin_step(moment)
+
+    def forget(self, site: Site) -> None:
+        self._sites.pop(site, None)
+
+    def end(self, drain: bool = True) -> None:
+        if self.notes is not None:
+            if drain:
+                self.notes.settle()
+            self.notes.clear()
+        self._sites.clear()
+
+    def bytes_held(self) -> int:
+        return sum(site.bytes_held() for site in self._sites.values())
+
+    def report(self) -> dict[int, StepNotes]:
+        return {**self._report}
+
+    def forget_report(self) -> None:
+        self._report.clear()
+
+    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
+        """Decides how a call is coded, alike on all ranks."""
+        assert self.notes is not None, "one rank alone codes nothing"
+        state, head_dim = call.state, like_BLHD.shape[-1]
+        self.notes.settle()
+        state.begin(like_BLHD, call.layout, self.moment, self.held is not None and self.held.anew)
+        call.number, call.factor = state.follows, state.factor * self.factor or None
+        call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
+        if call.codes and state.follows:
+            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS}
+            of_three = max(call.rooms[name] for name in "qkv")  # what may travel together is equally wide
+            call.rooms |= dict.fromkeys("qkv", of_three)
+            call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
+            call.noted = self.notes.of_call(like_BLHD.device, largest=True)
+            call.noted.settle.append(state.settle)
+        call.noted_step.add(bool(call.rooms), len(TENSORS) * call.share)
+
+    def _room(self, state: SiteState, name: str, head_dim: int) -> int:
+        """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
+        the noise level moves farther now than it did then, as a bit more holds twice the difference."""
+        whole, needed = 2 * head_dim, state.needed.get(name, 0)
+        if self.held is not None:
+            room = self.held.share * whole
+        elif not needed:
+            room = FIRST_ROOM * whole
+        else:
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
+
+
+def values_kept(settings: Any) -> int:
+    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
+    return 1 if not CONTINUED[settings.predictor] else 2

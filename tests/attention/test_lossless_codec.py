@@ -1,0 +1,140 @@
+"""The lossless codec: the same bits as tensors that travel whole, whatever the data, the ranks and the routes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from residual_worlds import RUN, TROUBLED, Call, Ranks, World
+from torch import Tensor
+
+from cocodiff.attention.lossless import coding as codings
+
+ROUTES = [
+    {"exchange": "flat"},
+    {"exchange": "tapa", "order": "v_first"},
+    {"exchange": "split"},
+    {"exchange": "split", "chunks": 3},
+    {"exchange": "tapa", "chunks": 2, "order": "v_first"},
+    {"exchange": "flat", "ring": 2, "order": "v_first"},
+    {"exchange": "split", "ring": 2, "chunks": 2},
+]
+KINDS = ("curves", "noise", "constant", "jumps", "odd", "still")
+AS_IF = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True)
+class Data(World):
+    """kind: of numbers. noise: any bits but of what is not finite, for attention would lose all others; odd: zeros of
+    both signs, denormal numbers, infinities and NaN; jumps: other tensors at every third call."""
+
+    kind: str = "curves"
+
+    def tensors(self, call: Call) -> list[Tensor]:
+        curves = super().tensors(call)
+        generator = torch.Generator().manual_seed(97 * call.step + call.run)
+        if self.kind in ("noise", "odd") or (self.kind == "jumps" and call.step % 3 == 0):
+            return [self._of_bits(x, generator) for x in curves]
+        if self.kind == "constant":
+            return [torch.full_like(x, 0.25) for x in curves]
+        return curves if self.kind == "curves" or call.step < 2 else super().tensors(Call(1, call.run, call.text))
+
+    def _of_bits(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        as_if = AS_IF[like.dtype]
+        bits = torch.randint(-(2**15), 2**15, like.shape, generator=generator).to(as_if)
+        x = bits.view(like.dtype) if as_if == torch.int16 else bits.float()
+        if self.kind != "odd":
+            return x.nan_to_num(1.0, 2.0, -2.0).clamp(-100, 100)
+        tiny = torch.finfo(like.dtype).tiny / 4
+        pick = torch.randint(0, 40, like.shape, generator=generator)
+        for number, value in enumerate((0.0, -0.0, tiny, -tiny)):
+            x = torch.where(pick % 8 == number, torch.full_like(x, value), x)
+        return x
+
+
+def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings) -> list:
+    """What ranks have sent and their codings, once it is shown that outputs have the bits of tensors sent whole."""
+    given = [(call, world.tensors(call)) for call in calls]
+    whole = Ranks(world, **settings).attend(given)
+    coded = Ranks(world, delayed, codec="lossless", **settings).attend(given)
+    as_if = AS_IF[world.dtype]
+    for rank, ((expected, *_), (found, *_)) in enumerate(zip(whole, coded, strict=True)):
+        for number, (one, two) in enumerate(zip(expected, found, strict=True)):
+            # Which NaN attention gives for NaN depends on where its operands lie in memory.
+            equal = (one.view(as_if) == two.view(as_if)) | (one.isnan() & two.isnan())
+            assert equal.all(), f"call {number}, rank {rank}"
+    return [(sent, whole_sent, coding) for (_, sent, coding), (_, whole_sent, _) in zip(coded, whole, strict=True)]
+
+
+@pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
+@pytest.mark.parametrize("kind", ["curves", "odd"])
+def test_every_route_gives_the_same_bits(how, kind):
+    """At odd sizes, with calls that follow no other, on ranks and messages that are late now and then."""
+    world = Data(6, heads=12, dtype=torch.bfloat16, kind=kind)
+    same_bits(world, TROUBLED, delayed=True, predictor="auto", **how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_kinds_of_numbers_travel_as_they_are(kind, dtype):
+    same_bits(Data(3, dtype=dtype, kind=kind), RUN, predictor="taylor")
+    same_bits(Data(2, dtype=dtype, kind=kind, channels=64, batch=1), RUN, predictor="last")
+
+
+def test_numbers_of_32_bits_travel_whole():
+    for sent, whole, coding in same_bits(Data(2), RUN, predictor="auto"):
+        assert [one["attention"] for one in sent] == [one["attention"] for one in whole]
+        assert not coding.bytes_held()
+
+
+@pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
+def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
+    """The first part has room for the widths alone: all planes come as rests, over every route."""
+    monkeypatch.setattr(codings, "FIRST_ROOM", 0.0)
+    monkeypatch.setattr(codings, "MARGIN", -100.0)
+    monkeypatch.setattr(codings.math, "log2", lambda x: -1000.0)
+    world = Data(6, heads=12, dtype=torch.bfloat16, kind="noise")
+    for _, _, coding in same_bits(world, TROUBLED, delayed=True, predictor="auto", **how):
+        rows = [notes.merged([notes]) for notes in coding.report().values()]
+        assert sum(row["coded_fraction"] for row in rows) > 5
+        assert all(row["overflows"] >= 2 * row["coded_fraction"] for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["noise", "jumps"])
+def test_no_call_after_the_second_sends_more_than_whole_tensors_and_a_fiftieth(kind):
+    world = Data(4, heads=8, image=300, channels=64, dtype=torch.bfloat16, kind=kind, batch=1)
+    for sent, whole, _ in same_bits(world, RUN, exchange="split"):
+        total, of_whole = ([0, *(sum(one["attention"].values()) for one in each)] for each in (sent, whole))
+        for number in range(2, len(RUN)):
+            assert total[number + 1] - total[number] <= 1.02 * (of_whole[number + 1] - of_whole[number])
+
+
+@pytest.mark.exhaustive
+def test_random_worlds():
+    draw = random.Random(0)
+    for _ in range(150):
+        size = draw.choice((2, 3, 4, 5, 8, 12))
+        how = dict(draw.choice(ROUTES))
+        if how.get("ring") and size % 2:
+            how.pop("ring")
+        kind, dtype = draw.choice(KINDS), draw.choice((torch.bfloat16, torch.float16))
+        heads = size * draw.choice((1, 2)) + (0 if how.get("ring") else draw.choice((0, 1)))
+        world = Data(size, heads, draw.choice((5, 23, 64)), draw.choice((8, 24, 64)), dtype=dtype, kind=kind)
+        arrival = draw.choice(("now", "now", "displaced")) if "chunks" not in how else "now"
+        if arrival == "now":
+            same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
+        else:
+            displaced(world, how)
+
+
+def displaced(world: Data, how: dict) -> None:
+    """What comes late is exact: as displacement without a codec."""
+    same_bits(world, RUN, arrival="displaced", **how)
+
+
+@pytest.mark.parametrize("how", ROUTES[:3], ids=lambda how: "-".join(map(str, how.values())))
+def test_what_comes_late_is_exact(how):
+    displaced(Data(4, heads=8, dtype=torch.bfloat16, kind="odd"), how)
+    displaced(Data(4, heads=8, dtype=torch.bfloat16), how)

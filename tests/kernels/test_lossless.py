@@ -1,0 +1,147 @@
+"""encode_lossless, stream_lengths and decode_lossless: tensors as they were, and torch's very streams."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_helpers import forms, random_BLHD, seeds
+from torch import Tensor
+
+from cocodiff.kernels import Kernels, Reconstructions, TorchOps
+from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, most_bytes, room_of, stream_places
+
+TORCH = TorchOps()
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shapes = st.tuples(st.integers(1, 3), st.integers(0, 40), st.integers(1, 6), st.sampled_from((16, 32, 64, 128)))
+odd_shapes = st.tuples(st.integers(1, 2), st.integers(0, 9), st.integers(1, 4), st.sampled_from((1, 8, 24, 40)))
+kinds = st.sampled_from(("near", "noise", "still", "far", "mixed"))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16)
+
+
+def placed(x_BLHD: Tensor, form: str) -> Tensor:
+    return random_BLHD(0, tuple(x_BLHD.shape), x_BLHD.dtype, form).copy_(x_BLHD)
+
+
+def noise(shape, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Any bits: infinities, NaN of all kinds, denormal numbers."""
+    return torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16).view(dtype)
+
+
+def case(shape, dtype: torch.dtype, kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the last values and those before."""
+    generator = torch.Generator().manual_seed(seed)
+    before, drift, further = (torch.randn(shape, generator=generator) for _ in range(3))
+    last = (before + 0.05 * drift).to(dtype)
+    x = (before + 0.1 * drift + 0.01 * further).to(dtype)
+    if kind == "noise":
+        return tuple(noise(shape, dtype, generator) for _ in range(3))
+    if kind == "still":
+        return last.clone(), last, before.to(dtype)
+    if kind == "mixed":
+        x = torch.where(torch.rand(shape, generator=generator) < 0.02, noise(shape, dtype, generator), x)
+        last = torch.where(torch.rand(shape, generator=generator) < 0.02, noise(shape, dtype, generator), last)
+    return (x * 1e4 if kind == "far" else x).to(dtype), last, before.to(dtype)
+
+
+def cut_of(shape, dim: int, seed: int) -> Cut:
+    """Some blocks, empty ones too."""
+    places = sorted(torch.randint(0, shape[dim] + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
+    edges = [0, *places, shape[dim]]
+    return Cut(dim, tuple(stop - start for start, stop in pairwise(edges)))
+
+
+def there_and_back(there, back, given, cut: Cut, factor: float | None, room: int, form: str, two: bool):
+    """Streams, lengths and what is needed, of one implementation; and what both ends know then, of which the other one
+    decodes. room: bytes for a token and head of the first part, of what is needed."""
+    x, last, before = given
+    B, T, H, D = shape = x.shape
+    ends = [Reconstructions(placed(last, form), placed(before, form) if two else None) for _ in range(2)]
+    cells = cut.cells(shape)
+    places = stream_places(cells, D)
+    streams, needed_1 = torch.full((places[-1],), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    lengths_N, found_N = (torch.full((len(cells),), -1) for _ in range(2))
+    there.encode_lossless(placed(x, form), ends[0], factor, cut, streams, lengths_N, needed_1)
+    width = max(least_room(D), min(room, 2 * D))
+    code = torch.full((B, T, H, width), 7, dtype=torch.uint8)
+    rests = []
+    for number, block in enumerate(code.split_with_sizes(cut.sizes, cut.dim)):
+        stream = streams[places[number] : places[number] + int(lengths_N[number])]
+        room_here = room_of(cells[number], width)
+        first = block.flatten().clone()
+        first[: min(len(stream), room_here)] = stream[:room_here]
+        block.copy_(first.view(block.shape))
+        rests.append(stream[room_here:])
+    found = back.stream_lengths(code, cut, x, found_N)
+    assert torch.equal(found_N, lengths_N)
+    back.decode_lossless(code, torch.cat(rests), found_N, found, ends[1], factor, cut)
+    target = [end.last if end.before is None else end.before for end in ends]
+    assert all(torch.equal(bits_of(one), bits_of(x)) for one in target)
+    whole = [streams[place : place + length] for place, length in zip(places, lengths_N.tolist(), strict=False)]
+    for length, count in zip(lengths_N.tolist(), cells, strict=True):
+        assert length <= most_bytes(count, D) and length * PARTS <= int(needed_1) * count
+    return whole, lengths_N, needed_1
+
+
+@given(
+    shape=st.one_of(shapes, odd_shapes),
+    dtype=st.sampled_from(CODED),
+    kind=kinds,
+    dim=st.sampled_from((1, 2)),
+    factor=st.one_of(st.none(), st.floats(0, 2)),
+    room=st.integers(0, 300),
+    seed=seeds,
+    two=st.booleans(),
+)
+@quick
+def test_tensors_come_back_as_they_were(shape, dtype, kind, dim, factor, room, seed, two):
+    given, cut = case(shape, dtype, kind, seed), cut_of(shape, dim, seed)
+    there_and_back(TORCH, TORCH, given, cut, factor, room, "contiguous", two)
+
+
+@given(
+    shape=shapes,
+    dtype=st.sampled_from(CODED),
+    kind=kinds,
+    dim=st.sampled_from((1, 2)),
+    factor=st.one_of(st.none(), st.floats(0, 2)),
+    room=st.integers(0, 300),
+    seed=seeds,
+    form=forms,
+    two=st.booleans(),
+)
+@quick
+def test_streams_have_the_same_bits(sycl, shape, dtype, kind, dim, factor, room, seed, form, two):
+    given, cut = case(shape, dtype, kind, seed), cut_of(shape, dim, seed)
+    theirs = there_and_back(TORCH, sycl, given, cut, factor, room, form, two)
+    ours = there_and_back(sycl, TORCH, given, cut, factor, room, form, two)
+    assert all(torch.equal(one, other) for one, other in zip(theirs[0], ours[0], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(theirs[1:], ours[1:], strict=True))
+
+
+def test_heads_of_odd_sizes_are_torchs(monkeypatch):
+    noted = []
+    kernels = Kernels("sycl", lambda op, path: noted.append((op, path)))
+    given, cut = case((1, 4, 2, 24), torch.bfloat16, "near", 0), Cut(1, (4,))
+    there_and_back(kernels, kernels, given, cut, 0.5, 30, "contiguous", True)
+    assert {path for _, path in noted} == {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "message"),
+    [
+        (torch.zeros(1, 2, 1, 32), TypeError, "float32 travels whole"),
+        (torch.zeros(1, 2, 1, 24, dtype=torch.bfloat16), ValueError, "24 numbers: give a multiple of 16"),
+    ],
+)
+def test_mistakes_are_told(sycl, tensor, error, message):
+    numbers = torch.zeros(1, dtype=torch.int64)
+    streams = torch.zeros(9999, dtype=torch.uint8)
+    with pytest.raises(error, match=message):
+        sycl.encode_lossless(tensor, (tensor.clone(), None), None, (1, (2,)), streams, numbers, numbers)
