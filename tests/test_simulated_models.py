@@ -29,6 +29,7 @@ CODINGS: dict[str, dict[str, Any]] = {
     "int8": {"codec": "int8", "predictor": "last"},
     "int4": {"codec": "int4", "predictor": "taylor"},
     "int2": {"codec": "int2", "predictor": "auto"},
+    "lossless": {"codec": "lossless", "predictor": "taylor"},  # of a model in 16 bits
 }
 # family and calls of a step: without guidance, with both branches in one call, with a call for each
 CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}
@@ -64,6 +65,8 @@ FURTHER = [
     (4, "split", "v_first", "whole", "now", 2, 2, "unguided", None),
     (4, "split", "v_first", "int4", "now", 2, 1, "unguided", 2),
     (4, "split", "v_first", "v_major", "now", 2, 1, "unguided", 2),
+    (4, "split", "v_first", "lossless", "now", 2, 1, "unguided", 2),
+    (3, "tapa", "v_first", "lossless", "displaced", 1, 1, "unguided", None),
 ]
 CASES = [*covering_set(*AXES, fits=fits), *FURTHER]
 
@@ -78,18 +81,23 @@ def model_of(family: str) -> Any:
 def outputs_of(transport: Any, settings: dict[str, Any], family: str, calls: int) -> torch.Tensor:
     """A model's outputs over a few steps of an input that moves, so many calls each, on this rank's device."""
     device, outputs = transport.device, []
-    own, inputs_of = copy.deepcopy(model_of(family)).to(device), FAMILIES[family][1]
+    dtype = torch.bfloat16 if settings.get("codec") == "lossless" else torch.float32
+    own, inputs_of = copy.deepcopy(model_of(family)).to(device, dtype), FAMILIES[family][1]
     inputs = [inputs_of(2 if family == "sd3" else 1, 4, 5, text) for text in (3, 5)[:calls]]
     with parallelize(own, transport=transport, kernels="torch", **settings):
         for step in range(STEPS):
             moment = {"timestep": torch.full_like(inputs[0]["timestep"], 0.9 - 0.2 * step)}
             moment["hidden_states"] = inputs[0]["hidden_states"] * (1 + 0.1 * step)
             of_step = [
-                own(**{name: x.to(device) for name, x in (call | moment).items()}, return_dict=False)[0]
+                own(**{name: placed(x, device, dtype) for name, x in (call | moment).items()}, return_dict=False)[0]
                 for call in inputs
             ]
             outputs += [output * 1 for output in of_step]  # the host waits for nothing between steps
     return torch.stack([output.cpu() for output in outputs])
+
+
+def placed(x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(device, dtype if x.is_floating_point() else x.dtype)
 
 
 @contextlib.contextmanager
