@@ -13,6 +13,7 @@ from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
 from cocodiff.commands import ranks
 from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.terminal import quiet_libraries
 from cocodiff.config import Config
 
 
@@ -44,6 +45,11 @@ def work(fault: str, transport: Any) -> None:
         return
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
+    if fault in ("noisy", "aborts"):
+        os.write(2, b"a library's line\n")
+        print("a line of ours", file=sys.stderr, flush=True)
+        os.abort() if fault == "aborts" and transport.rank == 0 else None
+        return
     if fault == "leaves" and transport.rank == 1:
         return
     for _ in range(1000):
@@ -71,6 +77,7 @@ def main() -> int:
     if sys.argv[1] in ("uncaught", "exit"):
         run_script(sys.argv[1], sys.argv[2])
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
+    quiet_libraries("error")
     launch = detect()
     presence = Presence.of_job(launch)
     if presence is not None:

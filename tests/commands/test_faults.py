@@ -173,6 +173,23 @@ def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("level", "shown"), [("ERROR", False), ("INFO", True)])
+def test_lines_of_libraries_are_shown_to_who_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, shown: bool
+) -> None:
+    """Gloo writes its own on stderr where a connection comes to nothing, whatever it is told."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", level)
+    done = forked("noisy", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 0 and ("a library's line" in done.stderr) == shown, done.stderr
+    assert "a line of ours" in done.stderr
+
+
+def test_a_rank_that_a_library_aborts_shows_what_it_said(tmp_path: Path) -> None:
+    done = forked("aborts", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 was killed by SIGABRT; " in done.stderr and "a library's line" in done.stderr
+
+
 def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
