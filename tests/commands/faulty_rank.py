@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
 from cocodiff.commands import ranks
@@ -57,6 +58,13 @@ def work(fault: str, transport: Any) -> None:
         time.sleep(0.05)
 
 
+def not_met(meeting: Any, *_: Any) -> None:
+    """Rank 1 is asked to stop while the library connects the ranks, which fails on the others."""
+    if meeting.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("a connection was refused")
+
+
 def run_script(fault: str, transport_name: str) -> None:
     """As a user's own script, whose exceptions nobody catches."""
     from cocodiff.engine import open_transport
@@ -84,6 +92,8 @@ def main() -> int:
         presence.announce()  # as the command line does
     if fault == "killed at the start" and launch.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "unmet":
+        connect._initialise = not_met
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
     start_s = 3.0 if fault == "alone" else 600.0
     config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)

@@ -162,6 +162,12 @@ def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Pat
     assert done.returncode == 1 and "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in line
 
 
+def test_a_connection_that_fails_because_a_rank_ended_is_not_the_cause(tmp_path: Path) -> None:
+    done = forked("unmet", "gloo", "forked", folder=tmp_path, module="faulty_rank")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in done.stderr
+
+
 def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -> None:
     """As one that a library does not let go."""
     done = forked("last", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
