@@ -41,7 +41,8 @@ def keep_libraries_off_stderr(log: int) -> None:
     if os.environ.get("TORCH_CPP_LOG_LEVEL") not in ("ERROR", "FATAL"):
         return
     with suppress(OSError):  # it may be closed
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        encoding = getattr(sys.stderr, "encoding", None)
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=encoding, errors="backslashreplace")
         os.dup2(log, 2)
 
 
