@@ -116,7 +116,7 @@ def test_a_script_that_ends_on_one_rank_ends_on_all(fault: str, error: str) -> N
 
 
 def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
-    done = warm_mpiexec(RANKS, FAULTY, "killed at the start", "mpi", timeout_s=60)
+    done = mpiexec(RANKS, FAULTY, "killed at the start", "mpi", timeout_s=60)
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
