@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only what runs alone is asked for, files that have none of it are not imported."""
+    if config.getoption("markexpr") != "alone" or collection_path.suffix != ".py":
+        return None
+    named = any(str(argument).partition("::")[0].endswith(collection_path.name) for argument in config.args)
+    return None if named or "mark.alone" in collection_path.read_text() else True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run side by side, each worker keeps to a core of its own."""
     settings.register_profile("exhaustive")

@@ -33,13 +33,15 @@ def find_mpiexec() -> str:
 
 
 def mpiexec(
-    ranks: int, file: Path | str, *arguments: str, timeout_s: float = 240.0
+    ranks: int, file: Path | str, *arguments: str, timeout_s: float = 240.0, bare: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python file on `ranks` ranks of one MPI job. Hydra, which would kill survivors at once, is told not to."""
+    """Runs a Python file on `ranks` ranks of one MPI job. Hydra, which would kill survivors at once, is told not to.
+    bare: by a Python without the environment's packages."""
     launcher = find_mpiexec()
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
     patience = ["-disable-auto-cleanup"] if "Intel" in version or "HYDRA" in version else []
-    return run([launcher, *patience, "-n", str(ranks), sys.executable, str(file), *arguments], timeout_s)
+    python = [sys.executable, *(["-I", "-S"] if bare else [])]
+    return run([launcher, *patience, "-n", str(ranks), *python, str(file), *arguments], timeout_s)
 
 
 def python(file: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:

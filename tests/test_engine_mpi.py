@@ -1,7 +1,8 @@
 """Parallel transformers on real ranks, under mpiexec, over MPI and then over gloo in the same job."""
 
 import pytest
-from launching import TESTS, assert_succeeded, mpiexec
+from launching import TESTS, assert_succeeded
+from warm_ranks import warm_mpiexec
 
 pytestmark = pytest.mark.processes
 
@@ -16,6 +17,6 @@ pytestmark = pytest.mark.processes
     ids=["4, also in a mesh", "12", "2", "5"],
 )
 def test_mpi_and_gloo_equal_one_process(ranks, words):
-    done = mpiexec(ranks, TESTS / "exactness_rank.py", *words, timeout_s=400.0)
+    done = warm_mpiexec(ranks, TESTS / "exactness_rank.py", *words, timeout_s=400.0)
     assert_succeeded(done)
     assert "all ranks agree" in done.stdout

@@ -32,9 +32,7 @@ def denoise(model: Any, inputs: dict[str, Any], **changes: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "size"),
-    all_but(
-        [("sd3", 2), ("sd3", 12), *((family, size) for family in FAMILIES for size in (3, 6))], FAMILIES, (2, 3, 6, 12)
-    ),
+    all_but([("sd3", 2), ("sd3", 12), ("flux", 3), ("flux2", 6), ("qwen", 3), ("qwen", 6)], FAMILIES, (2, 3, 6, 12)),
 )
 def test_nothing_stable_is_nothing_changed(family, size):
     make, inputs_of = FAMILIES[family]

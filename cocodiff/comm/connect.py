@@ -15,7 +15,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from cocodiff.comm.store import (
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import Transport
 from cocodiff.device import rank_device, ranks_on_device
-from cocodiff.errors import UserError
+from cocodiff.errors import PeerLost, UserError
 
 log = logging.getLogger("cocodiff.comm")
 
@@ -107,7 +108,7 @@ def connect(
     if carried.type == "cpu" and meeting.on_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     transport: LaneOwner
-    with health.blocking():
+    with _blamed_on_a_lost_rank(health), health.blocking():
         if name == "mpi":
             from cocodiff.comm.mpi import MpiTransport
 
@@ -124,6 +125,20 @@ def connect(
         transport.check_messages()
     _tell_of_blocking(transport)
     return transport
+
+
+@contextmanager
+def _blamed_on_a_lost_rank(health: Alone | Watch) -> Iterator[None]:
+    """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
+    try:
+        yield
+    except (PeerLost, UserError):
+        raise
+    except Exception as error:
+        blamed = health.blame(error)
+        if blamed is error:
+            raise
+        raise blamed from error
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:

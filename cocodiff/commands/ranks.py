@@ -24,10 +24,12 @@ from typing import Any
 from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
 from cocodiff.commands.children import StopRequest, become_child, signal_all, stop_requests
 from cocodiff.commands.job_folder import job_folder
+from cocodiff.commands.terminal import keep_libraries_off_stderr
 from cocodiff.config import Config
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport
 
 
@@ -203,11 +205,12 @@ def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work,
     code = 1
     try:
         become_child(parent, _interrupt)
+        log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if launch.rank:
-            log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-
+        else:
+            keep_libraries_off_stderr(log)
         end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
         try:
             end = _run_rank(
@@ -319,15 +322,15 @@ def _ended_by_us(rank: int, folder: Path) -> End:
 
 
 def _child_end(rank: int, status: int, folder: Path) -> End:
+    log = folder / f"rank{rank}.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
     if os.WIFSIGNALED(status):
-        return End("killed", f"rank {rank} was killed by {signal.Signals(os.WTERMSIG(status)).name}")
+        number = signal.Signals(os.WTERMSIG(status))
+        return End("killed", f"rank {rank} was killed by {number.name}", said if number in OWN_SIGNALS else "")
     record = folder / f"rank{rank}.end"
     if record.exists():
         return End(**json.loads(record.read_text()))
-    log = folder / f"rank{rank}.log"
-    return End(
-        "failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", log.read_text() if log.exists() else ""
-    )
+    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
 
 
 def _report(ends: dict[int, End], ranks: int, left: str) -> int:

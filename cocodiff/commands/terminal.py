@@ -34,6 +34,18 @@ def quiet_libraries(level: str) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def keep_libraries_off_stderr(log: int) -> None:
+    """Sends what libraries write on stderr themselves to a file descriptor, where `quiet_libraries` has quieted them;
+    what Python writes goes where it went. Gloo's errors cannot be quieted otherwise: it writes several lines on each
+    connection that comes to nothing."""
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") not in ("ERROR", "FATAL"):
+        return
+    with suppress(OSError):  # it may be closed
+        encoding = getattr(sys.stderr, "encoding", None)
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=encoding, errors="backslashreplace")
+        os.dup2(log, 2)
+
+
 def limit_threads(ranks: int) -> None:
     """Shares the cores among local ranks. Before numpy or torch are imported; what the user has set stays, and where
     OMP_NUM_THREADS is set every library follows it: the last bits of sums depend on threads, and must not depend on how

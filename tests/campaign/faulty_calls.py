@@ -137,7 +137,9 @@ def work(case: Case, strike: Strike, transport: Any) -> None:
 def main() -> int:
     from cocodiff.comm.launch import Launch, detect
     from cocodiff.commands.ranks import run_ranks
+    from cocodiff.commands.terminal import quiet_libraries
 
+    quiet_libraries("error")  # as commands do
     case = Case(**json.loads(sys.argv[1]))
     fault, _, who = case.fault.partition(" ")
     strike = Strike(fault, who or "one", f"{case.folder}/struck", case.delay_ms, case.number)

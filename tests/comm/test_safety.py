@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import assert_succeeded, mpiexec
+from launching import assert_succeeded
 from warm import forked
+from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.store import EVERY_INTERFACE, listening_socket
 
@@ -91,7 +92,7 @@ def test_strangers_reach_loopback_alone_and_change_nothing(
     if started == "forked":
         ranks = [forked("gloo", "2", folder=tmp_path, module="strangers")]
     elif started == "mpiexec":
-        ranks = [mpiexec(2, PROGRAM, "gloo")]
+        ranks = [warm_mpiexec(2, PROGRAM, "gloo")]
     else:
         ranks = under_a_launcher_without_a_store(tmp_path)
     for rank in ranks:

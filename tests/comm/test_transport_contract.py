@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from contract import SIZE, contract
-from launching import assert_succeeded, mpiexec
+from launching import assert_succeeded
 from warm import forked
+from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
@@ -36,7 +37,7 @@ def test_gloo_between_forked_ranks(tmp_path):
 
 
 def test_mpi_then_gloo_under_mpiexec():
-    done = mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo", "host")
+    done = warm_mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo", "host")
     assert_succeeded(done)
     assert done.stdout.count("contract holds") == SIZE
 

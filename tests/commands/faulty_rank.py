@@ -9,10 +9,12 @@ import threading
 import time
 from typing import Any
 
+from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
 from cocodiff.commands import ranks
 from cocodiff.commands.ranks import run_ranks
+from cocodiff.commands.terminal import quiet_libraries
 from cocodiff.config import Config
 
 
@@ -44,11 +46,23 @@ def work(fault: str, transport: Any) -> None:
         return
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
+    if fault in ("noisy", "aborts"):
+        os.write(2, b"a library's line\n")
+        print("a line of ours", file=sys.stderr, flush=True)
+        os.abort() if fault == "aborts" and transport.rank == 0 else None
+        return
     if fault == "leaves" and transport.rank == 1:
         return
     for _ in range(1000):
         transport.gather_object(transport.rank)
         time.sleep(0.05)
+
+
+def not_met(meeting: Any, *_: Any) -> None:
+    """Rank 1 is asked to stop while the library connects the ranks, which fails on the others."""
+    if meeting.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("a connection was refused")
 
 
 def run_script(fault: str, transport_name: str) -> None:
@@ -71,12 +85,15 @@ def main() -> int:
     if sys.argv[1] in ("uncaught", "exit"):
         run_script(sys.argv[1], sys.argv[2])
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
+    quiet_libraries("error")
     launch = detect()
     presence = Presence.of_job(launch)
     if presence is not None:
         presence.announce()  # as the command line does
     if fault == "killed at the start" and launch.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "unmet":
+        connect._initialise = not_met
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
     start_s = 3.0 if fault == "alone" else 600.0
     config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from cocodiff_bench.attention import check_close, check_same_bits
 from cocodiff_bench.common import interleave, rows
-from launching import mpiexec, with_options
+from launching import with_options
 from warm import forked
+from warm_ranks import warm_mpiexec
 
 from cocodiff.cli import main
 from cocodiff.config import load_machine
@@ -96,7 +97,7 @@ def test_numbers_that_rounding_does_not_explain_are_an_error() -> None:
 
 
 def test_under_mpiexec(tmp_path: Path) -> None:
-    done = mpiexec(2, "-m", "cocodiff", *WORDS, "--exchange", "tapa", "--out", str(tmp_path / "bench"))
+    done = warm_mpiexec(2, "-m", "cocodiff", *WORDS, "--exchange", "tapa", "--out", str(tmp_path / "bench"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["variant"] for row in written(tmp_path / "bench")] == ["tapa joint", "tapa v_first"]
     assert done.stdout.count("results:") == 1

@@ -162,6 +162,12 @@ def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Pat
     assert done.returncode == 1 and "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in line
 
 
+def test_a_connection_that_fails_because_a_rank_ended_is_not_the_cause(tmp_path: Path) -> None:
+    done = forked("unmet", "gloo", "forked", folder=tmp_path, module="faulty_rank")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in done.stderr
+
+
 def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -> None:
     """As one that a library does not let go."""
     done = forked("last", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
@@ -171,6 +177,23 @@ def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -
 def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:
     done = forked("late", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("level", "shown"), [("ERROR", False), ("INFO", True)])
+def test_lines_of_libraries_are_shown_to_who_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, shown: bool
+) -> None:
+    """Gloo writes its own on stderr where a connection comes to nothing, whatever it is told."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", level)
+    done = forked("noisy", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 0 and ("a library's line" in done.stderr) == shown, done.stderr
+    assert "a line of ours" in done.stderr
+
+
+def test_a_rank_that_a_library_aborts_shows_what_it_said(tmp_path: Path) -> None:
+    done = forked("aborts", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 was killed by SIGABRT; " in done.stderr and "a library's line" in done.stderr
 
 
 def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from launching import mpiexec, run, with_options
 from tiny_models import sd3_inpaint_pipeline
 from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
+from warm_ranks import warm_mpiexec
 
 from cocodiff.cli import main
 
@@ -66,7 +67,7 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     text |= {"text_encoder_3": T5EncoderModel(t5).eval(), "tokenizer_3": text["tokenizer"]}
     StableDiffusion3InpaintPipeline.from_pipe(sd3_pipeline(**text)).save_pretrained(tmp_path / "model")
     words = (EXAMPLE, tmp_path)
-    done = mpiexec(2, *words, timeout_s=120) if launcher == "mpiexec" else run(torchrun(*words, ranks=2), 120)
+    done = warm_mpiexec(2, *words, timeout_s=120) if launcher == "mpiexec" else run(torchrun(*words, ranks=2), 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("{'sibling': ") == 2
     of_ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -78,7 +79,7 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
 
 
 def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_path: Path) -> None:
-    done = mpiexec(
+    done = warm_mpiexec(
         RANKS, "-m", "cocodiff", *with_options(request_words, "--steps", "0"), "--out", str(tmp_path / "out")
     )
     assert done.returncode != 0
@@ -88,7 +89,7 @@ def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_p
 
 @pytest.mark.parametrize(("transport", "fault"), [("mpi", "exception"), ("mpi", "killed"), ("gloo", "killed")])
 def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fault: str) -> None:
-    done = mpiexec(RANKS, FAULTY, fault, transport)
+    done = warm_mpiexec(RANKS, FAULTY, fault, transport)
     assert done.returncode != 0
     reason = "failed: RuntimeError: the disk is on fire" if fault == "exception" else "died: its connection closed"
     for survivor in (0, 2):
@@ -97,7 +98,7 @@ def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fau
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
-    done = mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
+    done = warm_mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 left the run") == 1, done.stderr
@@ -122,7 +123,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
 
 
 def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends() -> None:
-    done = mpiexec(RANKS, FAULTY, "sleeps", "mpi", timeout_s=60)
+    done = warm_mpiexec(RANKS, FAULTY, "sleeps", "mpi", timeout_s=60)
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 has not gone on from broadcast_object") == 1, done.stderr
@@ -131,7 +132,7 @@ def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends() -> None:
 
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def test_ranks_started_differently_are_refused_under_mpiexec(transport: str) -> None:
-    done = mpiexec(RANKS, FAULTY, "settings", transport)
+    done = warm_mpiexec(RANKS, FAULTY, "settings", transport)
     assert done.returncode != 0
     said = "was started differently from rank 0: steps is 50 there and 20 on rank 0; start every rank alike"
     assert done.stderr.count(said) == 1

@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
-from launching import mpiexec
 from test_faults import Run
 from warm import forked
+from warm_ranks import warm_mpiexec
 
 from cocodiff.cli import main
 
@@ -96,7 +96,7 @@ def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_
     with (tmp_path / ".out.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--out", str(tmp_path / "out")]
-        done = mpiexec(2, COCODIFF, *words)
+        done = warm_mpiexec(2, COCODIFF, *words)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "cocodiff: " in line] == [
         f"cocodiff: --out {tmp_path / 'out'}: another run (another process) writes there: wait for its end, or choose "

@@ -196,3 +196,16 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
         difference = first_difference(there, described(tmp_path / "scan.tif", data, **options))
         assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
     shutil.rmtree(tmp_path / "elsewhere")
+
+
+def test_slices_in_a_folder_that_has_a_stores_name(tmp_path: Path) -> None:
+    volume, folder = voxels((3, 20, 33)), tmp_path / "x.zarr"
+    folder.mkdir()
+    for number, image_YX in enumerate(volume):
+        tifffile.imwrite(folder / f"recon_{number}.tif", image_YX, photometric="minisblack")
+    assert np.array_equal([open_volume(str(folder)).reader(index) for index in range(3)], volume)
+    assert np.array_equal(open_volume(str(folder / "recon_1.tif")).reader(0), volume[1])
+    zarr.create_array(folder / "0", data=volume)
+    assert np.array_equal(open_volume(f"{folder}:/0").reader(1), volume[1])
+    zarr.create_array(folder, data=volume[:2])
+    assert open_volume(str(folder)).shape == (2, 20, 33)

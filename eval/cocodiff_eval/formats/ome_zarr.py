@@ -36,9 +36,14 @@ def split_store(path: str) -> tuple[str, str] | None:
     match = _STORE.match(path.rstrip("/"))
     if match is not None and is_folder(match["store"]):
         return match["store"], (match["inner"] or "").strip("/")
-    if is_folder(path) and any((Path(path) / mark).is_file() for mark in MARKS):
+    if is_folder(path) and is_store(path):
         return path.rstrip("/"), ""
     return None
+
+
+def is_store(folder: str) -> bool:
+    """Whether a folder says of itself that it is Zarr."""
+    return any((Path(folder) / mark).is_file() for mark in MARKS)
 
 
 def open_node(store: str, inner: str) -> Any:

@@ -22,6 +22,7 @@ from cocodiff_eval.formats.volume import (
     VolumeFile,
     check_file,
     format_shape,
+    is_folder,
     one_line,
     quiet_libraries,
 )
@@ -33,6 +34,14 @@ _NUMBER = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$", re.DOTAL
 def is_pattern(path: str) -> bool:
     """Whether a path names several files, and none of that very name exists."""
     return any(sign in path for sign in "*?[") and "\0" not in path and not is_there(path)
+
+
+def holds_slices(path: str) -> bool:
+    """Whether a path names a folder that has TIFF files in it."""
+    try:
+        return is_folder(path) and bool(_slices_in(path))
+    except PermissionError:
+        return False
 
 
 def open_sequence(path: str) -> RawVolume:
@@ -58,6 +67,10 @@ def open_sequence(path: str) -> RawVolume:
     return RawVolume(path, stem, (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
+def _slices_in(folder: str) -> list[Path]:
+    return [one for one in Path(folder).iterdir() if one.suffix.lower() in TIFF_SUFFIXES and one.name[0] != "."]
+
+
 def _listed(path: str) -> list[tuple[int, str]]:
     """Numbers and files in order."""
     if is_pattern(path):
@@ -74,7 +87,7 @@ def _listed(path: str) -> list[tuple[int, str]]:
         if not files:
             raise UserError(f"{path}: no such file; no name fits this pattern (quoted, so that the shell leaves it?)")
     else:
-        files = [one for one in Path(path).iterdir() if one.suffix.lower() in TIFF_SUFFIXES and one.name[0] != "."]
+        files = _slices_in(path)
         if not files:
             raise UserError(f"{path}: is a directory; name the files in it, e.g. {Path(path) / '*.png'}")
     families: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)

@@ -14,10 +14,10 @@ from cocodiff.errors import UserError, check_choice
 from cocodiff.files import is_there
 from cocodiff_eval.formats.hdf5 import open_hdf5
 from cocodiff_eval.formats.hdf5_file import Hdf5File
-from cocodiff_eval.formats.ome_zarr import open_zarr, split_store
+from cocodiff_eval.formats.ome_zarr import is_store, open_zarr, split_store
 from cocodiff_eval.formats.ome_zarr_file import ZarrFile
 from cocodiff_eval.formats.png import open_png
-from cocodiff_eval.formats.sequence import SequenceFiles, is_pattern, open_sequence
+from cocodiff_eval.formats.sequence import SequenceFiles, holds_slices, is_pattern, open_sequence
 from cocodiff_eval.formats.tiff import StackFile, open_tiff
 from cocodiff_eval.formats.volume import RawVolume, VolumeFile, check_file, check_memory, is_folder
 from cocodiff_eval.formats.words import SAME, WRITTEN
@@ -90,7 +90,9 @@ def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     path = str(path)
     if not path:
         raise UserError("'' is no path: name a file or a folder, . for the current one")
-    if store := split_store(path):
+    store = split_store(path)
+    in_plain_folder = is_there(path) and (Path(path).is_file() or holds_slices(path))  # whose name alone is a store's
+    if store and (is_store(store[0]) or not in_plain_folder):
         return open_zarr(*store)
     if is_pattern(path) or is_folder(path):
         return open_sequence(path)

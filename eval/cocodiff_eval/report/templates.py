@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ def write_template(path: Path, name: str, **values: Any) -> None:
         file.writelines(pieces)
 
 
+@cache
 def _environment() -> Any:
+    """Keeps templates that it has compiled."""
     import jinja2
 
     return jinja2.Environment(
