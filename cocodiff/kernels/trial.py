@@ -11,9 +11,11 @@ from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.kernels.choices import OPS
+from cocodiff.kernels.lossless import CODED, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
+STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
 B, L, H, D = 1, 70, 3, 128
 
@@ -32,7 +34,7 @@ class KernelTrial(NamedTuple):
 def try_operations(ops: SyclOps | None, device: torch.device) -> list[KernelTrial]:
     """All operations in all dtypes: SYCL's against torch's on the same device; without SYCL torch's own against those
     of the CPU."""
-    return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS]
+    return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS if op not in STREAMED or dtype in CODED]
 
 
 def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device) -> KernelTrial:
@@ -64,6 +66,8 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return _moved(op, ops, x_BLHD, other_BLHD)
     if op in ("encode_residual", "decode_residual"):
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
+    if op in STREAMED:
+        return _streamed(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
     if op == "continue_linearly":
         operand_BLHD = torch.zeros_like(x_BLHD)
         ops.continue_linearly(x_BLHD, other_BLHD, Onward(0.5, operand_BLHD))
@@ -114,3 +118,27 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
             ops.decode_residual(code_BLHW, ends[1], 0.75, bits, Onward(0.5, operand_BLHD))
         found += [code_BLHW, notes_N, operand_BLHD, *(end.before for end in ends if end.before is not None)]
     return found
+
+
+def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
+    """Two blocks of rows by a continuation. What is decoded is what torch encoded, most of it from the rests."""
+    assert known.before is not None
+    cut, device = Cut(1, (L - 1, 1)), x_BLHD.device
+    cells, width = cut.cells(x_BLHD.shape), least_room(D) + 1
+    places, ends = stream_places(cells, D), [Reconstructions(known.last, known.before.clone()) for _ in range(2)]
+    streams = torch.zeros(places[-1], dtype=torch.uint8, device=device)
+    lengths_N, found_N, needed_1 = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 2, 1))
+    encoder = ops if op == "encode_lossless" else TorchOps()
+    encoder.encode_lossless(x_BLHD, ends[0], 0.75, cut, streams, lengths_N, needed_1)
+    ends_at = [place + length for place, length in zip(places, lengths_N.tolist(), strict=False)]
+    if op == "encode_lossless":
+        written = [streams[place:end] for place, end in zip(places, ends_at, strict=False)]
+        return [*written, lengths_N, needed_1, ends[0].before]  # type: ignore[list-item]
+    rooms = [room_of(count, width) for count in cells]
+    first = [streams[place : place + count * width] for place, count in zip(places, cells, strict=False)]
+    code_BLHW = torch.cat(first).view(B, L, H, width)
+    rests = torch.cat([streams[place + room : end] for place, room, end in zip(places, rooms, ends_at, strict=False)])
+    found = ops.stream_lengths(code_BLHW, cut, x_BLHD, found_N)
+    if op == "decode_lossless":
+        ops.decode_lossless(code_BLHW, rests, found_N, found, ends[1], 0.75, cut)  # type: ignore[arg-type]
+    return [found_N, ends[1].before]  # type: ignore[list-item]

@@ -21,6 +21,7 @@ from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions, Rows, TorchOps, coded_width, dispatch
 from cocodiff.kernels.choices import CHOICES, OPS
+from cocodiff.kernels.lossless import Cut, least_room, most_bytes
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
@@ -72,6 +73,7 @@ def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
 def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps):
     ran: list[tuple[str, str]] = []
     x_BLHD, index_K = torch.ones(1, 2, 3, 4), torch.tensor([1])
+    half_BLHD, cut = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16), Cut(1, (2,))
     for path in ("sycl", "torch"):
         kernels = Kernels(path, lambda op, path: ran.append((op, path)))
         kernels.pack([[x_BLHD]], [torch.empty(24)])
@@ -87,6 +89,12 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
         kernels.note_change(x_BLHD, x_BLHD.clone(), notes_N)
         kernels.decode_residual(code_BLHW, Reconstructions(x_BLHD.clone()), None, 4)
         kernels.continue_linearly(x_BLHD, x_BLHD.clone(), Onward(0.5, torch.empty_like(x_BLHD)))
+        known, (lengths_N, needed_1) = Reconstructions(half_BLHD.clone()), torch.zeros(2, 1).long()
+        streams = torch.zeros(most_bytes(6, 16), dtype=torch.uint8)
+        kernels.encode_lossless(half_BLHD, known, None, cut, streams, lengths_N, needed_1)
+        streamed_BLHW = streams[: 6 * least_room(16)].view(1, 2, 3, -1)
+        found = kernels.stream_lengths(streamed_BLHW, cut, half_BLHD, lengths_N)
+        kernels.decode_lossless(streamed_BLHW, streams[:0], lengths_N, found, known, None, cut)
     assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
 
