@@ -124,12 +124,12 @@ class Kernels:
         lengths_N: Tensor,
         needed_1: Tensor,
     ) -> None:
-        moved = (x_BLHD,) if x_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
-        self._run("encode_lossless", moved, x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
+        given = x_BLHD, known, factor, cut, streams, lengths_N, needed_1
+        self._run("encode_lossless", (x_BLHD,), *given, kernels=x_BLHD.shape[-1] % STREAM_GROUP == 0)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
-        moved = (like_BLHD,) if like_BLHD.shape[-1] % STREAM_GROUP == 0 else ()
-        return self._run("stream_lengths", moved, code_BLHW, cut, like_BLHD, lengths_N)
+        given = code_BLHW, cut, like_BLHD, lengths_N
+        return self._run("stream_lengths", (like_BLHD,), *given, kernels=like_BLHD.shape[-1] % STREAM_GROUP == 0)
 
     def decode_lossless(
         self,
@@ -141,16 +141,17 @@ class Kernels:
         factor: float | None,
         cut: Cut,
     ) -> None:
-        moved = () if found is None else (known.last,)  # torch's form has found no more than the lengths
-        self._run("decode_lossless", moved, code_BLHW, rests, lengths_N, found, known, factor, cut)
+        given = code_BLHW, rests, lengths_N, found, known, factor, cut
+        # torch's form has found no more than the lengths, and what decodes is what has found them
+        self._run("decode_lossless", (known.last,), *given, kernels=found is not None)
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
         return self._sycl(op, moved) is not None
 
-    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any) -> Any:
-        """moved: the tensors whose size decides."""
-        sycl = self._sycl(op, moved) if moved else None
+    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any, kernels: bool = True) -> Any:
+        """moved: the tensors whose size decides. kernels: whether there are any for these."""
+        sycl = self._sycl(op, moved) if moved and kernels else None
         if self._note is not None:
             self._note(op, "torch" if sycl is None else "sycl")
         return getattr(sycl or self._torch, op)(*arguments)

@@ -110,7 +110,18 @@ def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     assert rows["tapa"]["step_s"] == time["step_s"] and rows["tapa"]["bytes_per_step"] == time["bytes_per_step"]
     assert next(iter(rows)) == "flat" and rows["flat"]["over_flat"] == 1.0
     assert rows["tapa"]["over_flat"] == pytest.approx(rows["flat"]["step_s"] / time["step_s"])
-    assert set(rows) == {"flat", "tapa", "v_first", "split", "cocodiff", "cocodiff+", "coded", "coded-", "ahead"}
+    assert set(rows) == {
+        "flat",
+        "tapa",
+        "v_first",
+        "split",
+        "lossless",
+        "cocodiff",
+        "cocodiff+",
+        "coded",
+        "coded-",
+        "ahead",
+    }
     assert rows["split"]["exact"] and not rows["cocodiff"]["exact"] and rows["cocodiff"]["fits"]
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
     for part in ("a step: ", "GB sent in a step", "wait for qkv", "rank 0, tapa, phase 2 of q, k or v, lane plane:"):

@@ -287,7 +287,7 @@ def test_points_that_cannot_run_are_refused_at_the_start(
         ),
         (
             {"points": [{"predictor": "last"}]},
-            "predictor does nothing with codec none: add codec: int8 or int4 or int2",
+            "predictor does nothing with codec none: add codec: lossless or int8 or int4 or int2",
         ),
         ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.calls import Noted
-from cocodiff.attention.lossless.state import End, LosslessStep, SiteState
+from cocodiff.attention.lossless.state import NEEDED, End, LosslessStep, SiteState
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import Cut, room_of, stream_places
@@ -116,7 +116,7 @@ class LosslessCall(CodedCall):
         places = stream_places(cells, self._head_dim)
         streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
         lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
-        needed_1 = self.noted.of(name)[:1]
+        needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
         known = ends[name].known(self.number, rows)
         with self._trace.span(f"encode {name}", "codec", self._layer):
             self._kernels.encode_lossless(x_BTHD, known, self.factor, cut, streams, lengths_N, needed_1)

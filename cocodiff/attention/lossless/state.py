@@ -11,6 +11,8 @@ from torch import Tensor
 from cocodiff.attention.calls import TENSORS, SiteCalls
 from cocodiff.kernels.residual import Reconstructions
 
+NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
+
 
 @dataclass
 class End:
@@ -40,7 +42,7 @@ class SiteState(SiteCalls):
         self.needed, self.sent, self.received = {}, {}, {}
 
     def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        self.needed = {name: needed for name, (needed, *_) in zip(TENSORS, notes, strict=True)}
+        self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
 
     def bytes_held(self) -> int:
         ends = (*self.sent.values(), *self.received.values())
