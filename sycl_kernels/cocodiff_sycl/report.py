@@ -15,6 +15,7 @@ from cocodiff_sycl.build import HERE, kernel_source
 from cocodiff_sycl.library import GPU_LANES
 from cocodiff_sycl.native import compile_native
 from cocodiff_sycl.ocloc import Ocloc, Usage
+from cocodiff_sycl.plans import STREAM_GROUP
 
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
@@ -32,6 +33,9 @@ LABEL = re.compile(r"^(L\d+):")
 JUMP = re.compile(r"\b(?:goto|jmpi|while|brd)\b.*?\b(L\d+)\b")
 SLOW = re.compile(r"\bmath\.")  # 4 cycles for 16 lanes
 NO_WORK = re.compile(r"^\s*(?:\(.*?\))?\s*(?:sync\.|nop\b|illegal\b)")
+# Of the lossless codec, bytes that are moved for a number: x and two known values read; these, what is known next and
+# the stream; and without x.
+STREAM_BYTES = {"stream_sizes": 6, "stream_numbers": 9, "read_streams": 7}
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,16 @@ def report(device: str, ocloc: Ocloc) -> list[Row]:
 
 def row_of(usage: Usage, path: str) -> Row:
     """path: the assembly whose hot loop counts."""
-    if usage.name == "select_largest":  # bound by latency: no loop to count
+    if usage.name in ("select_largest", "stream_begins"):  # bound by latency: no loop to count
         return Row(usage, None, 0, 0)
     loop = hot_loop(path)
     if usage.name.startswith("move_rows"):
         numbers = COPIED_BYTES // ITEMSIZE["bf16"]
         return Row(usage, loop, numbers, 2 * COPIED_BYTES)
     sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
+    if "stream" in usage.name:  # a group of numbers in a pass
+        loop = max(loops(path), key=lambda one: one.cycles)  # whose messages are narrow: a number for a work-item
+        return Row(usage, loop, STREAM_GROUP, STREAM_GROUP * STREAM_BYTES[usage.name.rpartition("_")[0]])
     if "residual" in usage.name:  # x and one or two reconstructions read, one written; and the code
         tensors = (
             2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare", "_measure", "_onward"))

@@ -21,10 +21,11 @@ struct StreamsOf {
   Strides of_x, of_last, of_before;
 };
 
-constexpr int EACH = RUN / LANES; // numbers of a group that a work-item has
-using Run = Vector<int32_t, EACH>;
-using RunOfFloats = Vector<float, EACH>;
-using Shorts = Vector<uint16_t, EACH>;
+constexpr int EACH = RUN / LANES;         // numbers of a group that a work-item has
+constexpr int WIDE = EACH == 1 ? 2 : EACH; // there are no vectors of one number: the second one is not looked at
+using Run = Vector<int32_t, WIDE>;
+using RunOfFloats = Vector<float, WIDE>;
+using Shorts = Vector<uint16_t, WIDE>;
 
 #if LANES > 1
 inline auto lanes() { return syclext::this_work_item::get_sub_group(); }
@@ -55,20 +56,24 @@ inline int32_t most(Run x) { return most_of_all(own_most(x)); }
 inline int32_t sum(Run x) { return sum_of_all(own_sum(x)); }
 // Of every number the sum of those before it in the group.
 inline Run before_each(Run x) {
-  Run found;
+  Run found = 0;
   int32_t at = sum_before(own_sum(x));
 #pragma unroll
   for (int i = 0; i < EACH; ++i) found[i] = at, at += x[i];
   return found;
 }
 inline Run taken(const uint16_t *from) {
-  return __builtin_convertvector(reinterpret_cast<const Loose<uint16_t, EACH> *>(from + lane() * EACH)->value, Run);
+  if constexpr (EACH == 1) return Run{from[lane()], 0};
+  return __builtin_convertvector(reinterpret_cast<const Loose<uint16_t, WIDE> *>(from + lane() * EACH)->value, Run);
 }
 inline void put(uint16_t *to, Run x) {
-  reinterpret_cast<Loose<uint16_t, EACH> *>(to + lane() * EACH)->value = __builtin_convertvector(x, Shorts);
+  if constexpr (EACH == 1)
+    to[lane()] = uint16_t(x[0]);
+  else
+    reinterpret_cast<Loose<uint16_t, WIDE> *>(to + lane() * EACH)->value = __builtin_convertvector(x, Shorts);
 }
 inline Run length_of(Run z) {
-  Run found;
+  Run found = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) found[i] = 32 - int32_t(sycl::clz(uint32_t(z[i])));
   return found;
@@ -79,7 +84,7 @@ template <typename Type> inline RunOfFloats widened(Run bits) {
     return __builtin_bit_cast(RunOfFloats, bits << 16);
   else
     return __builtin_convertvector(
-        __builtin_bit_cast(Vector<_Float16, EACH>, __builtin_convertvector(bits, Shorts)), RunOfFloats);
+        __builtin_bit_cast(Vector<_Float16, WIDE>, __builtin_convertvector(bits, Shorts)), RunOfFloats);
 }
 
 // Of finite numbers.
@@ -89,7 +94,7 @@ template <typename Type> inline Run narrowed(RunOfFloats x) {
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
   } else
     return __builtin_convertvector(
-        __builtin_bit_cast(Shorts, __builtin_convertvector(x, Vector<_Float16, EACH>)), Run);
+        __builtin_bit_cast(Shorts, __builtin_convertvector(x, Vector<_Float16, WIDE>)), Run);
 }
 
 // 16 bits with their sign.
@@ -260,7 +265,7 @@ template <typename Type> inline void stream_numbers(const StreamsOf &of) {
   Encoder<Type>{of}.groups(tile, [&](int, Run z, const Known<Type> &known, Run bits, uint16_t *target) {
     const Run width = known.width(code_of(z, known.further)), from = before_each(width) + count;
     put(target, bits);
-    Vector<uint32_t, EACH> words = 0; // the work-item's, of the group's 16
+    Vector<uint32_t, WIDE> words = 0; // the work-item's, of the group's 16
     if (lane() == 0) words[0] = held;
 #pragma unroll
     for (int i = 0; i < RUN; ++i) {
