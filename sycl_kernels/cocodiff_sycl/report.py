@@ -15,7 +15,6 @@ from cocodiff_sycl.build import HERE, kernel_source
 from cocodiff_sycl.library import GPU_LANES
 from cocodiff_sycl.native import compile_native
 from cocodiff_sycl.ocloc import Ocloc, Usage
-from cocodiff_sycl.plans import STREAM_GROUP
 
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
@@ -139,9 +138,9 @@ def row_of(usage: Usage, path: str) -> Row:
         numbers = COPIED_BYTES // ITEMSIZE["bf16"]
         return Row(usage, loop, numbers, 2 * COPIED_BYTES)
     sizes = [ITEMSIZE[part] for part in usage.name.split("_") if part in ITEMSIZE]
-    if "stream" in usage.name:  # a group of numbers in a pass
-        loop = max(loops(path), key=lambda one: one.cycles)  # whose messages are narrow: a number for a work-item
-        return Row(usage, loop, STREAM_GROUP, STREAM_GROUP * STREAM_BYTES[usage.name.rpartition("_")[0]])
+    if "stream" in usage.name:
+        loop = max(loops(path), key=lambda one: one.cycles)
+        return Row(usage, loop, NUMBERS, NUMBERS * STREAM_BYTES[usage.name.rpartition("_")[0]])
     if "residual" in usage.name:  # x and one or two reconstructions read, one written; and the code
         tensors = (
             2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare", "_measure", "_onward"))

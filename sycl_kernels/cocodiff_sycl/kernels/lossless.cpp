@@ -2,7 +2,7 @@
 //
 // stream_sizes finds every tile's codes and its words, stream_begins where tiles' numbers begin and how long streams
 // are, stream_numbers writes the numbers and what is known next; read_streams is the way back. LANES work-items take a
-// tile, a group of 16 numbers at a time: on a GPU a number each. Bound by memory: x and what is known are read twice.
+// tile, some groups in a pass: on a GPU 8 numbers each. x and what is known are read twice.
 namespace lossless {
 constexpr int RUN = 16, TILE = 32, RAW = 15, NOTED_PARTS = 16;
 
@@ -21,30 +21,34 @@ struct StreamsOf {
   Strides of_x, of_last, of_before;
 };
 
-constexpr int EACH = RUN / LANES;         // numbers of a group that a work-item has
-constexpr int WIDE = EACH == 1 ? 2 : EACH; // there are no vectors of one number: the second one is not looked at
-using Run = Vector<int32_t, WIDE>;
-using RunOfFloats = Vector<float, WIDE>;
-using Shorts = Vector<uint16_t, WIDE>;
+constexpr int EACH = LANES == 1 ? RUN : 8; // numbers of a work-item in a pass
+constexpr int SHARE = RUN / EACH;          // work-items that share a group
+constexpr int PASS = LANES / SHARE;        // groups of a pass
+using Run = Vector<int32_t, EACH>;
+using RunOfFloats = Vector<float, EACH>;
+using Shorts = Vector<uint16_t, EACH>;
 
 #if LANES > 1
 inline auto lanes() { return syclext::this_work_item::get_sub_group(); }
 inline int32_t lane() { return lanes().get_local_linear_id(); }
-inline int32_t most_of_all(int32_t x) { return sycl::reduce_over_group(lanes(), x, sycl::maximum<int32_t>()); }
+inline int32_t most_in_group(int32_t x) { return sycl::max(x, sycl::permute_group_by_xor(lanes(), x, 1)); }
 inline int32_t sum_of_all(int32_t x) { return sycl::reduce_over_group(lanes(), x, sycl::plus<int32_t>()); }
 inline int32_t sum_before(int32_t x) { return sycl::exclusive_scan_over_group(lanes(), x, sycl::plus<int32_t>()); }
+inline uint32_t any_of_all(uint32_t x) { return sycl::reduce_over_group(lanes(), x, sycl::bit_or<uint32_t>()); }
 #else
 inline int32_t lane() { return 0; }
-inline int32_t most_of_all(int32_t x) { return x; }
+inline int32_t most_in_group(int32_t x) { return x; }
 inline int32_t sum_of_all(int32_t x) { return x; }
 inline int32_t sum_before(int32_t) { return 0; }
+inline uint32_t any_of_all(uint32_t x) { return x; }
 #endif
 
-inline int32_t own_most(Run x) {
+// Over a group.
+inline int32_t most(Run x) {
   int32_t found = x[0];
 #pragma unroll
   for (int i = 1; i < EACH; ++i) found = sycl::max(found, x[i]);
-  return found;
+  return most_in_group(found);
 }
 inline int32_t own_sum(Run x) {
   int32_t found = 0;
@@ -52,31 +56,24 @@ inline int32_t own_sum(Run x) {
   for (int i = 0; i < EACH; ++i) found += x[i];
   return found;
 }
-inline int32_t most(Run x) { return most_of_all(own_most(x)); }
-inline int32_t sum(Run x) { return sum_of_all(own_sum(x)); }
-// Of every number the sum of those before it in the group.
-inline Run before_each(Run x) {
-  Run found = 0;
-  int32_t at = sum_before(own_sum(x));
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) found[i] = at, at += x[i];
-  return found;
-}
-inline Run taken(const uint16_t *from) {
-  if constexpr (EACH == 1) return Run{from[lane()], 0};
-  return __builtin_convertvector(reinterpret_cast<const Loose<uint16_t, WIDE> *>(from + lane() * EACH)->value, Run);
-}
-inline void put(uint16_t *to, Run x) {
-  if constexpr (EACH == 1)
-    to[lane()] = uint16_t(x[0]);
+template <bool WORDS> inline Run taken(const uint16_t *from) {
+  if constexpr (WORDS)
+    return __builtin_convertvector(
+        __builtin_bit_cast(Shorts, reinterpret_cast<const Loose<uint32_t, EACH / 2> *>(from)->value), Run);
   else
-    reinterpret_cast<Loose<uint16_t, WIDE> *>(to + lane() * EACH)->value = __builtin_convertvector(x, Shorts);
+    return __builtin_convertvector(reinterpret_cast<const Loose<uint16_t, EACH> *>(from)->value, Run);
 }
+template <bool WORDS> inline void put(uint16_t *to, Run x) {
+  const Shorts narrow = __builtin_convertvector(x, Shorts);
+  if constexpr (WORDS)
+    reinterpret_cast<Loose<uint32_t, EACH / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, EACH / 2>, narrow);
+  else
+    reinterpret_cast<Loose<uint16_t, EACH> *>(to)->value = narrow;
+}
+// By the exponent of a float, in which 16 bits are exact.
 inline Run length_of(Run z) {
-  Run found = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) found[i] = 32 - int32_t(sycl::clz(uint32_t(z[i])));
-  return found;
+  const Run exponent = __builtin_bit_cast(Run, __builtin_convertvector(z, RunOfFloats)) >> 23;
+  return exponent > 0 ? exponent - 126 : Run(0);
 }
 
 template <typename Type> inline RunOfFloats widened(Run bits) {
@@ -84,7 +81,7 @@ template <typename Type> inline RunOfFloats widened(Run bits) {
     return __builtin_bit_cast(RunOfFloats, bits << 16);
   else
     return __builtin_convertvector(
-        __builtin_bit_cast(Vector<_Float16, WIDE>, __builtin_convertvector(bits, Shorts)), RunOfFloats);
+        __builtin_bit_cast(Vector<_Float16, EACH>, __builtin_convertvector(bits, Shorts)), RunOfFloats);
 }
 
 // Of finite numbers.
@@ -94,46 +91,35 @@ template <typename Type> inline Run narrowed(RunOfFloats x) {
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
   } else
     return __builtin_convertvector(
-        __builtin_bit_cast(Shorts, __builtin_convertvector(x, Vector<_Float16, WIDE>)), Run);
+        __builtin_bit_cast(Shorts, __builtin_convertvector(x, Vector<_Float16, EACH>)), Run);
 }
 
 // 16 bits with their sign.
 inline Run with_sign(Run bits) { return ((bits + 0x8000) & 0xffff) - 0x8000; }
 inline Run order_of(Run signed_bits) { return signed_bits ^ ((signed_bits >> 15) & 0x7fff); }
 
-// Where a tile's groups lie in a tensor, one after the other.
-struct Groups {
-  i64 batch, row, head, part; // of the block
-  i64 inner, middle, of_head; // heads and rows of the block; groups of a head
-  Groups(const StreamsOf &of, const StreamBlock &block, i64 group) {
-    inner = of.by_rows ? of.heads : block.size, middle = of.by_rows ? block.size : of.tokens, of_head = of.numbers / RUN;
-    uint32_t cell = uint32_t(group) / uint32_t(of_head);
-    part = group - cell * of_head;
-    const uint32_t above = cell / uint32_t(inner);
-    head = cell - above * inner, batch = above / uint32_t(middle), row = above - batch * middle;
+// Where a group of a block lies in a tensor.
+struct Spot {
+  i64 batch, token, head, number;
+  Spot(const StreamsOf &of, const StreamBlock &block, i64 group) {
+    const uint32_t inner = of.by_rows ? of.heads : block.size, middle = of.by_rows ? block.size : of.tokens;
+    const uint32_t of_head = uint32_t(of.numbers) / RUN, cell = uint32_t(group) / of_head, above = cell / inner;
+    number = (uint32_t(group) - cell * of_head) * RUN + lane() % SHARE * EACH;
+    batch = above / middle;
+    token = above - batch * middle + (of.by_rows ? block.start : 0);
+    head = cell - above * inner + (of.by_rows ? 0 : block.start);
   }
-  i64 place(const StreamsOf &of, const StreamBlock &block, const Strides &by) const {
-    const i64 token = row + (of.by_rows ? block.start : 0), number = head + (of.by_rows ? 0 : block.start);
-    return batch * by.batch + token * by.token + number * by.head + part * RUN;
-  }
-  void go_on() {
-    if (++part < of_head) return;
-    part = 0;
-    if (++head < inner) return;
-    head = 0;
-    if (++row < middle) return;
-    row = 0, ++batch;
-  }
+  i64 in(const Strides &by) const { return batch * by.batch + token * by.token + head * by.head + number; }
 };
 
 // What is known of a group: the order of its prediction, and by how many bits its numbers may be longer.
-template <typename Type> struct Known {
+template <typename Type, bool WORDS> struct Known {
   Run order, further;
   Known(const StreamsOf &of, const uint16_t *last, const uint16_t *before) {
-    const Run newest = taken(last);
+    const Run newest = taken<WORDS>(last);
     Run bits = newest;
     if (of.linear) {
-      const RunOfFloats one = widened<Type>(newest), two = widened<Type>(taken(before));
+      const RunOfFloats one = widened<Type>(newest), two = widened<Type>(taken<WORDS>(before));
       const RunOfFloats forecast = one + (one - two) * sycl::bit_cast<float>(uint32_t(of.factor_bits));
       const Run finite = (__builtin_bit_cast(Run, forecast) & 0x7fffffff) < 0x7f800000;
       bits = finite ? narrowed<Type>(forecast) : newest;
@@ -171,39 +157,47 @@ struct Tile {
   i64 codes_at() const { return 2 * block->tiles + number * (TILE / 2); }
 };
 
-template <typename Type> struct Encoder {
-  const StreamsOf &of;
-  const uint16_t *x = reinterpret_cast<const uint16_t *>(of.x);
-  uint16_t *last = reinterpret_cast<uint16_t *>(of.last), *before = reinterpret_cast<uint16_t *>(of.before);
-
-  // work(z, known, x, where what is known next is written), group after group.
-  template <typename Work> void groups(const Tile &tile, Work work) const {
-    Groups at(of, *tile.block, tile.number * TILE);
-    for (int group = 0; group < tile.groups; ++group, at.go_on()) {
-      const i64 place = at.place(of, *tile.block, of.of_last), other = at.place(of, *tile.block, of.of_before);
-      const Run bits = taken(x + at.place(of, *tile.block, of.of_x));
-      const Known<Type> known(of, last + place, before + other);
-      work(group, folded(order_of(with_sign(bits)) - known.order), known, bits, before ? before + other : last + place);
-    }
+// What a work-item has of a pass: its numbers, z and widths, which are 0 where the tile has no such group.
+template <typename Type, bool WORDS> struct Pass {
+  bool there;
+  Spot spot;
+  Run bits, z, width;
+  int32_t code;
+  Pass(const StreamsOf &of, const Tile &tile, int32_t first)
+      : there(first + lane() / SHARE < tile.groups),
+        spot(of, *tile.block, tile.number * TILE + sycl::min<i64>(first + lane() / SHARE, tile.groups - 1)) {
+    using Bits = const uint16_t *;
+    const Run own = taken<WORDS>(Bits(of.x) + spot.in(of.of_x));
+    const Known<Type, WORDS> known(of, Bits(of.last) + spot.in(of.of_last), Bits(of.before) + spot.in(of.of_before));
+    const Run number = folded(order_of(with_sign(own)) - known.order);
+    const int32_t found = code_of(number, known.further);
+    bits = own, z = number & (there ? -1 : 0), code = found, width = known.width(there ? found : 0);
   }
 };
 
-template <typename Type> inline void stream_sizes(const StreamsOf &of) {
+template <typename Type, bool WORDS> inline void stream_sizes(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   uint16_t *const stream = reinterpret_cast<uint16_t *>(of.first + tile.block->place);
   uint16_t *const codes = stream + tile.codes_at() / 2;
-  int32_t all = 0, four = 0;
-  Encoder<Type>{of}.groups(tile, [&](int group, Run z, const Known<Type> &known, Run, uint16_t *) {
-    const int32_t code = code_of(z, known.further);
-    all += sum(known.width(code));
-    four |= code << 4 * (group & 3);
-    if ((group & 3) != 3 && group + 1 < tile.groups) return;
-    if (place.lane == 0) codes[group / 4] = uint16_t(four);
-    four = 0;
-  });
-  if (place.lane == 0) stream[tile.number] = uint16_t((all + 15) / 16);
+  int32_t all = 0;
+  uint32_t held = 0; // codes of up to 8 groups
+  for (int32_t first = 0; first < tile.groups; first += PASS) {
+    const Pass<Type, WORDS> pass(of, tile, first);
+    all += own_sum(pass.width);
+    const bool tells = pass.there && lane() % SHARE == 0;
+    held |= any_of_all(tells ? uint32_t(pass.code) << 4 * ((first + lane() / SHARE) % 8) : 0);
+    if ((first + PASS) % 8 && first + PASS < tile.groups) continue;
+    const int32_t begin = first / 8 * 8;
+    if (lane() == 0) {
+      codes[begin / 4] = uint16_t(held);
+      if (begin + 4 < tile.groups) codes[begin / 4 + 1] = uint16_t(held >> 16);
+    }
+    held = 0;
+  }
+  all = sum_of_all(all);
+  if (lane() == 0) stream[tile.number] = uint16_t((all + 15) / 16);
 }
 
 inline int32_t word_at(const uint8_t *from) { return from[0] | from[1] << 8; } // may lie anywhere
@@ -239,101 +233,109 @@ inline void stream_begins(const StreamsOf &of) {
         .fetch_max((length * NOTED_PARTS + block.cells - 1) / block.cells);
 }
 
-template <typename Type> inline void stream_numbers(const StreamsOf &of) {
+// Appends numbers to a word that is begun: calls emit(word) with each that is full. Returns the one that is not.
+template <typename Emit> inline uint32_t append(uint32_t held, int32_t count, Run z, Run width, Emit emit) {
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    held |= uint32_t(z[i]) << count, count += width[i];
+    if (count < 16) continue;
+    emit(uint16_t(held));
+    held >>= 16, count -= 16;
+  }
+  return held;
+}
+
+template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   uint8_t *const stream = of.first + tile.block->place;
   uint16_t *to = reinterpret_cast<uint16_t *>(stream + tile.numbers_at()) + of.begins[place.row];
-#if LANES == 1
-  uint64_t held = 0; // bits that fill no word yet
+  uint32_t held = 0; // the word that is not full, alike on all work-items; count: its bits
   int32_t count = 0;
-  Encoder<Type>{of}.groups(tile, [&](int, Run z, const Known<Type> &known, Run bits, uint16_t *target) {
-    const Run width = known.width(code_of(z, known.further));
-    put(target, bits);
+  for (int32_t first = 0; first < tile.groups; first += PASS) {
+    const Pass<Type, WORDS> pass(of, tile, first);
+    const int32_t own = own_sum(pass.width), from = count + sum_before(own), end = from + own;
+    if (pass.there)
+      put<WORDS>(of.before ? reinterpret_cast<uint16_t *>(of.before) + pass.spot.in(of.of_before)
+                           : reinterpret_cast<uint16_t *>(of.last) + pass.spot.in(of.of_last), pass.bits);
+    uint32_t begun = held; // what lies before this work-item's bits in its first word
+    int32_t last_word = end / 16;
+#if LANES > 1
+    // Of the word that this work-item leaves unfilled, its own bits and those of the work-items before it.
+    uint32_t left = append(0, from % 16, pass.z, pass.width, [](uint16_t) {});
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-      held |= uint64_t(uint32_t(z[i])) << count, count += width[i];
-      if (count < 32) continue;
-      *reinterpret_cast<Loose<uint16_t, 2> *>(to) = __builtin_bit_cast(Loose<uint16_t, 2>, uint32_t(held));
-      to += 2, held >>= 32, count -= 32;
+    for (int distance = 1; distance < LANES; distance *= 2) {
+      const uint32_t other = sycl::shift_group_right(lanes(), left, distance);
+      const int32_t its_word = sycl::shift_group_right(lanes(), last_word, distance);
+      if (lane() >= distance && its_word == last_word) left |= other;
     }
-  });
-  for (; count > 0; count -= 16, held >>= 16) *to++ = uint16_t(held);
-#else
-  int32_t held = 0, count = 0; // bits that fill no word yet, alike on all work-items
-  Encoder<Type>{of}.groups(tile, [&](int, Run z, const Known<Type> &known, Run bits, uint16_t *target) {
-    const Run width = known.width(code_of(z, known.further)), from = before_each(width) + count;
-    put(target, bits);
-    Vector<uint32_t, WIDE> words = 0; // the work-item's, of the group's 16
-    if (lane() == 0) words[0] = held;
-#pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-      const uint32_t number = sycl::select_from_group(lanes(), uint32_t(z[i % EACH]), i / EACH);
-      const int32_t place = sycl::select_from_group(lanes(), from[i % EACH], i / EACH);
-#pragma unroll
-      for (int own = 0; own < EACH; ++own) {
-        const int32_t by = place - 16 * (lane() * EACH + own);
-        words[own] |= by >= 16 || by <= -16 ? 0 : by >= 0 ? number << by : number >> -by;
-      }
-    }
-    const int32_t all = count + sum(width), full = all / 16;
-    uint32_t next = 0; // the word that is not full
-#pragma unroll
-    for (int own = 0; own < EACH; ++own) {
-      if (lane() * EACH + own < full) to[lane() * EACH + own] = uint16_t(words[own]);
-      if (lane() * EACH + own == full) next = words[own];
-    }
-    if (full == RUN && lane() == LANES - 1) // of the last number alone
-      next = from[EACH - 1] + width[EACH - 1] > 256 ? uint32_t(z[EACH - 1]) >> (256 - from[EACH - 1]) : 0;
-    held = sycl::reduce_over_group(lanes(), next & 0xffff, sycl::bit_or<uint32_t>());
-    to += full, count = all % 16;
-  });
-  if (count && lane() == 0) *to = uint16_t(held);
+    const uint32_t earlier = sycl::shift_group_right(lanes(), left, 1);
+    begun = (lane() ? earlier : 0) | (from < 16 ? held : 0);
 #endif
+    uint16_t *at = to + from / 16;
+    uint32_t unfilled = append(begun, from % 16, pass.z, pass.width, [&](uint16_t word) { *at++ = word; });
+#if LANES > 1
+    unfilled = sycl::select_from_group(lanes(), unfilled, LANES - 1);
+    const int32_t whole_end = sycl::select_from_group(lanes(), end, LANES - 1);
+#else
+    const int32_t whole_end = end;
+#endif
+    held = unfilled & 0xffff, count = whole_end % 16, to += whole_end / 16;
+  }
+  if (count && lane() == 0) *to = uint16_t(held);
 }
 
-template <typename Type> inline void read_streams(const StreamsOf &of) {
+template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   const StreamBlock &block = *tile.block;
-  const uint8_t *const first = of.first + block.place, *rest = of.rests;
+  const uint8_t *const first_part = of.first + block.place, *rest = of.rests;
   for (const StreamBlock *one = of.blocks; one < &block; ++one) // rests lie one behind the other
     rest += sycl::max(i64(0), of.lengths[one - of.blocks] - one->room);
-  const auto word = [&](i64 at) { return word_at(at < block.room ? first + at : rest + (at - block.room)); };
+  const auto word = [&](i64 at) { return uint32_t(word_at(at < block.room ? first_part + at : rest + (at - block.room))); };
   uint16_t *const last = reinterpret_cast<uint16_t *>(of.last), *const before = reinterpret_cast<uint16_t *>(of.before);
-  i64 bits = 8 * (tile.numbers_at() + 2 * of.begins[place.row]); // where the next group begins
-  Groups at(of, block, tile.number * TILE);
-  int32_t four = 0;
-  for (int group = 0; group < tile.groups; ++group, at.go_on()) {
-    const i64 own = at.place(of, block, of.of_last), other = at.place(of, block, of.of_before);
-    const Known<Type> known(of, last + own, before + other);
-    if (!(group & 3)) four = word(tile.codes_at() + group / 2);
-    const Run width = known.width(four & 15);
-    four >>= 4;
+  i64 numbers = tile.numbers_at() + 2 * of.begins[place.row]; // the byte from which bits are counted
+  int32_t bits = 0;                                           // where the next group begins
+  for (int32_t first = 0; first < tile.groups; first += PASS) {
+    const bool there = first + lane() / SHARE < tile.groups;
+    const Spot spot(of, block, tile.number * TILE + sycl::min<i64>(first + lane() / SHARE, tile.groups - 1));
+    const i64 of_last = spot.in(of.of_last), of_before = spot.in(of.of_before);
+    const Known<Type, WORDS> known(of, last + of_last, before + of_before);
+    uint32_t codes = word(tile.codes_at() + first / 4 * 2);
+    if (PASS > 4 && first + 4 < tile.groups) codes |= word(tile.codes_at() + first / 4 * 2 + 2) << 16;
+    const Run width = known.width(there ? codes >> 4 * (first % 4 + lane() / SHARE) & 15 : 0);
+    const int32_t own = own_sum(width), from = bits + sum_before(own);
+    i64 next = numbers + from / 16 * 2;
+    uint32_t held = 0;
+    int32_t count = 0;
+    if (own) held = word(next) >> from % 16, count = 16 - from % 16, next += 2;
     Run z = 0;
-    const Run from = before_each(width);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      if (!width[i]) continue;
-      const i64 bit = bits + from[i], byte = bit / 16 * 2;
-      uint32_t two = word(byte);
-      if ((bit & 15) + width[i] > 16) two |= uint32_t(word(byte + 2)) << 16;
-      z[i] = two >> (bit & 15) & ((1u << width[i]) - 1);
+      if (count < width[i]) held |= word(next) << count, count += 16, next += 2;
+      z[i] = held & ((1u << width[i]) - 1);
+      held >>= width[i], count -= width[i];
     }
-    bits += sum(width);
+    bits += sum_of_all(own);
     const Run difference = (z >> 1) ^ -(z & 1);
-    put(before ? before + other : last + own, order_of(with_sign(known.order + difference)) & 0xffff);
+    if (there)
+      put<WORDS>(before ? before + of_before : last + of_last, order_of(with_sign(known.order + difference)) & 0xffff);
   }
 }
 
+template <typename Work> inline void by_words(const StreamsOf &of, Work work) {
+  i64 strides = 0;
+  for (const Strides *one : {&of.of_x, &of.of_last, &of.of_before}) strides |= one->batch | one->token | one->head;
+  by_alignment<BF16>(i64(of.x) | i64(of.last) | i64(of.before) | 2 * strides, work);
+}
 } // namespace lossless
 
 KERNEL(stream_begins)(lossless::StreamsOf of) { lossless::stream_begins(of); }
-KERNEL(stream_sizes_bf16)(lossless::StreamsOf of) { lossless::stream_sizes<BF16>(of); }
-KERNEL(stream_sizes_f16)(lossless::StreamsOf of) { lossless::stream_sizes<F16>(of); }
-KERNEL(stream_numbers_bf16)(lossless::StreamsOf of) { lossless::stream_numbers<BF16>(of); }
-KERNEL(stream_numbers_f16)(lossless::StreamsOf of) { lossless::stream_numbers<F16>(of); }
-KERNEL(read_streams_bf16)(lossless::StreamsOf of) { lossless::read_streams<BF16>(of); }
-KERNEL(read_streams_f16)(lossless::StreamsOf of) { lossless::read_streams<F16>(of); }
+KERNEL(stream_sizes_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_sizes<BF16, words>(of); }); }
+KERNEL(stream_sizes_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_sizes<F16, words>(of); }); }
+KERNEL(stream_numbers_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_numbers<BF16, words>(of); }); }
+KERNEL(stream_numbers_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_numbers<F16, words>(of); }); }
+KERNEL(read_streams_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::read_streams<BF16, words>(of); }); }
+KERNEL(read_streams_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::read_streams<F16, words>(of); }); }
