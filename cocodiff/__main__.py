@@ -1,5 +1,5 @@
 import sys
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 
 sys.exit(main())

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from worlds import topology_of
 
-from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.deal_choice import choose
 from cocodiff.planning.deal_prices import OUTPUT_CHANNELS, Pricer, Workload

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cocodiff import models
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.commands.model_shapes import load_shape
 from cocodiff.engine import parallelize
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.planning.memory import ModelShape
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

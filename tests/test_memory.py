@@ -19,12 +19,12 @@ from worlds import topology_of
 from cocodiff.assemble import build_strategy
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models import family_of
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning import automatic

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from cocodiff_studies.paper.figures import READINGS, Paper, Run, figure_11, fit_figure_11
 
-from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import load_machine
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.planning.memory import ModelShape
-from cocodiff.planning.paper import READINGS, Paper, Run, figure_11, fit_figure_11
 
 AURORA = load_machine("aurora")
 

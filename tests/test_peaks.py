@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import topology_of
 
-from cocodiff.commands.model_shapes import load_shape
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.planning.memory import RankMemory
 from cocodiff.planning.peaks import VaePeak, size_peaks, tile_sides
 

@@ -8,9 +8,9 @@ from worlds import topology_of
 
 from cocodiff.assemble import Work, build_strategy, settled
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.commands.model_shapes import load_shape
 from cocodiff.config import Config
 from cocodiff.kernels import Prediction, Reconstructions
+from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.costs import WHOLE, CallKind, state_sizes

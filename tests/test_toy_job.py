@@ -11,14 +11,15 @@ import pytest
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.commands.bound import Bound
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.quality import Quality
-from cocodiff.commands.replicas import Replica
-from cocodiff.commands.running import Done, Presets, run_batches
-from cocodiff.commands.trials import Trials
 from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.jobs.bound import Bound
+from cocodiff.jobs.job import Done
+from cocodiff.jobs.quality import Quality
+from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.running import Presets, run_batches
+from cocodiff.jobs.trials import Trials
+from cocodiff.outputs.folder import OutputFolder
 
 BOUND = Quality(
     Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}

@@ -10,12 +10,12 @@ import torch
 import yaml
 from toys.setting import ToyConfig
 
-from cocodiff.cli import main
-from cocodiff.commands.inpaint import OPTIONS
-from cocodiff.commands.options import parse, preset_configs, with_settings
-from cocodiff.commands.sweep.points import Grid, read_grid
+from cocodiff.cli.inpaint import OPTIONS
+from cocodiff.cli.main import main
 from cocodiff.config import Config
+from cocodiff.console.options import parse, preset_configs, with_settings
 from cocodiff.errors import UserError
+from cocodiff.jobs.sweep.points import Grid, read_grid
 from cocodiff.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
 
 

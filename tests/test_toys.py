@@ -12,7 +12,7 @@ from worlds import topology_of
 
 from cocodiff.assemble import Work, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels

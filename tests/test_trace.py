@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cocodiff.commands.trace import sent_lines
+from cocodiff.console.trace_tables import sent_lines
 from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace, load_traces, save_traces
 
 

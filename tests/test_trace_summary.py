@@ -11,7 +11,7 @@ from cocodiff_bench.step_rows import Late, Measured, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.trace import Span, load_traces, save_traces
 from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union

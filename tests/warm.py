@@ -18,7 +18,7 @@ from launching import TESTS, end_group
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["warm_imports"])
-COCODIFF = "cocodiff.cli"
+COCODIFF = "cocodiff.cli.main"
 
 
 def start_server() -> None:

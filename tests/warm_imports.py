@@ -1,6 +1,6 @@
 """What `warm` imports once: all that `cocodiff` imports before it forks ranks, for every family."""
 
-from cocodiff.commands.terminal import quiet_libraries
+from cocodiff.console.terminal import quiet_libraries
 
 quiet_libraries("error")
 
@@ -16,7 +16,7 @@ from diffusers import (  # noqa: E402, F401
     StableDiffusion3Pipeline,
 )
 
-from cocodiff.commands.pipelines import EMBEDDED, Request  # noqa: E402
-from cocodiff.commands.session import import_before_fork  # noqa: E402
+from cocodiff.jobs.session import import_before_fork  # noqa: E402
+from cocodiff.loading.pipelines import EMBEDDED, Request  # noqa: E402
 
 import_before_fork(Request(EMBEDDED, "inpaint"))

@@ -1,7 +1,7 @@
 """What a run takes of memory before and after denoising: text encoders and the VAE. Pure arithmetic, in bytes.
 
 Rank 0 of the run alone loads the text encoders, all at once, before the transformer is on its device; they are gone
-before the first step (`commands/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to be
+before the first step (`loading/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to be
 restored. Latents are decoded as the setting `vae` says, meanwhile the coding keeps its caches. Encoding and decoding
 are estimates (`models.family.VaeSize`): attention in the VAE is taken to be fused, and activations of the text encoders
 are left out as small.

@@ -15,15 +15,15 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import torch_dtype
-from cocodiff.commands.session import DTYPES
-from cocodiff.commands.terminal import say
-from cocodiff.commands.trace import say_summary
 from cocodiff.config import Config
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
+from cocodiff.console.trace_tables import say_summary
 from cocodiff.errors import UserError
+from cocodiff.jobs.session import DTYPES
+from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.models.tokens import image_and_text
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology

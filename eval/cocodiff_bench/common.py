@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -24,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.options import RUN_OPTIONS, Option, engine_record
-from cocodiff.commands.outputs import OutputFolder, write_settings
-from cocodiff.commands.terminal import progress_bar, say
 from cocodiff.config import Config, load_machine
+from cocodiff.console.options import RUN_OPTIONS, Option, engine_record
+from cocodiff.console.terminal import progress_bar, say
 from cocodiff.errors import UserError
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.settings import write_document
 from cocodiff.setting import settings_of
 from cocodiff.text_table import aligned
 from cocodiff.topology.machine import Topology
@@ -242,10 +242,9 @@ def publish(
 ) -> None:
     """Writes bench.json, the settings that repeat the run, and further `files` (name -> what writes it); says where."""
     folder = output.open()
-    (folder / "bench.json").write_text(json.dumps({"schema": 1, "rows": measured}, indent=1))
+    write_document(folder, "bench.json", {"schema": 1, "rows": measured}, values)
     for name, write in (files or {}).items():
         write(folder / name)
-    write_settings(folder, values)
     output.publish()
     if told:
         say("results: " + ", ".join(str(output.final / name) for name in ("bench.json", *(files or {}))))

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import EMBEDDED, Request, torch_dtype
-from cocodiff.commands.session import import_before_fork, load_requested
-from cocodiff.commands.terminal import say
 from cocodiff.config import preset_names
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
+from cocodiff.jobs.session import import_before_fork, load_requested
+from cocodiff.loading.pipelines import EMBEDDED, Request, torch_dtype
 from cocodiff.models import family_of
 from cocodiff.models.family import INPAINT
 from cocodiff.models.tokens import image_and_text
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.memory import MIB, Load, RankMemory, node_memory, shape_of_config, size_run
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values, engine_config, meet

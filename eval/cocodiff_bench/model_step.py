@@ -18,23 +18,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.part import Part
-from cocodiff.commands.emulate.command import emulated
-from cocodiff.commands.model_shapes import load_shape
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
 from cocodiff.config import load_machine
+from cocodiff.console.options import Option, check_counts
 from cocodiff.errors import UserError
+from cocodiff.loading.model_shapes import load_shape
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.roofline import Layer, roofline
+from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import Axes, Mesh
-from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace, save_traces
 from cocodiff_bench import common
@@ -43,10 +41,7 @@ from cocodiff_bench.step_rows import OUTPUTS, Late, Measured, config_of, key_of,
 from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from torch import Tensor
-
-    from cocodiff.attention.strategy import LazyQKV
-    from cocodiff_bench.stand_in import StandIn
+    from cocodiff_bench.stand_in import Call, StandIn
 
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
@@ -115,6 +110,8 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    from cocodiff_bench.stand_in import Call
+
     topology = common.topology_of(values, transport.size)
     shape, scale = load_shape(values["model"]), emulated()["scale"]
     texts = values["text_tokens"] or [shape.text_tokens] * 2
@@ -235,39 +232,6 @@ class Outputs:
         assert self._group is not None, "an even number of ranks"
         peer = 1 - self._group.index
         self._group.send_recv([(self._sent, peer)], [(self._received, peer)]).wait()
-
-
-# One layer ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One rank's part of an attention layer: tensors of full size and how long its device would compute."""
-
-    layer: Layer
-    layout: Layout
-    x_BLHD: Tensor
-
-    @classmethod
-    def build(
-        cls, shape: ModelShape, topology: Topology, size: int, batch: int, rank: int, text_tokens: int, parts: int
-    ) -> Call:
-        """parts: of the ranks, by which a call with both branches in its batch is divided."""
-        import torch
-
-        layout = Layout.build(topology, replace(shape, text_tokens=text_tokens).segments(size), shape.heads)
-        B = batch * max(1, shape.rows_per_image // parts)
-        layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
-        x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        return cls(layer, layout, x_BLHD)
-
-    def qkv(self, dilation: float) -> LazyQKV:
-        from cocodiff.attention.strategy import LazyQKV
-        from cocodiff_bench.waiting import after
-
-        qk = after(self.layer.project_qk / 2 * dilation, self.x_BLHD)
-        v = after(self.layer.project_v * dilation, self.x_BLHD)
-        return LazyQKV(qk, qk, v, tuple(part.segment for part in self.layout.parts), sum(self.layout.heads))
 
 
 BENCHMARK = Benchmark(

@@ -23,11 +23,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.terminal import say
 from cocodiff.config import Config
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.peers_model import HEAD_DIM, LEAD_IN, Inputs, flux, in_fp32, run_inputs, step

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff.commands.emulate.command import emulated
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.terminal import say
 from cocodiff.config import Config
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.processes.emulated import emulated
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology

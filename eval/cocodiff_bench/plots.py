@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cocodiff.commands.plan.plots import stacked_steps
+from cocodiff.console.plots import stacked_steps
 
 COLOURS = {
     "flat": "#9a9a9a",

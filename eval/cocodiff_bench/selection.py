@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cocodiff.commands.options import Option, check_counts
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import torch_dtype
-from cocodiff.commands.terminal import say
 from cocodiff.config import load_machine
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
+from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.models.tokens import image_segment
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Topology
 from cocodiff_bench import common

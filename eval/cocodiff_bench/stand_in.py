@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, Partial
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions
 from cocodiff.kernels.lossless import Cut
 from cocodiff.planning.costs import CallKind, costs_of
 from cocodiff.planning.layers import SITES
+from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.pricing import cost_of, prefer_linear
-from cocodiff.planning.roofline import LAUNCHES, seconds
+from cocodiff.planning.roofline import LAUNCHES, Layer, roofline, seconds
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.machine import Device
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Device, Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment
 from cocodiff_bench.engine_parts import make_strategy
+from cocodiff_bench.waiting import after
 
-if TYPE_CHECKING:
-    from cocodiff_bench.model_step import Call
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of an attention layer: tensors of full size and how long its device would compute."""
+
+    layer: Layer
+    layout: Layout
+    x_BLHD: Tensor
+
+    @classmethod
+    def build(
+        cls, shape: ModelShape, topology: Topology, size: int, batch: int, rank: int, text_tokens: int, parts: int
+    ) -> Call:
+        """parts: of the ranks, by which a call with both branches in its batch is divided."""
+        layout = Layout.build(topology, replace(shape, text_tokens=text_tokens).segments(size), shape.heads)
+        B = batch * max(1, shape.rows_per_image // parts)
+        layer = roofline(shape, topology, sum(layout.rows), B, rank, layout)
+        x_BLHD = torch.zeros(B, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+        return cls(layer, layout, x_BLHD)
+
+    def qkv(self, dilation: float) -> LazyQKV:
+        qk = after(self.layer.project_qk / 2 * dilation, self.x_BLHD)
+        v = after(self.layer.project_v * dilation, self.x_BLHD)
+        return LazyQKV(qk, qk, v, tuple(part.segment for part in self.layout.parts), sum(self.layout.heads))
 
 
 class WaitingKernels(Kernels):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cocodiff.commands.options import Option, check_counts, preset_configs
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.pipelines import EMBEDDED, Model, Request, check_model
-from cocodiff.commands.session import DTYPES, import_before_fork, load_requested
+from cocodiff.console.options import Option, check_counts, preset_configs
+from cocodiff.jobs.session import DTYPES, import_before_fork, load_requested
+from cocodiff.loading.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cocodiff.commands.model_shapes import load_shape
-from cocodiff.commands.pipelines import torch_dtype
 from cocodiff.decoding import shared_vae
+from cocodiff.loading.model_shapes import load_shape
+from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.planning.memory import LIBRARIES, RankMemory
 from cocodiff.planning.peaks import size_peaks
 from cocodiff_bench.common import Values, topology_of

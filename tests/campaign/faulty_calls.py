@@ -136,8 +136,8 @@ def work(case: Case, strike: Strike, transport: Any) -> None:
 
 def main() -> int:
     from cocodiff.comm.launch import Launch, detect
-    from cocodiff.commands.ranks import run_ranks
-    from cocodiff.commands.terminal import quiet_libraries
+    from cocodiff.console.terminal import quiet_libraries
+    from cocodiff.processes.ranks import run_ranks
 
     quiet_libraries("error")  # as commands do
     case = Case(**json.loads(sys.argv[1]))

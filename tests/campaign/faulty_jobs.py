@@ -23,8 +23,8 @@ from strikes import LIMITS, ON_FIRE, SIGNALS, Strike
 from struck_run import STAGES
 from warm import Started
 
-from cocodiff.commands.journal import Journals
-from cocodiff.commands.manifest import Manifest
+from cocodiff.outputs.journal import Journals
+from cocodiff.outputs.manifest import Manifest
 
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 

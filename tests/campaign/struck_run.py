@@ -19,25 +19,29 @@ from typing import Any
 
 from strikes import Strike
 
-from cocodiff.cli import main as cocodiff
+from cocodiff.cli.main import main as cocodiff
 
 # By stage the functions in which operations are counted. Results are created or published in the last ones.
 STAGES = {
     "start": [],  # before the ranks meet
-    "load": ["session.load_requested", "sweep.runs.load_requested"],
+    "load": ["jobs.session.load_requested", "jobs.sweep.runs.load_requested"],
     "attend": ["engine.Engine.attend"],
     "write": [
-        "slices.SliceJob.write",
-        "items.Parts.keep",
-        "images.ImageJob.write",
-        "journal.Journal.add",
-        "sweep.lines.LineWriter.add",
-        "sweep.lines.LineJournal.add",
+        "jobs.slices.SliceJob.write",
+        "jobs.items.Parts.keep",
+        "jobs.images.ImageJob.write",
+        "outputs.journal.Journal.add",
+        "jobs.sweep.lines.LineWriter.add",
+        "jobs.sweep.lines.LineJournal.add",
     ],
-    "create": ["outputs.OutputFolder.open", "slices.SliceJob.begin", "sweep.lines.LineWriter.__init__"],
-    "put together": ["running.put_together"],
-    "hand over": ["slices.SliceJob.complete", "session.finish", "sweep.lines.LineWriter.gather"],
-    "publish": ["outputs.OutputFolder.publish", "sweep.command.report"],
+    "create": [
+        "outputs.folder.OutputFolder.open",
+        "jobs.slices.SliceJob.begin",
+        "jobs.sweep.lines.LineWriter.__init__",
+    ],
+    "put together": ["jobs.running.put_together"],
+    "hand over": ["jobs.slices.SliceJob.complete", "jobs.session.finish", "jobs.sweep.lines.LineWriter.gather"],
+    "publish": ["outputs.folder.OutputFolder.publish", "cli.sweep.report"],
 }
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
@@ -80,7 +84,7 @@ def count(stage: str, number: int, folder: str, strike: Strike) -> None:
 def owner_of(path: str) -> tuple[Any, str]:
     """The module or class of a function, and its name there."""
     *outer, name = path.split(".")
-    owner = import_module("cocodiff" if outer[0] == "engine" else "cocodiff.commands")
+    owner = import_module("cocodiff")
     for one in outer:
         owner = getattr(owner, one, None) or import_module(f"{owner.__name__}.{one}")
     return owner, name

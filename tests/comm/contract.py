@@ -280,8 +280,8 @@ def main() -> int:
 
 def check_all() -> int:
     from cocodiff.comm.launch import Launch, detect
-    from cocodiff.commands.ranks import run_ranks
     from cocodiff.config import Config
+    from cocodiff.processes.ranks import run_ranks
 
     how, *names = sys.argv[1:]
 

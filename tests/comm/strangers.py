@@ -17,8 +17,8 @@ import torch
 
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
+from cocodiff.processes.ranks import run_ranks
 
 
 class Bomb:

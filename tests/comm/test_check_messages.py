@@ -11,11 +11,11 @@ from exactness import Case, Expected
 from warm import forked
 from wrong_messages import Faulty, spoil
 
+from cocodiff.cli.doctor.trials import all_to_alls
 from cocodiff.comm.checked import checksum
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.part import Part
-from cocodiff.commands.doctor.trials import all_to_alls
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost
 

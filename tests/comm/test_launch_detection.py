@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec
 from cocodiff.errors import UserError
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from cocodiff.cli.doctor.facts import Card, PlaneMap
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
-from cocodiff.commands.doctor.facts import Card, PlaneMap
 from cocodiff.planning.costs import CallKind
 
 
@@ -72,7 +72,7 @@ def framed(found: Any) -> bytes:
         b"",
         framed({"record": ["pathlib", "Path", ["exploded"]]}),
         framed({"record": ["cocodiff.files", "os", []]}),
-        framed({"record": ["cocodiff.commands.doctor.facts", "Card", [1]]}),
+        framed({"record": ["cocodiff.cli.doctor.facts", "Card", [1]]}),
         framed({"record": [["unhashable"], "Card", []]}),
         framed({"dtype": "load"}),
         framed({"tensor": ["float32", [10**9], 4]}),

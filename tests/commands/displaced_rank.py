@@ -16,9 +16,9 @@ import torch
 from tiny_models import qwen_inputs, qwen_transformer
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.ranks import run_ranks
 from cocodiff.config import Config
 from cocodiff.engine import parallelize
+from cocodiff.processes.ranks import run_ranks
 from cocodiff.trace_summary import summarise_late
 
 RANKS, ENDLESS, AT = 3, 10_000, 5  # steps, and the one at which rank 1 is lost

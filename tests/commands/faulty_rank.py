@@ -12,10 +12,10 @@ from typing import Any
 from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
-from cocodiff.commands import ranks
-from cocodiff.commands.ranks import run_ranks
-from cocodiff.commands.terminal import quiet_libraries
 from cocodiff.config import Config
+from cocodiff.console.terminal import quiet_libraries
+from cocodiff.processes import ranks
+from cocodiff.processes.ranks import run_ranks
 
 
 def work(fault: str, transport: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from warm import Started
 
-from cocodiff.commands.journal import Journals
+from cocodiff.outputs.journal import Journals
 
 
 def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from cocodiff.commands.outputs import MARK, OutputFolder
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.settings import MARK
 
 
 def open_with_image(folder: OutputFolder, text: str) -> Path:

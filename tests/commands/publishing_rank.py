@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.commands.outputs import OutputFolder
-from cocodiff.commands.session import run_holding
 from cocodiff.config import Config
+from cocodiff.jobs.session import run_holding
+from cocodiff.outputs.folder import OutputFolder
 
 
 def work(fault: str, output: OutputFolder, transport: Any) -> None:

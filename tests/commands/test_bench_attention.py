@@ -13,7 +13,7 @@ from launching import with_options
 from warm import forked
 from warm_ranks import warm_mpiexec
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.config import load_machine
 from cocodiff.models.tokens import image_and_text
 from cocodiff.registry import ORDERS

@@ -11,7 +11,7 @@ from cocodiff_bench.peers_ours import with_codecs
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.commands.options import parse, with_settings
+from cocodiff.console.options import parse, with_settings
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes

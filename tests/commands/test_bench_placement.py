@@ -12,7 +12,7 @@ from launching import with_options
 from warm import forked
 
 from cocodiff.assemble import Work
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.config import load_machine
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.placement import by_degree

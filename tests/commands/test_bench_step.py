@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import sd3_inpaint_pipeline
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 
 
 def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import tifffile
 
-from cocodiff.cli import main
-from cocodiff.commands.terminal import progress_bar, reading_bar, say
+from cocodiff.cli.main import main
+from cocodiff.console.terminal import progress_bar, reading_bar, say
 
 
 @contextmanager

@@ -12,11 +12,11 @@ import pytest
 import tifffile
 from tiny_models import sd3_transformer
 
-from cocodiff.cli import main
-from cocodiff.commands.deal import deal_of, guides
-from cocodiff.commands.pipelines import EMBEDDED, Request
+from cocodiff.cli.main import main
 from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.jobs.deal import deal_of, guides
+from cocodiff.loading.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
 
 SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from launching import mpiexec, run
 
-from cocodiff.cli import main
+from cocodiff.cli.doctor import command as doctor
+from cocodiff.cli.doctor.gather import environment
+from cocodiff.cli.main import main
 from cocodiff.comm.health import Alone
-from cocodiff.commands.doctor import command as doctor
-from cocodiff.commands.doctor.gather import environment
 from cocodiff.errors import OwnRankError
 
 pytestmark = pytest.mark.processes
@@ -103,7 +103,7 @@ def test_a_step_that_fails_is_named(tmp_path):
 
 
 def test_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cocodiff.commands.doctor.gather.free_memory", lambda *_: 2**30)
+    monkeypatch.setattr("cocodiff.cli.doctor.gather.free_memory", lambda *_: 2**30)
     words = ["--model", "qwen-image", "--kernels", "torch", "--out", str(tmp_path / "d")]
     assert main(["doctor", *words]) == 1
     assert "the model needs" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_mistakes_are_one_line(words, message, tmp_path, capsys):
 
 def test_doctor_never_imports_diffusers(tmp_path):
     program = (
-        "import sys; from cocodiff.cli import main; "
+        "import sys; from cocodiff.cli.main import main; "
         f"code = main(['doctor', '--kernels', 'torch', '--out', {str(tmp_path / 'd')!r}]); "
         "sys.exit(code or any(name in sys.modules for name in ('diffusers', 'transformers')))"
     )

@@ -20,11 +20,11 @@ from cocodiff_eval.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.commands.pipelines import Request, check_model, load_model
-from cocodiff.commands.prompts import no_prompt
 from cocodiff.config import Config
 from cocodiff.engine import open_transport
 from cocodiff.errors import UserError
+from cocodiff.loading.pipelines import Request, check_model, load_model
+from cocodiff.loading.prompts import no_prompt
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import GENERATE, INPAINT
 

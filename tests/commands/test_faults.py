@@ -16,7 +16,7 @@ import pytest
 import tifffile
 from warm import Started, forked
 
-from cocodiff.commands.ranks import End, _child_end, _note_end
+from cocodiff.processes.ranks import End, _child_end, _note_end
 
 pytestmark = pytest.mark.processes
 

@@ -17,8 +17,8 @@ from launching import assert_succeeded
 from PIL import Image
 from warm import forked
 
-from cocodiff.cli import main
-from cocodiff.commands.prompts import no_prompt
+from cocodiff.cli.main import main
+from cocodiff.loading.prompts import no_prompt
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
 

@@ -15,9 +15,9 @@ import tifffile
 import tiny_pipelines
 from killed_runs import results
 
-from cocodiff.cli import main
-from cocodiff.commands.journal import Entry, Journals
-from cocodiff.commands.replicas import Queue
+from cocodiff.cli.main import main
+from cocodiff.jobs.replicas import Queue
+from cocodiff.outputs.journal import Entry, Journals
 
 SLICES = 4
 

@@ -21,7 +21,7 @@ from PIL import Image
 from tiny_models import sd3_inpaint_pipeline
 from warm import forked
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 
 pytestmark = pytest.mark.processes
 
@@ -314,7 +314,7 @@ def test_every_input_and_mask_has_files_of_its_own(restore: Restore, tmp_path: P
 
 
 def test_names_of_files_stay_and_fit() -> None:
-    from cocodiff.commands.tasks import file_names
+    from cocodiff.jobs.tasks import file_names
 
     plain = [("scan", "block"), ("scan", "center"), ("a" * 100, "b" * 100)]
     assert [(files.stack, files.mask) for files in file_names(plain)] == plain

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tifffile
 
-from cocodiff.cli import main
-from cocodiff.commands.inpaint import OPTIONS
-from cocodiff.commands.options import with_settings
+from cocodiff.cli.inpaint import OPTIONS
+from cocodiff.cli.main import main
+from cocodiff.console.options import with_settings
 
 Check = Callable[..., str]
 

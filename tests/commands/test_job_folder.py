@@ -9,7 +9,7 @@ from typing import IO
 
 import pytest
 
-from cocodiff.commands.job_folder import OWNER, PREFIX, YOUNG_S, _clear_ended_jobs, job_folder
+from cocodiff.processes.job_folder import OWNER, PREFIX, YOUNG_S, _clear_ended_jobs, job_folder
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
 from warm_ranks import warm_mpiexec
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 
 pytestmark = pytest.mark.processes
 

@@ -17,10 +17,10 @@ import tiny_pipelines
 import torch
 from safetensors.torch import load_file, save_file
 
-from cocodiff.cli import main
-from cocodiff.commands.model_checks import check_sides
-from cocodiff.commands.model_shapes import load_shape
+from cocodiff.cli.main import main
 from cocodiff.errors import UserError
+from cocodiff.loading.model_checks import check_sides
+from cocodiff.loading.model_shapes import load_shape
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (

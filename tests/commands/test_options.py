@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from cocodiff.cli import main
-from cocodiff.commands.bench import KINDS
-from cocodiff.commands.options import (
+from cocodiff.cli.bench import KINDS
+from cocodiff.cli.main import main
+from cocodiff.config import Config
+from cocodiff.console.options import (
     DEAL_OPTIONS,
     MOST,
     RUN_OPTIONS,
@@ -19,7 +20,6 @@ from cocodiff.commands.options import (
     preset_configs,
     with_settings,
 )
-from cocodiff.config import Config
 from cocodiff.errors import UserError
 
 OPTIONS = (
@@ -260,10 +260,10 @@ def test_help_names_every_benchmark(capsys):
     assert sorted(line.partition(": ")[2].split(", ")) == sorted(KINDS)
 
 
-@pytest.mark.parametrize("module", ["inpaint", "generate", "sweep.command", "bench", "doctor.command"])
+@pytest.mark.parametrize("module", ["inpaint", "generate", "sweep", "bench", "doctor.command"])
 def test_cores_are_shared_before_libraries_are_imported(module):
     """Which count the cores when they are imported: how many ranks share them is known once the options are read."""
-    script = f"import sys, cocodiff.commands.{module}; print({{'numpy', 'scipy', 'torch'}} & {{*sys.modules}})"
+    script = f"import sys, cocodiff.cli.{module}; print({{'numpy', 'scipy', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.commands.manifest import MANIFEST, Manifest
-from cocodiff.commands.outputs import MARK, OutputFolder, beside_the_record, write_settings
 from cocodiff.errors import OwnRankError, UserError
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.manifest import MANIFEST, Manifest
+from cocodiff.outputs.settings import MARK, beside_the_record, write_settings
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.commands.manifest import MANIFEST
-from cocodiff.commands.outputs import MARK, OutputFolder
 from cocodiff.errors import OwnRankError, UserError
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.manifest import MANIFEST
+from cocodiff.outputs.settings import MARK
 
 
 def test_results_appear_at_once(tmp_path):
@@ -252,7 +253,7 @@ def test_results_go_into_the_working_directory(tmp_path, monkeypatch):
 
 MOUNTED = """
 import sys
-from cocodiff.commands.outputs import OutputFolder
+from cocodiff.outputs.folder import OutputFolder
 for text in ("old", "new"):
     folder = OutputFolder(sys.argv[1], overwrite=True)
     with folder.held():

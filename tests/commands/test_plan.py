@@ -11,8 +11,8 @@ from launching import with_options
 from tiny_models import sd3_transformer
 from worlds import topology_of
 
-from cocodiff.cli import main
-from cocodiff.commands.plan.calibrate import slowed
+from cocodiff.cli.main import main
+from cocodiff.cli.plan.calibrate import slowed
 from cocodiff.config import load_machine
 from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.decisions import read_decisions

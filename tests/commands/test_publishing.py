@@ -15,7 +15,7 @@ from test_faults import Run
 from warm import forked
 from warm_ranks import warm_mpiexec
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a full disk: needs root and unshare, to mount a small one")
     earlier = (
-        "import sys; from cocodiff.commands.outputs import OutputFolder; out = OutputFolder(sys.argv[1], False); "
+        "import sys; from cocodiff.outputs.folder import OutputFolder; out = OutputFolder(sys.argv[1], False); "
         "(out.open() / 'run.yaml').write_text('earlier'); out.publish()"
     )
     script = f"""
@@ -151,8 +151,8 @@ def test_something_is_said_before_anything_is_read_or_imported(
         raise KeyboardInterrupt
 
     words = ["inpaint", "--input", str(scan), "--out", str(tmp_path / "out")]
-    for name in ("inpaint.find_tasks", "session.import_before_fork", "session.load_requested"):
-        monkeypatch.setattr(f"cocodiff.commands.{name}", stop)
+    for name in ("cli.inpaint.find_tasks", "jobs.session.import_before_fork", "jobs.session.load_requested"):
+        monkeypatch.setattr(f"cocodiff.{name}", stop)
         assert main(words) == 130
         monkeypatch.undo()
     reading, importing, loading = said

@@ -20,12 +20,12 @@ from killed_runs import Killed, results
 from warm import forked
 
 from cocodiff.assemble import Work
-from cocodiff.cli import main
-from cocodiff.commands.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff.commands.quality import CODED, UNCODED, Quality, read_ladder
-from cocodiff.commands.trials import Figure, Group
+from cocodiff.cli.main import main
 from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
+from cocodiff.jobs.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
+from cocodiff.jobs.groups import Figure, Group
+from cocodiff.jobs.quality import CODED, UNCODED, Quality, read_ladder
 from cocodiff.topology.machine import Topology
 
 BOUND = "65.8dB"

@@ -15,14 +15,14 @@ import tifffile
 from killed_runs import Killed, results
 from warm import forked
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.commands.cost import Cost
-from cocodiff.commands.journal import Entry, Journals
-from cocodiff.commands.replicas import Replica
-from cocodiff.commands.samples import batches_of
-from cocodiff.commands.terminal import limit_threads, threads
+from cocodiff.console.terminal import limit_threads, threads
 from cocodiff.errors import UserError
+from cocodiff.jobs.cost import Cost
+from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.samples import batches_of
+from cocodiff.outputs.journal import Entry, Journals
 
 SLICES = 10
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"

@@ -6,10 +6,10 @@ import resource
 
 import pytest
 
-from cocodiff.cli import main
-from cocodiff.commands import room
+from cocodiff.cli.main import main
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
+from cocodiff.processes import room
 from cocodiff.topology.machine import MOST_RANKS, Topology
 
 MANY = "999999999999"

@@ -17,12 +17,12 @@ from cocodiff_eval.sweep_summary import better_than, summarise
 from launching import end_group
 from warm import Started
 
-from cocodiff.cli import main
-from cocodiff.commands.quality import read_ladder
-from cocodiff.commands.sweep.lines import Key, LineWriter, count_lines, read_results
-from cocodiff.commands.sweep.points import read_grid
+from cocodiff.cli.main import main
 from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.jobs.quality import read_ladder
+from cocodiff.jobs.sweep.lines import Key, LineWriter, count_lines, read_results
+from cocodiff.jobs.sweep.points import read_grid
 
 pytestmark = pytest.mark.processes
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cocodiff.cli import main
-from cocodiff.commands.sweep.lines import LineWriter, check_folder, read_results
-from cocodiff.commands.sweep.points import MOST_RUNS, read_grid
+from cocodiff.cli.main import main
 from cocodiff.errors import OwnRankError, UserError
+from cocodiff.jobs.sweep.lines import LineWriter, check_folder, read_results
+from cocodiff.jobs.sweep.points import MOST_RUNS, read_grid
 
 SETTINGS = {
     "model": "embedded",

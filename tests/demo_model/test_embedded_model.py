@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cocodiff_studies.demo_model import evaluate, slices, train
+from cocodiff_studies.demo_model.masks import center_mask
 from safetensors import safe_open
 
 from cocodiff import demo_model
-from cocodiff.demo_model import evaluate, slices, train
-from cocodiff.demo_model.masks import center_mask
 
 pytestmark = pytest.mark.processes
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-
-from cocodiff.demo_model import slices, train
-from cocodiff.demo_model.masks import block_mask, center_mask, training_mask
+from cocodiff_studies.demo_model import slices, train
+from cocodiff_studies.demo_model.masks import block_mask, center_mask, training_mask
 
 
 @pytest.mark.parametrize("zoom", [1.0, 3.0])

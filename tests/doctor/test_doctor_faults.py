@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from worlds import topology_of
 
-from cocodiff.commands.doctor.check_versions import LEAST, numbers
-from cocodiff.commands.doctor.examine import CHECKS, examine, is_healthy
-from cocodiff.commands.doctor.facts import (
+from cocodiff.cli.doctor.check_versions import LEAST, numbers
+from cocodiff.cli.doctor.examine import CHECKS, examine, is_healthy
+from cocodiff.cli.doctor.facts import (
     FAULT,
     MEASURED,
     WARNING,
@@ -29,7 +29,7 @@ from cocodiff.commands.doctor.facts import (
     name_nodes,
     name_ranks,
 )
-from cocodiff.commands.doctor.stream_trials import READ_EARLY
+from cocodiff.cli.doctor.stream_trials import READ_EARLY
 from cocodiff.kernels.trial import KernelTrial
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topology_of
 
-from cocodiff.commands.doctor.planes import canonical, from_color, from_links, from_rates, same_planes, spelled
+from cocodiff.cli.doctor.planes import canonical, from_color, from_links, from_rates, same_planes, spelled
 
 AURORA = topology_of("aurora", 12)
 PLANES = AURORA.machine.planes

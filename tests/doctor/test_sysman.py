@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from worlds import topology_of
 
-from cocodiff.commands.doctor import sysman
-from cocodiff.commands.doctor.planes import from_links, same_planes
-from cocodiff.commands.doctor.sysman import fabric_links, read_sysman
+from cocodiff.cli.doctor import sysman
+from cocodiff.cli.doctor.planes import from_links, same_planes
+from cocodiff.cli.doctor.sysman import fabric_links, read_sysman
 
 AURORA = topology_of("aurora", 12)
 Tile = tuple[int, int]

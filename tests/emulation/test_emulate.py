@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from cocodiff_studies.emulate.namespaces import Namespace
 from launching import find_mpiexec, run
-
-from cocodiff.commands.emulate.namespaces import Namespace
 
 
 def lacking() -> str:

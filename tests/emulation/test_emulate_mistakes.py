@@ -13,16 +13,17 @@ from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED
 from cocodiff_bench.step_rows import over_schedule
+from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
+from cocodiff_studies.emulate.leftovers import registered
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.cli import main
-from cocodiff.commands.bench import module_of
-from cocodiff.commands.emulate.command import cocodiff_of, emulated, is_this_one
-from cocodiff.commands.emulate.leftovers import registered
+from cocodiff.cli.bench import module_of
+from cocodiff.cli.main import main
 from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
+from cocodiff.processes.emulated import emulated
 
 pytestmark = pytest.mark.processes
 

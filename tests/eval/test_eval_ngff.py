@@ -22,8 +22,8 @@ from cocodiff_eval.formats.volume import Region
 from cocodiff_eval.slices import open_stack
 from test_formats import assert_bits, restored, slice_of, voxels, write_hdf5, write_zarr
 
-from cocodiff.commands.record import as_read, described_inputs, first_difference
 from cocodiff.errors import UserError
+from cocodiff.jobs.record import as_read, described_inputs, first_difference
 
 SCALE = [{"type": "scale", "scale": [2.0, 0.5, 0.5]}]
 

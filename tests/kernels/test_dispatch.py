@@ -16,7 +16,7 @@ from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
 from worlds import back, forward, topology_of
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions, Rows, TorchOps, coded_width, dispatch

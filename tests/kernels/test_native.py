@@ -23,7 +23,7 @@ from cocodiff_sycl.native_file import Native, native_file, read_native, write_na
 from cocodiff_sycl.ocloc import OCLOC, Usage, find_ocloc
 from cocodiff_sycl.report import Row, hot_loop
 
-from cocodiff.cli import main
+from cocodiff.cli.main import main
 from cocodiff.kernels import TorchOps
 
 ABOUT = Native("pvc", 1, "ocloc 1.0")

@@ -12,7 +12,7 @@ import torch
 
 import simulated_device
 from cocodiff import cli
-from cocodiff.commands.doctor import trials
+from cocodiff.cli.doctor import trials
 
 
 def on_a_device(program: Callable[[], int]) -> int:

@@ -4,9 +4,9 @@ import numpy as np
 from cocodiff_eval.metrics import psnr_db
 from cocodiff_eval.uncertainty import Moments
 
-from cocodiff.commands.cost import Cost
-from cocodiff.commands.items import Batch, Drawn
-from cocodiff.commands.job import Job, Judged
+from cocodiff.jobs.cost import Cost
+from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.job import Job, Judged
 
 ERRORS = {"rough": 1e-1, "fine": 1e-3, "exact": 0.0}
 

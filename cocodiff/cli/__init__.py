@@ -1,0 +1,1 @@
+"""The command line: a module for each subcommand, found by `dispatch`."""

@@ -1,0 +1,289 @@
+"""`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
+
+Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. It imports neither diffusers nor
+transformers: twelve ranks would wait for those longer than for all checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.config import load_machine
+from cocodiff.console.options import (
+    LOG_LEVEL,
+    RANKS,
+    Option,
+    check_counts,
+    engine_record,
+    engine_settings,
+    parse,
+    with_settings,
+)
+from cocodiff.console.terminal import say
+from cocodiff.errors import OwnRankError, PeerLost, UserError
+from cocodiff.jobs.session import run_holding, settle
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.settings import write_document
+
+if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
+    from cocodiff.cli.doctor.facts import Facts, Finding, PlaneMap, RankFacts
+    from cocodiff.cli.doctor.sysman import Sysman
+    from cocodiff.topology.machine import Topology
+
+FILE = "doctor.json"
+OPTIONS = (
+    RANKS,
+    Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
+    Option("size", "side of its square image in pixels", 1024, type=int),
+    Option("batch", "images in one call of it", 1, type=int),
+    Option("patience_s", "seconds after which a step that does not end is taken for hanging", 120.0, type=float),
+    Option("out", "folder of doctor.json", "doctor"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    LOG_LEVEL,
+)
+SETTINGS = ("machine", "transport", "device", "kernels", "timeout_s")  # of the engine's, what it looks at
+SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
+    values = parse("doctor", about, with_settings(OPTIONS, lambda one: one.name in SETTINGS), words)
+    check_counts(values, "ranks", "batch", "size")
+    if not values["patience_s"] > 0:
+        raise UserError(f"--patience_s {values['patience_s']}: give a number of seconds above 0")
+    settle(values, launch)
+    config = engine_record()(**engine_settings(values))
+    load_machine(config.machine)
+    output = OutputFolder(values["out"], values["overwrite"])
+
+    def imports() -> None:
+        if (values["ranks"] or 1) > 1:
+            for name in ("engine", *(f"cli.doctor.{part}" for part in ("examine", "gather", "stream_trials"))):
+                import_module(f"cocodiff.{name}")
+
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
+    verdict: list[bool] = []
+    work = partial(look, values, launch, output, verdict)
+    code = run_holding(output, values["ranks"], launch, config, alike, work, imports)
+    if code:
+        return code
+    healthy = verdict[0] if verdict else json.loads((output.final / FILE).read_text())["healthy"]
+    return 0 if healthy else 1
+
+
+def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: list[bool], transport: Any) -> None:
+    """One rank's part: facts, trials, and on rank 0 the findings. verdict: takes whether all is well, on every rank."""
+    from cocodiff.cli.doctor.examine import examine, is_healthy
+
+    started = time.monotonic()
+    if launch.kind == "alone" and transport.size > 1:
+        launch = Launch("forked", transport.rank, transport.size, transport.rank, transport.size)
+    facts = gather(values, launch, transport)
+    healthy = True
+    if transport.rank == 0:
+        findings = examine(facts)
+        healthy = is_healthy(findings)
+        write(output, values, facts, findings, healthy)
+        say("\n".join(table(findings)))
+        say(
+            f"{'healthy' if healthy else 'not healthy'}: {len(facts.ranks)} rank(s) looked at in "
+            f"{time.monotonic() - started:.1f} s; all that was seen, for you or for a report: {output.final / FILE}"
+        )
+    if facts.stopped:
+        raise OwnRankError(facts.stopped)
+    verdict.append(transport.broadcast_object(healthy))
+
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
+    """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
+    from cocodiff.cli.doctor import stream_trials, trials
+    from cocodiff.cli.doctor.facts import Facts
+    from cocodiff.cli.doctor.gather import gather_rank
+    from cocodiff.cli.doctor.sysman import read_sysman
+    from cocodiff.topology.machine import Topology
+
+    topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
+    step = partial(patience, values["patience_s"], transport.rank, transport.health)
+    with step("reading this rank's facts"):
+        sysman = read_sysman()
+        looks = launch.local_rank == 0
+        own = gather_rank(transport, launch, values["kernels"], sysman, looks)
+    if transport.size == 1:
+        return Facts([own], topology, needed=needed(values, topology, transport))
+    try:
+        with step("making a group of all ranks"):
+            group = transport.group(range(transport.size))
+            group.barrier()
+        with step("messages between streams that are kept busy"):
+            order = stream_trials.order(transport, group)
+        with step("gathering the facts of all ranks"):
+            ranks = transport.gather_object(own) or [own]
+        with step("all-to-alls"):
+            alltoalls = trials.all_to_alls(transport, group)
+        with step("messages beside other work"):
+            overlap = trials.overlap(transport, group)
+        with step("calls that send and receive"):
+            issues = stream_trials.issues(transport, group)
+        with step("finding planes"):
+            planes, rates = find_planes(topology, transport, ranks, own, sysman)
+    except (PeerLost, OwnRankError) as error:
+        return Facts([own], topology, stopped=str(error))
+    need = needed(values, topology, transport)
+    return Facts(ranks, topology, alltoalls, overlap, order, issues, planes, rates, need)
+
+
+@contextmanager
+def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None]:
+    """Ends the process with a word where a step hangs in a library, which no error reaches. Raises OwnRankError where a
+    step fails, as it does where messages bring what nobody sent."""
+
+    def give_up() -> None:
+        os.write(
+            2,
+            f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, and "
+            f"look at docs/doctor.md; a slow machine needs a larger --patience_s\n".encode(),
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (PeerLost, UserError, OwnRankError):
+        raise
+    except Exception as error:
+        blamed = health.blame(error)
+        raise OwnRankError(f"{what}: {blamed}") from error
+    finally:
+        timer.cancel()
+
+
+def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
+    """Bytes of the fullest rank for --model at an exact preset; None without one."""
+    if not values["model"] or transport.rank:
+        return None
+    from cocodiff.assemble import Work
+    from cocodiff.loading.model_shapes import load_shape
+    from cocodiff.planning.memory import Load, size_run
+    from cocodiff.planning.placement import choose
+
+    shape = load_shape(values["model"])
+    load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
+    mesh = choose(topology, Work(shape.heads, shape.head_dim))
+    return max(need.total for need in size_run(shape, topology, load, mesh))
+
+
+def find_planes(
+    topology: Topology, transport: Any, ranks: list[RankFacts], own: RankFacts, sysman: Sysman | str
+) -> tuple[dict[str, PlaneMap], list[list[float]]]:
+    """Every host's plane map: by its fabric ports, else by CCL_TOPO_COLOR, else by measured rates. All ranks call it;
+    rank 0's answer is whole."""
+    from cocodiff.cli.doctor.facts import name_nodes
+
+    told = told_planes(topology, own, sysman)
+    of_ranks = transport.gather_object((own.host, told)) or [(own.host, told)]
+    names = name_nodes([host for host, _ in of_ranks], [place.node for place in topology.places])
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names[: len(of_ranks)]):
+        nodes.setdefault(name, []).append(rank)
+    silent = [name for name, members in nodes.items() if of_ranks[members[0]][1] is None]
+    groups = transport.broadcast_object([nodes[name] for name in nodes] if silent else None)
+    rates: list[list[float]] = []
+    if groups is not None:
+        from cocodiff.cli.doctor.trials import pair_rates
+
+        rates = pair_rates(transport, groups)
+    if transport.rank:
+        return {}, []
+    maps = {}
+    for name, members in nodes.items():
+        found = of_ranks[members[0]][1] or measured_planes(topology, members, rates)
+        maps[name] = replace(found, first=members[0])
+    return maps, rates
+
+
+def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> PlaneMap | None:
+    """The planes that the system tells of, None where it is silent."""
+    from cocodiff.cli.doctor.facts import PlaneMap
+    from cocodiff.cli.doctor.planes import from_color, from_links
+    from cocodiff.cli.doctor.sysman import fabric_links
+
+    tiles = topology.machine.tiles
+    if not isinstance(sysman, str) and sysman.ports:
+        links, broken = fabric_links(sysman.ports, tiles)
+        return PlaneMap(
+            "Level Zero's fabric ports", from_links(len(sysman.addresses) * tiles, links), "", tuple(broken)
+        )
+    color = own.environment.get("CCL_TOPO_COLOR", "")
+    if "plane" in color:
+        try:
+            return PlaneMap("CCL_TOPO_COLOR", from_color(color))
+        except ValueError as error:
+            return PlaneMap("CCL_TOPO_COLOR", None, str(error))
+    return None
+
+
+def measured_planes(topology: Topology, members: list[int], rates: list[list[float]]) -> PlaneMap:
+    from cocodiff.cli.doctor.facts import MEASURED, PlaneMap
+    from cocodiff.cli.doctor.planes import from_rates
+
+    within = [[rates[a][b] for b in members] for a in members]
+    planes, why = from_rates(within, [topology.places[rank].card for rank in members])
+    return PlaneMap(MEASURED, planes, why)
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding, and under those that need it the remedy."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{SIGNS[finding.severity]:<6} {finding.check:<11} {finding.text}")
+        if finding.remedy and finding.severity in ("fault", "warning"):
+            lines.append(f"{'':<18} -> {finding.remedy}")
+    return lines
+
+
+def write(
+    output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
+) -> None:
+    """doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts": {...}}."""
+    folder = output.open()
+    known = {
+        "machine": facts.topology.machine.name,
+        "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
+        "alltoalls": [asdict(trial) for trial in facts.alltoalls],
+        "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
+        "stopped": facts.stopped,
+        "order_rounds": facts.order,
+        "issues": [asdict(issue) | {"blocks": issue.blocks} for issue in facts.issues],
+        "blocked_us": facts.blocked_us,
+        "planes": {host: asdict(plane_map) for host, plane_map in facts.planes.items()},
+        "pair_gb_s": facts.pair_gb_s,
+        "needed_bytes": facts.needed,
+    }
+    document = {
+        "schema": 1,
+        "cocodiff": __version__,
+        "healthy": healthy,
+        "findings": [asdict(finding) for finding in findings],
+        "facts": known,
+    }
+    write_document(folder, FILE, document, values)
+    output.publish()

@@ -1,0 +1,193 @@
+"""One rank's facts, from the environment, /proc and /sys, and the packages' own records. Imports no diffusers."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cocodiff.cli.doctor.facts import Card, Nic, RankFacts
+from cocodiff.cli.doctor.sysman import Sysman
+from cocodiff.comm.launch import Launch, system_mpiexec
+from cocodiff.device import free_memory, ranks_on_device
+from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
+from cocodiff.kernels.dispatch import sycl_ops
+from cocodiff.kernels.trial import try_operations
+
+PACKAGES = (
+    *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
+    *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
+)
+VARIABLES = re.compile(
+    r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
+    r"KMP_|MASTER_|COCODIFF_|GLOO_|TORCHELASTIC_RUN_ID|PBS_JOBID|SLURM_JOB_ID|http_proxy|https_proxy)"
+)
+SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
+SYS = Path("/sys")
+INTEL, DISPLAY = "0x8086", "0x03"
+
+
+def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | str, look_at_sycl: bool) -> RankFacts:
+    """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
+    device = transport.device
+    sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
+    opened = sycl_ops(device) if sycl else None
+    tried = try_operations(opened, device) if look_at_sycl and (opened or device.type != "cpu") else []
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return RankFacts(
+        rank=transport.rank,
+        host=socket.gethostname(),
+        local_rank=launch.local_rank,
+        launcher=launch.kind,
+        local_size=launch.local_size,
+        world=launch.size,
+        versions=versions(),
+        environment=environment(),
+        library=getattr(transport, "library", "none") if transport.size > 1 else "none",
+        device=str(device),
+        tile=tile_of(device),
+        tiles_seen=tiles_seen(device),
+        card=card_of(device, sysman),
+        cores=cores,
+        sockets=sockets_of(cores),
+        host_cores=os.cpu_count() or 1,
+        nics=nics(),
+        free=free_memory(device, launch.local_size or transport.size),
+        total=total_memory(device, launch.local_size or transport.size),
+        kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
+        sycl=sycl,
+        no_sycl=no_sycl,
+        mpi_library=loaded_library("libmpi"),
+        system_mpi=system_mpiexec() or "",
+        python_prefix=sys.prefix,
+        kernel_trials=tuple(tried),
+        device_name=device_name(device),
+    )
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch"] = torch.__version__
+    found["xpu runtime"] = getattr(torch.version, "xpu", None)
+    if "mpi4py.MPI" in sys.modules:
+        found["mpi"] = sys.modules["mpi4py.MPI"].Get_library_version().splitlines()[0].strip("\0 ")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The variables that matter, without what gives access to anything: the file may be sent to others."""
+    known = ((name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
+    return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
+
+
+def tile_of(device: torch.device) -> str:
+    """A name that no other tile of the host has: the driver's own number of it, else its index and what selects
+    devices."""
+    if device.type == "cpu":
+        return ""
+    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    selected = [
+        os.environ.get(name, "") for name in ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
+    ]
+    return str(uuid) if uuid is not None else "/".join([*filter(None, selected), str(device.index)])
+
+
+def device_name(device: torch.device) -> str:
+    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_properties(device).name)
+
+
+def tiles_seen(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
+
+
+def card_of(device: torch.device, sysman: Sysman | str) -> Card | None:
+    """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are dealt to cards in order of their
+    addresses, which is known only while no variable selects among them."""
+    if device.type == "cuda":
+        of: Any = torch.cuda.get_device_properties(device)
+        if not hasattr(of, "pci_bus_id"):
+            return None
+        return card_at(f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0")
+    if device.type != "xpu" or {"ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"} & set(os.environ):
+        return None
+    addresses = sysman.addresses if isinstance(sysman, Sysman) else intel_cards()
+    tiles = tiles_seen(device)
+    if not addresses or tiles % len(addresses):
+        return None
+    return card_at(addresses[(device.index or 0) // (tiles // len(addresses))])
+
+
+def intel_cards() -> tuple[str, ...]:
+    """Addresses of Intel's GPUs on the PCI bus, in order."""
+    found = []
+    for path in sorted((SYS / "bus/pci/devices").glob("*")):
+        if read(path / "vendor") == INTEL and read(path / "class").startswith(DISPLAY):
+            found.append(path.name)
+    return tuple(found)
+
+
+def card_at(address: str) -> Card:
+    return Card(address, sockets_of(cpu_list(read(SYS / "bus/pci/devices" / address / "local_cpulist"))))
+
+
+def nics() -> tuple[Nic, ...]:
+    """Fast NICs: Slingshot's (cxi) and InfiniBand's."""
+    paths = [*(SYS / "class/cxi").glob("cxi*"), *(SYS / "class/infiniband").glob("*")]
+    return tuple(Nic(p.name, sockets_of(cpu_list(read(p / "device/local_cpulist")))) for p in sorted(paths))
+
+
+def sockets_of(cores: tuple[int, ...]) -> tuple[int, ...]:
+    """The sockets that cores are on; none where the system does not tell."""
+    paths = (SYS / f"devices/system/cpu/cpu{core}/topology/physical_package_id" for core in cores)
+    return tuple(sorted({int(text) for path in paths if (text := read(path)).lstrip("-").isdigit()}))
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """The numbers of a list like 0-3,8."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def total_memory(device: torch.device, ranks: int) -> int | None:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_device = torch.get_device_module(device).get_device_properties(device).total_memory
+    return int(of_device) // ranks_on_device(device, ranks)
+
+
+def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
+    """The device that SYCL kernels run on, or "" and why they do not."""
+    if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
+        return "", "torch was asked for"
+    try:
+        ops = sycl_ops(device, required=True)
+    except ValueError as error:
+        return "", str(error)
+    return (f"{ops.library.device_name} ({ops.library.backend})", "") if ops is not None else ("", "no reason given")
+
+
+def loaded_library(name: str) -> str:
+    """The path of a shared library that this process has loaded, "" where it has not."""
+    found = re.search(rf"\S*/{name}\.so\S*", read(Path("/proc/self/maps")))
+    return found[0] if found else ""

@@ -1,0 +1,102 @@
+"""`cocodiff generate`: text to image, on any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.config import load_machine
+from cocodiff.console.options import (
+    DEAL_OPTIONS,
+    RESUME,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    parse,
+    preset_configs,
+    with_settings,
+)
+from cocodiff.console.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.jobs.deal import deal_of
+from cocodiff.jobs.prepared import Prepared
+from cocodiff.jobs.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
+from cocodiff.jobs.session import DTYPES, open_session, settle, start_job
+from cocodiff.loading.pipelines import Request, check_model
+from cocodiff.models.family import GENERATE
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.topology.machine import Topology
+
+ABOUT = "Make images from text with a diffusion transformer."
+OPTIONS = (
+    Option(
+        "model",
+        "folder in diffusers' layout or hub id of a text-to-image model; the embedded model only restores",
+        required=True,
+    ),
+    Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
+    Option("height", "pixels, instead of the model's own", type=int),
+    Option("width", "pixels, instead of the model's own", type=int),
+    PRESET_OPTION,
+    Option("steps", "denoising steps", 50, type=int),
+    Option("seed", "seed of the noise; the same for every prompt and preset", 0, type=int),
+    Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    *BOUND_OPTIONS,
+    Option("out", "folder of the results", "generated"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
+    *DEAL_OPTIONS,
+    *RUN_OPTIONS,
+)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    values = parse("generate", ABOUT, with_settings(OPTIONS), words)
+    ranks = settle(values, launch)
+    prepared = prepare(values, ranks, started)
+    if launch.speaks:
+        say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
+    prepared = deal(prepared, ranks)
+    # the sides follow from the model and from those that are asked for
+    asked = {"prompts": list(prepared.request.prompts or ("",))}
+    return start_job(prepared, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
+
+
+def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts(values, "steps", "height", "width", "ranks")
+    quality = Quality.asked(values)
+    if quality is not None and quality.bound.against == "truth":
+        raise UserError(
+            f"--quality {quality.bound} is a loss against the truth, which generated images have not: give a distance "
+            f"to the exact run, as 50dB"
+        )
+    presets = preset_configs(values) if quality is None else quality.presets
+    Topology.build(load_machine(values["machine"]), ranks)
+    request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
+    check_model(request, 1, weights=not values["dry_run"])
+    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+    return Prepared(values, request, presets, output, started, quality=quality)
+
+
+def deal(prepared: Prepared, ranks: int) -> Prepared:
+    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+    values, images = prepared.values, max(1, len(prepared.values["prompt"]))
+    presets = [*prepared.modes.values()]
+    chosen = deal_of(values, prepared.request, presets, ranks, images=images, compares=prepared.quality is None)
+    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
+    return prepared.dealt(chosen, ranks)
+
+
+def work(prepared: Prepared, transport: Any) -> None:
+    """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
+    from cocodiff.jobs.images import ImageJob
+
+    session = open_session(prepared, transport)
+    session.run(ImageJob(session))

@@ -1,0 +1,199 @@
+"""`cocodiff inpaint`: restores masked regions of slices, on any number of ranks, and says how well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from cocodiff_eval.formats.words import SAME, WRITTEN
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.config import load_machine
+from cocodiff.console.options import (
+    DEAL_OPTIONS,
+    RESUME,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    check_strength,
+    parse,
+    preset_configs,
+    with_settings,
+)
+from cocodiff.console.terminal import reading_bar, say
+from cocodiff.errors import UserError
+from cocodiff.files import is_there
+from cocodiff.jobs.deal import deal_of, own_pixels
+from cocodiff.jobs.prepared import Prepared
+from cocodiff.jobs.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
+from cocodiff.jobs.session import DTYPES, open_session, settle, start_job
+from cocodiff.loading.pipelines import EMBEDDED, Request, check_model
+from cocodiff.models.family import INPAINT
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.topology.machine import Topology
+
+ABOUT = "Restore masked regions of slices with a diffusion transformer."
+OPTIONS = (
+    Option(
+        "input",
+        "slices: PNG, TIFF (also stacks), a folder of TIFF files or a quoted pattern of their names as one stack, HDF5 "
+        "as file.h5:/dataset, or OME-Zarr",
+        many=True,
+        required=True,
+    ),
+    Option(
+        "mask",
+        "block, center or a mask file whose non-zero voxels are restored (labels/NAME: of the Zarr input's own store); "
+        "one or more",
+        ["block"],
+        many=True,
+    ),
+    Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
+    Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
+    Option(
+        "range",
+        "intensities low,high that models see as black and white, and that PSNR refers to, instead of those outside "
+        "the mask without outliers",
+    ),
+    Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
+    PRESET_OPTION,
+    Option("steps", "denoising steps that run", 50, type=int),
+    Option(
+        "strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float
+    ),
+    Option("seed", "seed of block masks and of the noise", 0, type=int),
+    Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
+    Option("prompt", "what the slices show, for models with text encoders", ""),
+    Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
+    Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
+    Option("truth", "the original, where a mask file hides unknown voxels"),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
+    Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
+    *BOUND_OPTIONS,
+    Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
+    Option("out", "folder of the results", "restored"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
+    *DEAL_OPTIONS,
+    *RUN_OPTIONS,
+)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    values = parse("inpaint", ABOUT, with_settings(OPTIONS), words)
+    ranks = settle(values, launch)
+    prepared = prepare(values, ranks, started)
+    if launch.speaks:
+        what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
+        say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
+    tasks = find_tasks(values)
+    for line in (line for task in tasks for line in task.remarks() if launch.speaks):
+        say(line)
+    if prepared.quality is not None:
+        from cocodiff.jobs.slices import check_truth
+
+        check_truth(prepared.quality.bound, tasks)
+    prepared = deal(prepared, tasks, ranks)
+
+    def settings(there: dict[str, Any]) -> dict[str, Any]:
+        from cocodiff.jobs.slices import describe_inputs
+
+        return describe_inputs(tasks, values)
+
+    compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
+    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks), compared)
+
+
+def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
+    check_strength(values["strength"], [values["steps"]])
+    quality = Quality.asked(values)
+    presets = preset_configs(values) if quality is None else quality.presets
+    Topology.build(load_machine(values["machine"]), ranks)
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    check_model(request, 1, weights=not values["dry_run"])
+    if request.model == EMBEDDED and any(config.vae == "tiled" for config in presets.values()):
+        raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
+    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+    output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
+    return Prepared(values, request, presets, output, started, quality=quality)
+
+
+def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+    from cocodiff_eval.tiling import TilingSettings
+
+    from cocodiff.jobs.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
+    from cocodiff.jobs.samples import count_batches
+
+    values, native = prepared.values, own_pixels(prepared.request.model)
+    settings = TilingSettings(strength=values["strength"])
+    tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
+    counts = [
+        count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
+    ]
+    chosen = deal_of(
+        values,
+        prepared.request,
+        [*prepared.modes.values()],
+        ranks,
+        images=samples * sum(task.mask.masked for task in tasks),
+        batches=sum(batches for batches, _ in counts),
+        batch=tiles if native <= SMALL_MODEL else 1,
+        steps=values["steps"] * max(calls for _, calls in counts),
+        compares=prepared.quality is None,
+        mean=partial(mean_call, tasks, native, tiles, settings, values, max(calls for _, calls in counts))
+        if values["dry_run"]
+        else None,
+    )
+    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
+    return prepared.dealt(chosen, ranks)
+
+
+def find_tasks(values: dict[str, Any]) -> list[Any]:
+    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+    from cocodiff_eval.formats.region import Part
+    from cocodiff_eval.formats.table import result_format
+    from cocodiff_eval.intensity import intensity_range, parse_range
+    from cocodiff_eval.masks import make_mask
+    from cocodiff_eval.slices import open_stacks, open_truth
+
+    from cocodiff.jobs.tasks import Task, file_names
+
+    links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
+    given = parse_range(values["range"]) if values.get("range") is not None else None
+    part = Part(values.get("slices") or "", values.get("roi") or "")
+    stacks = open_stacks(values["input"], links, part)
+    if values["truth"] and len(stacks) > 1:
+        raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
+    masks = list(dict.fromkeys(values["mask"]))
+    if len(masks) == 1 and not is_there(masks[0]):
+        masks = list(dict.fromkeys(masks[0].split(",")))
+    found: list[tuple[Any, Any, Any, Any]] = []
+    for stack in stacks:
+        truth = open_truth(values["truth"], stack, links) if values["truth"] else None
+        for number, word in enumerate(masks):
+            mask = make_mask(word, stack, values["seed"], links, progress)
+            if any(mask.name == other.name for of, other, *_ in found if of is stack):
+                raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
+            known = truth or (None if mask.from_file else stack)
+            found.append((stack, mask, intensity_range(stack, mask, progress, given), known))
+    names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
+    words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
+    return [Task(*one, files, word) for one, files, word in zip(found, names, words, strict=True)]
+
+
+def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
+    """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
+    from cocodiff.jobs.slices import SliceJob, find_masked
+
+    session = open_session(prepared, transport)
+    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    session.run(SliceJob(session, tasks, masked))

@@ -1,0 +1,232 @@
+"""The time part of `cocodiff plan`: a preset's step, all presets side by side, and one layer in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cocodiff.assemble import Work, settled
+from cocodiff.config import Config, preset_names
+from cocodiff.console.options import engine_record
+from cocodiff.console.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.planning.costs import CallKind, costs_of, state_sizes
+from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
+from cocodiff.planning.deals import Deal
+from cocodiff.planning.decisions import as_file, decisions_of
+from cocodiff.planning.layers import SITES, Case
+from cocodiff.planning.memory import misfit
+from cocodiff.planning.placement import by_degree, table
+from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.steps import Recording
+from cocodiff.registry import EXCHANGES, load
+from cocodiff.routes.detours import nic_detours
+from cocodiff.routes.plans import Phase, split_plan
+from cocodiff.text_table import aligned
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.links import Network
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import LINK_CLASSES
+
+PEERS_SHOWN = 6  # of one phase's messages
+
+
+def add_times(
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path
+) -> None:
+    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png."""
+    topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
+    first = parts_of(topology, work, deal)[0][0]
+    chosen, config = pricer.step(work, deal), first.work.config
+    codec = settled(work.config, first.topology, Work(work.shape.heads, work.shape.head_dim))[1]
+    if codec is not None:
+        say(codec)
+    say("\n".join(summary(chosen)))
+    plan["time"] = as_json(chosen)
+    if config.selection == "full" and not config.exact:
+        exact = pricer.step(exactly(work), deal)
+        what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
+        say(beside(chosen, exact, " and ".join(what)))
+        plan["without_codec"] = as_json(exact)
+    replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
+    if replayed is not None:
+        say(f"displaced as in a recorded run, {replayed.title()}")
+        (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
+    stable = values["stable"] if config.schedule == "threshold" else None
+    decided = None if replayed is None else replayed.title()
+    plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}
+    if values["explain"]:
+        told = explain(first, latencies)
+        say("\n".join(told))
+        (folder / "explain.txt").write_text("\n".join(told) + "\n")
+    if values["compare"] and values["images"] is None:
+        from cocodiff.console.plots import plot_presets
+
+        rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
+        plan["compare"] = rows
+        say("\n".join(compared(rows)))
+        where = (
+            f"{work.shape.name} {values['size']}x{values['size']} batch {values['batch']}, {topology.size} ranks on "
+        )
+        plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
+
+
+def summary(step: DealStep) -> list[str]:
+    plan = step.plan
+
+    sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
+    outputs = ", ".join(f"{link} {count / 1e6:.1f}" for link, count in step.outputs.items() if count)
+    lines = [
+        f"a step: {plan.step_s * 1e3:.1f} ms, of them {plan.compute_s * 1e3:.1f} ms compute and "
+        f"{plan.communication_share:.0%} communication that nothing hides",
+        f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
+        f"GB sent in a step by all ranks: {sent}",
+    ]
+    return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
+
+
+def exactly(work: Workload) -> Workload:
+    """The same work with tensors as they are, and all of them waited for."""
+    config = work.config.with_(codec="none", arrival="now")
+    return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+
+
+def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
+    """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
+    step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
+    sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
+    told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
+    if not whole:
+        return f"{told}; nothing is sent, so there is nothing to code"
+    gain = f"{codec} takes {step_s / whole_s:.3f} of that time and sends {sent / whole:.3f} of the bytes"
+    return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
+
+
+def as_json(step: DealStep) -> dict[str, Any]:
+    plan = step.plan
+    return {
+        "step_s": plan.step_s,
+        "image_s": plan.image_s,
+        "steps": plan.steps,
+        "compute_s": plan.compute_s,
+        "communication_share": plan.communication_share,
+        "bytes_per_step": plan.bytes,
+        "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
+        "output_bytes_per_step": step.outputs,
+    }
+
+
+# All presets ----------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, known: Mapping[str, DealStep]
+) -> list[dict[str, Any]]:
+    """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
+    rows: list[dict[str, Any]] = []
+    for name in sorted(preset_names(), key=lambda name: name != "flat"):
+        config = engine_record().preset(name, machine=values["machine"])
+        of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+        row: dict[str, Any] = {"preset": name, "exact": config.exact}
+        try:
+            step = known.get(name) or pricer.step(of_preset, deal)
+            need = pricer.need(of_preset, deal)
+        except UserError as error:
+            rows.append(row | {"error": str(error)})
+            continue
+        tile = int(pricer.topology.machine.device.memory_gib * 2**30)
+        row |= as_json(step) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
+        row["over_flat"] = rows[0]["step_s"] / step.plan.step_s if rows and "step_s" in rows[0] else 1.0
+        rows.append(row)
+    return rows
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    heading = ["preset", "ms a step", "s an image", "over flat", "comm.", *(f"{link} GB" for link in LINK_CLASSES)]
+    table = [[*heading, "memory"]]
+    for row in rows:
+        if "error" in row:
+            table.append([row["preset"], row["error"]])
+            continue
+        times = [f"{row['step_s'] * 1e3:.1f}", f"{row['image_s']:.2f}", f"{row['over_flat']:.2f}x"]
+        sent = [f"{row['bytes_per_step'][link] / 1e9:.2f}" for link in LINK_CLASSES]
+        fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]] + ("" if row["exact"] else "; lossy")
+        memory = f"{row['rank_mib']:.0f} MiB a rank: {fits}"
+        table.append([row["preset"], *times, f"{row['communication_share']:.0%}", *sent, memory])
+    return aligned(table, "<" + ">" * 8 + "<")
+
+
+# One layer ------------------------------------------------------------------------------------------------------------
+
+
+def explain(part: Part, latencies: Latencies) -> list[str]:
+    """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what. part: its own."""
+    work, network = part.work, Network(part.topology)
+    recording = Recording(part.case(work.load))
+    lines = []
+    for kind, segments in recording.kinds:
+        for segment in segments:
+            outcome = recording.outcome(segment, network, latencies)
+            lines.append(
+                f"layer {kind.name}, {named(segment.kind, work.config)}: {segment.seconds(outcome) * 1e3:.3f} ms; "
+                f"rank 0, ms from its start:"
+            )
+            spans = sorted(segment.counted(outcome.spans[0]), key=lambda span: (span.start_ns, span.end_ns))
+            lines += [
+                f"  {span.start_ns / 1e6:9.3f} to {span.end_ns / 1e6:9.3f}  {span.lane:<8} {span.name}"
+                for span in spans
+            ]
+    return lines + messages(recording.case)
+
+
+def named(kind: CallKind, config: Config) -> str:
+    """What calls of a kind send, and what they do not wait for."""
+    if config.selection != "full":
+        return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
+    if kind.whole:
+        return "all tokens travel" if config.exact else "whole"
+    coded = "as they are" if config.codec == "none" else f"coded in {config.codec}" + ", twice the bits" * kind.fine
+    if not kind.displaced:
+        return coded
+    return f"{coded}, {', '.join(kind.displaced)} displaced (the last of {SITES} layers of three calls)"
+
+
+def messages(case: Case) -> list[str]:
+    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
+    q, k or v with all tokens, coded where the settings have a codec."""
+    if case.topology.size == 1:
+        return ["one rank: nothing is sent"]
+    head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
+    work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
+    work = replace(work, head_bytes=head_bytes)
+    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
+    lines += table(by_degree(case.topology, work), case.mesh)
+    group, slot = case.mesh.seat(0)
+    topology = case.mesh.parts[group]
+    if topology.size == 1:
+        return lines
+    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
+    cell = case.load.batch * head_bytes
+    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
+    for name in names:
+        plan = load(EXCHANGES, name)(topology, slot)
+        if name == "split" and case.config.nic_balance:
+            plan = split_plan(topology, slot, nic_detours(topology))
+        for number, phase in enumerate(plan, 1):
+            lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
+            lines += sends(phase, topology, slot, layout, cell)
+    return lines
+
+
+def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:
+    lines = []
+    for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
+        size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
+        about = ", ".join(f"{block.rows} for {block.heads}" for block in blocks[:4]) + (
+            ", ..." if len(blocks) > 4 else ""
+        )
+        lines.append(f"  to {peer:<4} {topology.link_class(slot, peer):<12} {size / 1e6:9.3f} MB  rows of {about}")
+    hidden = len(phase.sends) - PEERS_SHOWN
+    return lines + ([f"  and {hidden} more"] if hidden > 0 else [])

@@ -1,0 +1,1 @@
+"""What commands read and say: their options (`options`), and the terminal (`terminal`)."""

@@ -1,0 +1,261 @@
+"""Which deal of its ranks a job takes, before any weight is read: with `--parallel auto` the planner's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.comm.launch import detect
+from cocodiff.config import Config, load_machine
+from cocodiff.console.terminal import say
+from cocodiff.demo_model import PROMPT_TOKENS
+from cocodiff.files import read_json
+from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
+from cocodiff.models import families, pipelines_of
+from cocodiff.models.family import VAE_FACTOR
+from cocodiff.planning.deals import Deal, deals_of
+from cocodiff.topology.axes import Axes
+from cocodiff.topology.machine import Topology
+
+if TYPE_CHECKING:
+    from cocodiff.assemble import Work
+    from cocodiff.planning.deal_choice import Choice, PricedDeal
+    from cocodiff.planning.deal_prices import Workload
+    from cocodiff.planning.memory import ModelShape
+
+OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def deal_of(
+    values: dict[str, Any],
+    request: Request,
+    presets: Sequence[Config],
+    ranks: int,
+    images: int,
+    batches: int | None = None,
+    batch: int = 1,
+    steps: int | None = None,
+    compares: bool = True,
+    mean: Callable[[], tuple[int, int] | None] | None = None,
+) -> Deal:
+    """The deal of a job that makes `images` in each of `presets`.
+
+    values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
+    batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
+    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared. mean: of
+    a dry run, how many calls of the model a call of the pipeline really takes, and of how many images or tiles each.
+
+    Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
+    preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
+    dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The deal's guidance
+    is for presets whose guidance_parallel is auto.
+    Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
+    """
+    two = guides(request)
+    replicas, guidance = pinned(values, presets)
+    if values["parallel"] == "off":
+        replicas, guidance = replicas or 1, guidance or 1
+    compares = compares and replicas is None and len(presets) > 1
+    least = 2 if ranks > 1 and not all(config.exact for config in presets) else 1
+    possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
+    only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
+    if only is not None and only.replicas == 1:
+        return only
+    from cocodiff.planning.deal_choice import choose
+    from cocodiff.planning.deal_prices import Pricer
+
+    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
+    pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
+    if only is not None:
+        for work in works:
+            pricer.check_same_bits(work, only)
+        return only
+    images = max(1, images)
+    count = images if batches is None else max(1, batches)
+    choice = choose(pricer, works, images, count, 1 if compares else replicas, guidance, least=least)
+    if detect().speaks:
+        about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
+        about += "; presets are compared on all ranks" if compares else ""
+        say(choice.line() + about)
+        if values["dry_run"]:
+            say("\n".join(dry_lines(choice, works, on_cpu(values), mean)))
+    choice.check_fits()
+    return choice.taken.deal
+
+
+def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -> dict[str, Config]:
+    """The presets with the deal's guidance, but for those that pin their own in a run that guides."""
+    two = guides(request)
+    return {
+        name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=deal.guidance)
+        for name, config in presets.items()
+    }
+
+
+def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, Work]:
+    """Where the first ranks sit that share a sequence, and what heads they share."""
+    from cocodiff.assemble import Work
+
+    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+    config = read_json(transformer_config(request.model))
+    return topology.part(axes.branch(0)), Work(config["num_attention_heads"], config["attention_head_dim"])
+
+
+def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
+    """Replicas and guidance where they are given. Presets that pin guidance differently leave it to each of them."""
+    replicas = values.get("replicas")
+    of_presets = {config.guidance_parallel for config in presets}
+    guidance = of_presets.pop() if len(of_presets) == 1 else "auto"
+    return (None if replicas in (None, "auto") else int(replicas), None if guidance == "auto" else int(guidance))
+
+
+def guides(request: Request) -> bool:
+    """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
+    if request.model == EMBEDDED:
+        return False
+    index = read_index(request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
+    family = next(one for one in families() if pipelines in one.pipelines)
+    if family.rows_per_image == 1 and pipelines.negative is None:
+        return False
+    if request.guidance is None:  # a pipeline without encoders is called with a scale of 1
+        return has_encoders(index) and not index.get("is_distilled")
+    return request.guidance > 1 and not index.get("is_distilled")
+
+
+def workloads(
+    values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
+) -> list[Workload]:
+    """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
+    from cocodiff.loading.model_shapes import shape_of_folder
+    from cocodiff.models.tokens import image_and_text
+    from cocodiff.planning.costs import state_sizes
+    from cocodiff.planning.deal_prices import Workload
+    from cocodiff.planning.memory import Load
+
+    path = transformer_config(request.model)
+    shape = shape_of_folder(path)
+    if not guides(request):
+        shape = replace(shape, rows_per_image=1, branches=1)
+    elif shape.rows_per_image == 1:
+        shape = replace(shape, branches=2)
+    itemsize = ITEMSIZE.get(values["dtype"], 4 if on_cpu(values) else 2)
+    text = PROMPT_TOKENS if request.model == EMBEDDED else shape.text_tokens
+    segments = image_and_text(image_tokens(values, request.model, path, shape), text)
+    load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
+    return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
+
+
+def on_cpu(values: dict[str, Any]) -> bool:
+    """Whether the ranks compute on this host's CPU, as far as it is known before they start: a device is looked for by
+    a dry run alone, and where a machine says what its tiles hold they are accelerators."""
+    if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).untold:
+        return bool(values["device"] == "cpu")
+    from cocodiff.device import rank_device
+
+    return rank_device("auto", 0).type == "cpu"
+
+
+def image_tokens(values: dict[str, Any], model: str, path: Path, shape: ModelShape) -> int:
+    """Of the image that is made: the model's own size, or height and width where they are given. path: of the
+    transformer's config."""
+    patch = shape.pixels_per_token // VAE_FACTOR
+    sides = [own_latents(path) // patch] * 2
+    for axis, name in enumerate(("height", "width")):
+        if values.get(name):
+            sides[axis] = max(1, values[name] // (vae_factor(model) * patch))
+    return sides[0] * sides[1]
+
+
+def own_latents(path: Path) -> int:
+    """Latent pixels of a side of the model's own size."""
+    return int(read_json(path).get("sample_size", OWN_SIDE))
+
+
+def own_pixels(model: str) -> int:
+    """Pixels of a side of the model's own size."""
+    return own_latents(transformer_config(model)) * vae_factor(model)
+
+
+def vae_factor(model: str) -> int:
+    """Pixels of a latent pixel's side."""
+    if model == EMBEDDED:
+        return VAE_FACTOR
+    config = read_json(model_file(model, "vae/config.json"))
+    levels = config.get("temperal_downsample", config.get("block_out_channels", [None])[1:])
+    return int(2 ** len(levels))
+
+
+def dry_lines(
+    choice: Choice, works: Sequence[Workload], cpu: bool, mean: Callable[[], tuple[int, int] | None] | None = None
+) -> list[str]:
+    """Memory and predicted time of the deal that was taken; where the machine file tells no rates, by some that are
+    measured here, if the ranks are on this host's CPU."""
+    from cocodiff.planning.memory import mib
+
+    taken, machine = choice.taken, choice.topology.machine.name
+    need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
+    need += f"{mib(taken.need.activations)}, cache {mib(taken.need.cache)})"
+    if taken.tile is None:
+        lines = [f"{need}; machine {machine} does not say how much memory a rank has"]
+    else:
+        lines = [f"{need} of {mib(taken.tile)} MiB"]
+    how = ""
+    if choice.reason:
+        calls = mean() if cpu and mean is not None else None
+        if calls is not None:
+            works = [of_calls(work, *calls) for work in works]
+        here = time_here(choice, works) if cpu else None
+        if here is None:
+            lines.append(choice.reason)
+        else:
+            taken, rate = here
+            how = f" from rates measured here now, {rate:.3g} GFLOP/s a rank, as machine {machine} tells none"
+    if taken.batch_s is not None:
+        lines.append(
+            f"predicted{how}, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "
+            f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
+        )
+    return [*lines, "dry run: nothing was started or written"]
+
+
+def of_calls(work: Workload, calls: int, images: int) -> Workload:
+    """With so many calls of the model, steps included, of so many images each."""
+    return replace(work, steps=calls, load=replace(work.load, batch=images * work.shape.rows_per_image))
+
+
+def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, float] | None:
+    """The deal that was taken with its time by rates of this host, measured in two seconds, and a rank's rate in
+    GFLOP/s; None where the ranks are on several hosts."""
+    topology, taken, launch = choice.topology, choice.taken, detect()
+    if topology.nodes > 1 or (launch.kind != "alone" and launch.local_size != topology.size):
+        return None
+    from cocodiff.planning.deal_choice import time_deal
+    from cocodiff.planning.deal_prices import Pricer
+    from cocodiff.planning.here import handling_s, measured_here
+    from cocodiff.planning.layers import kinds_of
+
+    def layers_of(work: Workload) -> int:
+        """Attention calls of a step on a rank."""
+        return work.load.branches * sum(kind.layers for kind in kinds_of(work.shape, work.load)) // taken.deal.guidance
+
+    sharing = taken.ulysses * taken.ring
+    here = measured_here(topology, works[0].shape, works[0].load, sharing)
+    timed = time_deal(Pricer(here), works, taken)
+    handled_s = sum(
+        work.steps * layers_of(work) * handling_s(topology, sharing, work.config, work.shape) for work in works
+    )
+    assert timed.batch_s is not None, "it was timed"
+    return replace(timed, batch_s=timed.batch_s + handled_s), here.machine.device.bf16_tflop_s * 1e3
+
+
+def span(seconds: float) -> str:
+    """As "53.7 s", "14.2 min" or "3.1 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

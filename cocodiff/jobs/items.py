@@ -1,0 +1,144 @@
+"""The items of a job (slices, images), in batches that a replica makes at once, and what is kept of them while they are
+no results yet: samples of slices whose other samples are made elsewhere, and trials of settings for a bound on quality.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cocodiff_eval.uncertainty import Moments
+
+from cocodiff.jobs.cost import Cost
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Items that one replica makes, by their places (`indices`) in a task, such as a stack of slices; task: its number.
+    compared: whether the exact run is made of them for comparison alone. samples: those of each item that are made, of
+    so many (`of`) that it gets in all. together: items, or samples of them, that share the model's calls. copied:
+    whether they are their own results, as slices that are not masked."""
+
+    task: int
+    indices: tuple[int, ...]
+    compared: bool = True
+    samples: tuple[int, ...] = (0,)
+    of: int = 1
+    together: int = 1
+    copied: bool = False
+
+    @property
+    def size(self) -> int:
+        """What is to be made in each mode."""
+        return 0 if self.copied else len(self.indices) * len(self.samples)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its items have no samples in other batches."""
+        return len(self.samples) == self.of
+
+    @property
+    def calls(self) -> list[list[tuple[int, int]]]:
+        """What shares the model's calls: the place of an item in `indices`, and a sample."""
+        pairs = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
+        return [[pairs[number] for number in group] for group in evenly(range(len(pairs)), self.together)]
+
+
+def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Cut into as few groups of at most `most` as go, of nearly equal sizes."""
+    count = -(-len(indices) // most)
+    cuts = [round(n * len(indices) / count) for n in range(count + 1)] if count else []
+    return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
+    as a run with this sample alone would have it, None where the truth is unknown."""
+
+    moments: Moments
+    cost: Cost
+    psnr_db: tuple[float | None, ...] = ()
+
+    @property
+    def restored01_YX(self) -> np.ndarray:
+        """The mean of the samples: float64 [Y, X] in [0, 1]."""
+        return self.moments.mean_YX
+
+    @classmethod
+    def merged(cls, parts: Sequence[Drawn]) -> Drawn:
+        """Parts of an item's samples, from the first to the last."""
+        moments = parts[0].moments
+        for part in parts[1:]:
+            moments = moments.merged(part.moments)
+        psnr_db = tuple(one for part in parts for one in part.psnr_db)
+        return cls(moments, Cost.summed([part.cost for part in parts]), psnr_db)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A folder of samples whose items are not complete."""
+
+    folder: Path
+
+    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[Drawn]]) -> None:
+        """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
+        for place, index in enumerate(batch.indices):
+            of_modes = {mode: of_items[place] for mode, of_items in drawn.items()}
+            facts = {mode: [one.moments.count, vars(one.cost), one.psnr_db] for mode, one in of_modes.items()}
+            images: dict[str, Any] = {}
+            for mode, one in of_modes.items():
+                # a single restoration has no spread, and is a float32
+                alone = one.moments.count == 1
+                images[f"mean {mode}"] = one.moments.mean_YX.astype(np.float32 if alone else np.float64)
+                images |= {} if alone else {f"squares {mode}": one.moments.squares_YX}
+            with self._path(batch, index).open("wb") as file:
+                np.savez(file, facts=np.array(json.dumps(facts)), **images)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
+        """What was kept of an item of a batch, in each mode."""
+        with np.load(self._path(batch, index), allow_pickle=False) as found:
+            drawn = {}
+            for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items():
+                mean_YX = found[f"mean {mode}"]
+                moments = Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {mode}"])
+                drawn[mode] = Drawn(moments, Cost(**cost), tuple(psnr))
+            return drawn
+
+    def holds(self, batch: Batch, modes: Collection[str]) -> bool:
+        """Whether what was kept of a batch in some modes is there, whole."""
+        try:
+            return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
+        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
+            return False
+
+    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
+        """All that was kept of an item, whose samples are in some batches, in their order."""
+        found = [self.read(batch, index) for batch in batches]
+        return {mode: Drawn.merged([part[mode] for part in found]) for mode in found[0]}
+
+    def _path(self, batch: Batch, index: int) -> Path:
+        return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
+
+
+class PartsOfSettings:
+    """What was made with settings that were tried, a folder of parts for each. of: by the setting's name."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self.of = {name: Parts(folder / f"trials-{number}") for number, name in enumerate(settings)}
+
+    def make_folders(self) -> None:
+        for parts in self.of.values():
+            parts.folder.mkdir(exist_ok=True)
+
+    def merged(self, setting: str, batches: Sequence[Batch], index: int) -> Drawn:
+        """An item, whose samples are in some batches."""
+        return self.of[setting].merged(batches, index)[setting]

@@ -1,0 +1,150 @@
+"""What becomes of a restored slice: its voxels in the input's dtype, its row of metrics.json, its pictures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.metrics import ExactDistance, MaskedQuality, Result, masked_psnr_db, mean
+from cocodiff_eval.report import Picture, shown_slices
+from cocodiff_eval.slices import save_preview_png
+from cocodiff_eval.uncertainty import coverage, spread_native
+
+from cocodiff.jobs.cost import Cost
+from cocodiff.jobs.items import Drawn
+from cocodiff.jobs.job import Judged
+from cocodiff.jobs.report_pictures import picture
+from cocodiff.jobs.tasks import Task, result_files, slice_name, spread_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """A slice restored in one mode: float32 [Y, X] in [0, 1], and what it took."""
+
+    restored01_YX: np.ndarray
+    cost: Cost
+
+
+class Restored(NamedTuple):
+    """native: what goes into each of `result_files`; picture: what the report shows."""
+
+    native: dict[str, np.ndarray]
+    picture: Callable[[], Picture]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A slice whose samples are judged one by one."""
+
+    task: Task
+    index: int
+    original_YX: np.ndarray
+    mask_YX: np.ndarray
+
+    @cached_property
+    def truth_YX(self) -> np.ndarray | None:
+        return self.task.truth.read(self.index) if self.task.truth is not None else None
+
+    def psnr_db(self, run: Run | Drawn) -> float | None:
+        """Against the truth, under the mask; of a sample as of a run with this sample alone."""
+        if self.truth_YX is None:
+            return None
+        native_YX = compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
+        return masked_psnr_db(self.task.scale, self.truth_YX, native_YX, self.mask_YX)
+
+
+def judge_slice(
+    seen: Seen, modes: Sequence[str], exact_mode: str | None, drawn: Mapping[str, Drawn], samples: int
+) -> Judged:
+    """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
+    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with.
+    """
+    task, index, original_YX, mask_YX = seen.task, seen.index, seen.original_YX, seen.mask_YX
+    scale = task.scale
+    rows: list[dict[str, Any]] = []
+    presets = {mode: drawn[mode] for mode in modes}
+    native = {name: compose_native(original_YX, one.restored01_YX, mask_YX, scale) for name, one in presets.items()}
+    if samples > 1:
+        native |= {
+            spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
+        }
+    shown = partial(picture, task, index, slice_name(task.stack, index))
+    if not mask_YX.any():
+        return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, None), native, None)))
+    truth_YX = seen.truth_YX
+    started = time.perf_counter()
+    smooth_YX = smoothed(task, original_YX, mask_YX)
+    baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
+    exact = drawn.get(exact_mode) if exact_mode is not None else None
+    for preset, one in presets.items():
+        against = {} if exact is None else compared(scale, exact, one, mask_YX)
+        several: dict[str, Any] = {}
+        if samples > 1:
+            several = {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
+            several |= coverage(one.moments, truth_YX, mask_YX, scale)
+        result = Result(
+            slice_name(task.stack, index),
+            task.mask.name,
+            preset,
+            **quality(scale, truth_YX, native[preset], mask_YX),
+            **one.cost.reported(),
+            **against,
+            **several,
+            baseline=baseline,
+            exact_compared=exact is not None,
+        )
+        rows.append(result.row())
+    return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+
+
+def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
+    """A slice restored by biharmonic inpainting, in the input's units."""
+    return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
+
+
+def quality(
+    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> dict[str, Any]:
+    """`psnr_db`, `ssim` and `mse` of a slice under its mask; None each where the truth is unknown."""
+    measured = MaskedQuality(scale)
+    if truth_YX is not None:
+        measured.add(truth_YX, restored_YX, mask_YX)
+    return measured.result()
+
+
+def compared(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
+    """What a result says of a run beside the exact one."""
+    return {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, run, mask_YX), "bytes_exact": exact.cost.bytes}
+
+
+def psnr_vs_exact_db(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> float | None:
+    """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+    distance = ExactDistance(scale)
+    distance.add(scale.denormalise(exact.restored01_YX), scale.denormalise(run.restored01_YX), mask_YX)
+    return distance.psnr_vs_exact_db()
+
+
+def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:
+    """What the report shows of a slice whose results are in their files."""
+    native = {name: file.read(index) for name, file in result_files(task, presets, folder, samples).items()}
+    original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+    hidden = bool(mask_YX.any())
+    truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
+    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden else None
+    return picture(task, index, slice_name(task.stack, index), (original_YX, mask_YX, truth_YX), native, smooth_YX)
+
+
+def save_previews(task: Task, masked: Sequence[bool], presets: Sequence[str], folder: Path) -> None:
+    """Saves a few restored slices as PNG beside the files of results."""
+    files = result_files(task, presets, folder)
+    for index in shown_slices(masked):
+        for preset in presets:
+            path = folder / task.files.preview(slice_name(task.stack, index).removeprefix(task.stack.name), preset)
+            save_preview_png(path, files[preset].read(index), task.scale.low, task.scale.high)

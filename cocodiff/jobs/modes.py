@@ -1,0 +1,69 @@
+"""The modes of a job: its presets, or the settings of a bound, and the exact run that they are compared with; and what
+results depend on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.config import Config
+from cocodiff.console.options import engine_record, engine_settings
+from cocodiff.console.terminal import threads
+from cocodiff.jobs.record import REMEMBERED, lasting
+from cocodiff.jobs.replicas import topology_of_replica
+from cocodiff.setting import settings_of
+
+if TYPE_CHECKING:
+    from cocodiff.jobs.prepared import Prepared
+
+EXACT = "flat"  # the preset that others are judged against
+CODING = ("selection", "codec", "arrival")
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
+
+
+def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
+    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
+    replicas."""
+    replicas = prepared.deal.replicas
+    return {
+        "cocodiff": __version__,
+        "ranks of a replica": ranks // replicas,
+        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).seats,
+        **threads(),
+        **{name: prepared.values[name] for name in REMEMBERED if name in prepared.values},
+        "steps": prepared.values["steps"],
+        "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
+        "exact": with_exact(prepared)[1],
+        **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
+    }
+
+
+def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
+    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
+    on quality the modes are the settings that it is kept with."""
+    if prepared.quality is not None:
+        return dict(prepared.quality.rungs), prepared.quality.exact
+    if not prepared.values["exact"]:
+        return dict(prepared.presets), None
+    whole = {"selection": "full", "codec": "none", "arrival": "now"}
+    settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
+    settings["guidance_parallel"] = prepared.deal.guidance
+    exact = engine_record().preset(EXACT, **settings)
+    for mode, config in prepared.presets.items():
+        if same_bits(config, exact):
+            return dict(prepared.presets), mode
+    return prepared.presets | {"exact": exact}, "exact"
+
+
+def same_bits(config: Config, exact: Config) -> bool:
+    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
+    settings that do nothing with them."""
+    if not config.exact:
+        return False
+    of_codings = {
+        name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in CODING
+    }
+    free = {*ROUTES, *CODING, *of_codings}
+    return {k: v for k, v in vars(config).items() if k not in free} == {
+        k: v for k, v in vars(exact).items() if k not in free
+    }

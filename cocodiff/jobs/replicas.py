@@ -1,0 +1,260 @@
+"""Replicas: sets of ranks that each take the next batch of a job when they are free, and write what they finish."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from cocodiff.comm.launch import detect
+from cocodiff.config import load_machine
+from cocodiff.console.terminal import JobBar, reading_bar, say
+from cocodiff.errors import UserError
+from cocodiff.jobs.record import as_read, first_difference
+from cocodiff.outputs.folder import storage_faults
+from cocodiff.outputs.journal import Entry, Journals, Reader
+from cocodiff.topology.axes import Axes
+from cocodiff.topology.machine import Topology
+
+IsWhole = Callable[[Entry], bool]  # whether the results of a finished batch are still there as they were written
+VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
+
+
+def axes_of(machine: str, ranks: int, replicas: int) -> Axes:
+    """Raises UserError for replicas that do not divide the ranks."""
+    return Axes.build(Topology.build(load_machine(machine), ranks, detect().local_size), replica=replicas)
+
+
+def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
+    """Where the ranks of the first replica sit."""
+    axes = axes_of(values["machine"], ranks, replicas)
+    return axes.topology.part(axes.replica(0))
+
+
+class Replica:
+    """This rank's replica. number: which it is; transport: that of its ranks; seats: where they sit; leads: whether
+    this rank is the one that claims batches and writes."""
+
+    def __init__(self, whole: Any, machine: str, replicas: int) -> None:
+        from cocodiff.comm.part import Part  # torch
+
+        self.whole, self.count = whole, replicas
+        axes = axes_of(machine, whole.size, replicas)
+        self.number = axes.coordinates(whole.rank).replica
+        self.seats = axes.topology.part(axes.replica(whole.rank)).seats
+        self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
+        self.leads = self.transport.rank == 0
+
+    def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
+        """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
+        together."""
+        if self.count == 1:
+            yield from numbers
+            return
+        free = iter(numbers)
+        while True:
+            own = next((number for number in free if journals.claim(number)), None) if self.leads else None
+            number = self.transport.broadcast_object(own)
+            if number is None:
+                return
+            yield number
+
+    def check_shared(self, journals: Journals, out: str, patience_s: float = VISIBLE_S) -> None:
+        """All ranks call it. Raises UserError where a leader does not see within `patience_s` what rank 0 writes."""
+        if self.count == 1:
+            return
+        token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
+        if token:
+            journals.show(token)
+        token = self.whole.broadcast_object(token)
+        seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
+        blind = [rank for rank, saw in enumerate(seen or []) if not saw]
+        blind = self.whole.broadcast_object(blind)
+        if blind:
+            raise UserError(
+                f"--out {out}: rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there: choose a "
+                f"folder that all hosts share, or --replicas 1"
+            )
+
+
+def _appears(journals: Journals, token: str, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not journals.sees(token):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+class Queue:
+    """The batches of a job, which replicas take one by one; those that an earlier start has finished are left out.
+
+    All ranks make one, and each iterates over the numbers of the batches that its replica takes. The leader of the
+    replica calls `add` when a batch's results are on the disk.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        record: Record,
+        counts: Sequence[int],
+        unit: str,
+        shows_bar: bool,
+        expected: int | None = None,
+        together: int = 1,
+    ) -> None:
+        """counts: the items (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now;
+        `expect` tells of others. together: so many of them that follow each other are one replica's.
+        Raises UserError where another start's settings were others."""
+        self._replica, self._counts, self._together = replica, counts, together
+        self._record, total = record, sum(counts[:expected])
+        whole = replica.whole
+        if whole.rank == 0:
+            record.begin(total)
+            record.claims.open_claims()
+        self._done = set(whole.broadcast_object(set(record.finished()) if whole.rank == 0 else None))
+        replica.check_shared(record.claims, record.out)
+        self.bar = JobBar(total, unit, record.counter(), shows_bar)
+
+    @cached_property
+    def _journal(self) -> Any:
+        return self._record.open_journal(self._replica.whole.rank)
+
+    def __enter__(self) -> Queue:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.__exit__(*error)
+
+    def take(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
+        groups: dict[int, list[int]] = {}
+        for number in numbers:
+            if not self.is_done(number):
+                groups.setdefault(number // self._together, []).append(number)
+        for group in self._replica.take([*groups], self._record.claims):
+            yield from groups[group]
+        self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+        self._done |= {*numbers}
+
+    def begin(self, items: int, steps: int) -> None:
+        """This rank begins to make a batch of so many items, which takes so many steps."""
+        if items:
+            self.bar.begin(items, steps)
+
+    def is_done(self, number: int) -> bool:
+        """Whether a batch was done by an earlier start, or is among those that `take` has ended with."""
+        return number in self._done
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """All ranks say which batches are still to be done, of those that may be."""
+        total = sum(self._counts[number] for number in {*numbers, *self._done})
+        self.bar.total = total
+        if self._replica.whole.rank == 0:
+            self._record.expect(total)
+
+    def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
+        """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
+        checksums of its results, where a later start is to know by them that they are there."""
+        with storage_faults(f"a line of {self._record.where}"):
+            self._journal.add(Entry(number, self._counts[number], rows, sums))
+        self.bar.begin(0, 0)
+
+    def rows(self) -> list[Any]:
+        """The rows of all batches in their order, when all are done."""
+        entries = self._record.finished()
+        return [row for number in sorted(entries) for row in entries[number].rows]
+
+
+class Record(Protocol):
+    """Where a queue learns what is finished and notes what is. out: the folder of results as errors name it; where: the
+    record as they name it; claims: of the batches that replicas take."""
+
+    out: str
+    where: Path
+    claims: Journals
+
+    def begin(self, total: int) -> None:
+        """On rank 0: a new record, or one to go on with. total: items of the job. Raises UserError where that cannot
+        be."""
+
+    def finished(self) -> Mapping[int, Entry]:
+        """The finished batches by their numbers."""
+
+    def counter(self) -> Callable[[], int]:
+        """A function that tells how many items are finished by now, all replicas together."""
+
+    def expect(self, total: int) -> None:
+        """On rank 0: what the job turns out to have."""
+
+    def open_journal(self, rank: int) -> Any:
+        """What a replica's leader adds an `Entry` to for each batch, which is on the disk when `add` returns."""
+
+
+class JobRecord:
+    """The journals of a job in the hidden folder of its results, beside all that the results depend on."""
+
+    def __init__(
+        self,
+        output: Any,
+        settings: Callable[[], dict[str, Any]],
+        counts: Sequence[int],
+        unit: str,
+        is_whole: IsWhole,
+        shows_bar: bool,
+    ) -> None:
+        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts, unit: as of `Queue`."""
+        self._output, self._settings, self._counts, self._unit = output, settings, counts, unit
+        self._is_whole, self._shows_bar = is_whole, shows_bar
+        self.claims: Journals = output.journals
+        self.out, self.where = output.out, self.claims.folder
+
+    def begin(self, total: int) -> None:
+        """Raises UserError for the first setting in which a job to go on with differs."""
+        header, settings = self.claims.header(), as_read(self._settings())
+        found = first_difference(header["settings"], settings) if header is not None else None
+        if found is not None:
+            name, old, new = found
+            raise UserError(
+                f"--out {self.out}: the run that did not end had other settings ({name}: {old} there, {new} now): "
+                f"--resume goes on with the same ones; start afresh with --overwrite"
+            )
+        if header is None:
+            self.claims.begin(settings, total, self._unit, self._output.overwrite)
+        self._drop_what_is_gone()
+        if self._output.resume:
+            kept = self.claims.kept()
+            say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
+
+    def _drop_what_is_gone(self) -> None:
+        """Drops from the journals the batches whose results are no longer there, which are done again."""
+        found, counts = [*self.claims.finished().values()], self._counts
+        fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
+        order = reading_bar(self._shows_bar)(range(len(fitting)), "checking results")
+        whole = [fitting[n] for n in order if self._is_whole(fitting[n])]
+        if len(whole) < len(found):
+            self.claims.keep(whole)
+            say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
+
+    def finished(self) -> dict[int, Entry]:
+        return self.claims.finished()
+
+    def counter(self) -> Callable[[], int]:
+        reader, counted = Reader(self.where), 0
+
+        def count() -> int:
+            nonlocal counted
+            counted += sum(entry.size for entry in reader.entries())
+            return counted
+
+        return count
+
+    def expect(self, total: int) -> None:
+        self.claims.expect(total)
+
+    def open_journal(self, rank: int) -> Any:
+        return self.claims.open_journal(f"{time.time_ns()}-{rank}")

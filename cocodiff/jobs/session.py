@@ -1,0 +1,306 @@
+"""Starting, loading, measuring and writing results, for all commands that run a model on ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.config import Config
+from cocodiff.console.terminal import limit_threads, note, quiet_libraries, say
+from cocodiff.jobs.engines import Engines
+from cocodiff.jobs.modes import describe, with_exact
+from cocodiff.jobs.prepared import Prepared
+from cocodiff.jobs.record import as_read, first_difference
+from cocodiff.jobs.replicas import Replica
+from cocodiff.loading.pipelines import Model, Request, import_pipeline, load_model
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.settings import FOUND, write_settings
+from cocodiff.processes.ranks import run_ranks
+from cocodiff.processes.room import check_room
+
+if TYPE_CHECKING:
+    from cocodiff.jobs.job import Job, Way
+
+EVERY_RANK_IMPORTS = (
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
+    "skimage.metrics",
+    "skimage.restoration",
+    "cocodiff.jobs.images",
+    "cocodiff.jobs.slices",
+    "cocodiff.demo_model.vae",
+    "cocodiff.engine",
+    "cocodiff_eval.report",
+)
+WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A job's model on its ranks, with an engine for each mode on the ranks of this replica. `exact` is the mode that
+    others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
+
+    prepared: Prepared
+    transport: Any
+    replica: Replica
+    model: Model
+    engines: Engines
+    exact: str | None
+    folder: Path | None
+
+    @property
+    def images(self) -> Path:
+        """The folder of images, on every rank that writes some."""
+        return self.prepared.output.partial / "images"
+
+    def run(self, job: Job[Any]) -> None:
+        """Makes the job's results, completes and publishes them. All ranks call it."""
+        from cocodiff.jobs.running import Presets, run_batches
+        from cocodiff.jobs.trials import Trials
+
+        prepared, quality = self.prepared, self.prepared.quality
+        way: Way = Presets(prepared.presets, self.exact)
+        if quality is not None:
+            way = Trials(job, quality, prepared.output.journals.folder)
+
+        def settings() -> dict[str, Any]:
+            return describe(prepared, self.transport.size) | job.settings()
+
+        shows_bar = self.folder is not None and not prepared.values["quiet"]
+        done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
+        finish(self, [row for *_, row in done.rows], bounds=done.bounds, **job.complete(done))
+
+
+Work = Callable[[Prepared, Any], None]  # called on every rank with its transport
+
+
+def settle(values: dict[str, Any], launch: Launch) -> int:
+    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks.
+    Raises UserError where this host has no room for so many."""
+    quiet_libraries(values["log_level"])
+    ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
+    limit_threads(launch.local_size or ranks)
+    if launch.kind == "alone":
+        check_room(ranks)
+    return ranks
+
+
+def start_job(
+    prepared: Prepared,
+    launch: Launch,
+    ranks: int,
+    unit: str,
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    work: Work,
+    compared: dict[str, str] | None = None,
+) -> int:
+    """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
+
+    unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
+    """
+    if launch.speaks and prepared.quality is not None:
+        say(prepared.quality.line(unit))
+    if prepared.values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+        return 0
+    return run_job(prepared, launch, work, compared)
+
+
+def run_job(prepared: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
+    """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
+
+    compared: what ranks must agree on, beside the options.
+    """
+    alike = {name: str(value) for name, value in prepared.values.items() if name != "ranks"} | (compared or {})
+    config = next(iter(prepared.presets.values()))
+
+    def say_import() -> None:
+        if launch.speaks and not prepared.values["quiet"]:
+            note("importing torch and diffusers")
+
+    def imports() -> None:
+        say_import()
+        import_before_fork(prepared.request)
+
+    if launch.kind != "alone":
+        say_import()
+    return run_holding(
+        prepared.output, prepared.values["ranks"], launch, config, alike, partial(work, prepared), imports
+    )
+
+
+def run_holding(
+    output: OutputFolder,
+    ranks: int | None,
+    launch: Launch,
+    config: Config,
+    alike: dict[str, str],
+    work: Callable[[Any], None],
+    import_before_fork: Callable[[], None],
+) -> int:
+    """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
+
+    import_before_fork: called in the process that ranks are forked from, if they are forked from here.
+    """
+    if launch.kind != "alone":
+        # Where rank 0 may not have the folder, the others must hear it: they are told once they have met.
+        return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, work))
+    with output.held():
+        import_before_fork()
+        code = run_ranks(ranks, launch, config, alike, partial(_writing, output, work), output.left)
+        # Forked ranks' one line tells it already, unless it tells of a mistake.
+        if code and (ranks in (None, 1) or code == 2) and output.journals.kept():
+            note(f"cocodiff: {output.left()}")
+        return code
+
+
+def _hold_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+    with output.held() if transport.rank == 0 else nullcontext():
+        try:
+            _writing(output, work, transport)
+        except BaseException:
+            if transport.rank == 0 and output.journals.kept():
+                note(f"cocodiff: {output.left()}")
+            raise
+
+
+def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+    with output.writing():
+        work(transport)
+
+
+def nothing_left(
+    prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
+) -> bool:
+    """Whether the run that is to go on has ended well before; says so. settings: as of `Job.settings`, called with
+    those of that run. Raises UserError where they differ, or where files of its results are gone."""
+    ended = prepared.output.finished
+    if ended is None:
+        return False
+    if launch.speaks:
+        there = ended.settings or {}
+        prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+        say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
+    return True
+
+
+def import_before_fork(request: Request) -> None:
+    """Imports what every rank needs once, in the process that ranks are forked from."""
+    names = [*EVERY_RANK_IMPORTS, *(name for name in WHERE_INSTALLED if find_spec(name.split(".")[0]))]
+    for name in names:
+        import_module(name)
+    import_pipeline(request)
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_requested(request: Request, dtype: str, transport: Any) -> Model:
+    """A model in one of DTYPES. All ranks call it."""
+    if dtype == "auto":
+        dtype = "fp32" if transport.device.type == "cpu" else "bf16"
+    return load_model(request, dtype, transport)
+
+
+def open_session(prepared: Prepared, transport: Any) -> Session:
+    """The model, its engines and the folder of results; returns when all ranks are ready."""
+    from cocodiff.engine import Engine
+
+    if (
+        detect().kind != "alone"
+    ):  # else the process that ranks are forked from does so, when none of them writes any more
+        transport.health.when_lost(lambda error: prepared.output.discard())
+    replica = Replica(transport, prepared.values["machine"], prepared.deal.replicas)
+    if transport.rank == 0 and not prepared.values["quiet"]:
+        note(f"loading the model: {prepared.request.model}")
+    model = load_requested(prepared.request, prepared.values["dtype"], transport)
+    modes, exact = with_exact(prepared)
+    engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
+    if prepared.quality is None:  # else those of the settings that are tried
+        engines.make_all()
+    folder = prepared.output.open() if transport.rank == 0 else None
+    if folder is not None:
+        (folder / "images").mkdir(exist_ok=True)
+    prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
+    if folder is not None:
+        in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
+        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - prepared.started:.1f} s")
+        for line in engines.chosen():
+            say(line)
+    return Session(prepared, transport, replica, model, engines, exact, folder)
+
+
+def finish(
+    session: Session,
+    rows: Sequence[Any],
+    pictures: Iterable[str],
+    bounds: list[dict[str, Any]] | None = None,
+    inputs: list[dict[str, Any]] | None = None,
+    **report: Any,
+) -> None:
+    """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
+
+    bounds: how a bound on quality was kept, by `trials.Group.record`; inputs: by `Task.record`. pictures, report:
+    arguments of `cocodiff_eval.report.write_report`.
+    """
+    transport = session.transport
+    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
+    gathered = transport.gather_object(own) or []
+    # settings that were tried by some replicas alone have no engine on others
+    records = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
+    if session.folder is not None:
+        records = {mode: of_ranks for mode, of_ranks in records.items() if of_ranks}
+        _write_results(session, session.folder, rows, pictures, records, bounds, inputs, report)
+    transport.broadcast_object(None)
+
+
+def _write_results(
+    session: Session,
+    folder: Path,
+    rows: Sequence[Any],
+    pictures: Iterable[str],
+    records: Any,
+    bounds: list[dict[str, Any]] | None,
+    inputs: list[dict[str, Any]] | None,
+    report: dict[str, Any],
+) -> None:
+    from cocodiff_eval.metrics import metrics_document
+    from cocodiff_eval.report import write_report
+    from cocodiff_eval.table import terminal_table
+
+    from cocodiff.trace import save_traces
+
+    values, ranks = session.prepared.values, session.transport.size
+    document = metrics_document(values, ranks, rows)
+    if bounds is not None:
+        document["quality"] = bounds
+    if inputs is not None:
+        document["inputs"] = inputs
+    (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
+    save_traces(folder / "trace.json", records)
+    facts = {
+        "model": session.model.name,
+        "ranks": str(ranks),
+        "machine": values["machine"],
+        "presets": ", ".join(session.prepared.presets),
+        "steps": str(values["steps"]),
+        "seed": str(values["seed"]),
+        **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
+        "cocodiff": __version__,
+    }
+    write_report(folder / "report.html", document, pictures, facts, **report)
+    write_settings(folder, values if bounds is None else {**values, FOUND: bounds}, session.engines.chosen())
+    session.prepared.output.publish()
+    say()
+    say(terminal_table(document))
+    say()
+    say(f"report: {session.prepared.output.final / 'report.html'}")

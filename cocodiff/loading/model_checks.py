@@ -1,0 +1,230 @@
+"""Checks that a model's files fit together, before and after they are loaded. Mistakes are one line.
+
+diffusers fills gaps of a folder with random or absent values, and builds some sizes for ever; both are found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cocodiff.errors import UserError
+from cocodiff.files import read_json
+from cocodiff.loading.weights import check_header, read_headers
+from cocodiff.models import family_of
+
+REQUIRED = ("transformer", "vae", "scheduler")
+LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
+# Of transformers: whole numbers from 1 on, wherever they are given.
+SIZES = (
+    "sample_size",
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "pooled_projection_dim",
+    "caption_projection_dim",
+    "pos_embed_max_size",
+)
+# Of autoencoders: what there is one of for each level.
+VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
+MAY_BE_NULL = ("out_channels",)
+LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
+TRIAL_STEPS = 4
+PIXEL_BYTES = 4 * 3 * 4  # an image in float32, in three channels, while it is decoded and written: at least four times
+
+
+# Before a model is loaded ---------------------------------------------------------------------------------------------
+
+
+def read_shape(path: Path) -> dict[str, Any]:
+    """A transformer's config.json. Raises UserError for what is no JSON object, and for sizes that none can have."""
+    config = read_json(path)
+    _check_layers(config, path)
+    for key in SIZES:
+        value = config.get(key, 1)
+        if not (value is None and key in MAY_BE_NULL) and not _is_count(value, LARGEST_SIZE):
+            raise UserError(f"{path}: {key} is {value!r}: a whole number from 1 to {LARGEST_SIZE} is needed")
+    side = config.get("sample_size", 0) // config.get("patch_size", 1)
+    if "sample_size" in config and side < 1:
+        raise UserError(f"{path}: sample_size is below patch_size, so an image has no token: give a larger one")
+    if config.get("pos_embed_max_size", side) < side:
+        raise UserError(f"{path}: pos_embed_max_size is below the {side} tokens of a side: give at least that")
+    axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
+    if "axes_dims_rope" in config and width is not None and not _is_split(axes, width):
+        raise UserError(
+            f"{path}: axes_dims_rope is {axes!r}: even numbers are needed that add up to attention_head_dim, {width}"
+        )
+    return config
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_split(axes: Any, width: int) -> bool:
+    return isinstance(axes, list) and all(_is_count(one, width) and one % 2 == 0 for one in axes) and sum(axes) == width
+
+
+def _check_layers(config: Mapping[str, Any], path: Path) -> None:
+    """Raises UserError for numbers of layers that would be built for hours."""
+    for key, value in config.items():
+        counts = value if isinstance(value, list) else [value]
+        layered = re.search(r"layers(_per_block)?$|res_blocks$", key)
+        if layered and any(isinstance(one, (int, float)) and not -1 <= one <= MOST_LAYERS for one in counts):
+            raise UserError(f"{path}: {key} is {value!r}: at most {MOST_LAYERS} layers are possible")
+
+
+def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
+    """Raises UserError where `model_index.json` names the parts of a model in another way than diffusers does.
+
+    parts: those that may be absent, as [null, null].
+    """
+    for part in (*REQUIRED, *(name for name in parts if name in index)):
+        named = index.get(part)
+        if part not in REQUIRED and named == [None, None]:
+            continue
+        if not (isinstance(named, list) and len(named) == 2 and all(isinstance(one, str) and one for one in named)):
+            raise UserError(f'{path}: {part} is {named!r}: a library and a class are needed, as ["diffusers", "..."]')
+        if named[0] not in LIBRARIES:
+            raise UserError(f"{path}: {part} is a class of {named[0]}: only {' and '.join(LIBRARIES)} are trusted")
+
+
+def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -> None:
+    """Raises UserError for configurations and weights of a model's folder that cannot be read, or that are absent.
+
+    Reads the headers of weights only. parts: those of the index that may be absent.
+    """
+    check_index(index, folder / "model_index.json", parts)
+    encoders = [part for part in parts if part.startswith("text_encoder") and (index.get(part) or [None])[0]]
+    shape = read_json(folder / "transformer" / "config.json")
+    for part in ("transformer", "vae", *encoders):
+        path = folder / part / "config.json"
+        _check_layers(read_json(path), path)
+        headers = read_headers(folder / part)
+        if part in REQUIRED:
+            check_header(headers, folder / part)
+        values = sum(math.prod(tensor["shape"]) for tensor in headers.values())
+        if part == "transformer" and values and shape.get("pos_embed_max_size", 0) ** 2 > values:
+            raise UserError(f"{path}: pos_embed_max_size is larger than the {values} values of the weights allow")
+    path = folder / "scheduler" / "scheduler_config.json"
+    timesteps = read_json(path).get("num_train_timesteps", 1000)
+    if not _is_count(timesteps, MOST_TIMESTEPS):
+        raise UserError(f"{path}: num_train_timesteps is {timesteps!r}: a number from 1 to {MOST_TIMESTEPS} is needed")
+
+
+# Of what was loaded ---------------------------------------------------------------------------------------------------
+
+
+def check_loaded(pipe: Any, model: str) -> None:
+    """Raises UserError where weights are missing or left over, and where a pipeline's parts do not fit together."""
+    for part in ("transformer", "vae"):
+        module = getattr(pipe, part)
+        absent = [name for name, tensor in _tensors(module) if tensor.is_meta]
+        if absent:
+            raise UserError(f"model {model}: the weights of its {part} lack {_some(absent)}; copy them again")
+    folder = Path(model) / "transformer"
+    if folder.is_dir():
+        ignored = type(pipe.transformer)._keys_to_ignore_on_load_unexpected or ()
+        unused = set(read_headers(folder)) - set(pipe.transformer.state_dict())
+        unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
+        if unused:
+            raise UserError(
+                f"model {model}: its transformer has no place for {_some(sorted(unused))} of its weights; "
+                f"transformer/config.json is of another model"
+            )
+    _check_latents(pipe, model)
+    _check_scheduler(pipe, model)
+
+
+def _tensors(module: Any) -> Iterable[tuple[str, Any]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _check_latents(pipe: Any, model: str) -> None:
+    config, transformer = pipe.vae.config, pipe.transformer.config
+    channels = config.get("latent_channels") or config.get("z_dim")
+    leaves = transformer.get("out_channels") or transformer.in_channels
+    if channels and leaves not in (channels, 4 * channels):  # packed, a token holds four latent pixels
+        raise UserError(
+            f"model {model}: its transformer makes latents of {leaves} channels and its vae takes {channels}; they are "
+            f"of different models"
+        )
+    family = family_of(pipe.transformer)
+    numbers = {name: config[name] for name in family.vae_numbers if name in config}
+    for name in ("latents_mean", "latents_std"):
+        if config.get(name) is not None or name in family.vae_lists:
+            listed = config.get(name)
+            if not isinstance(listed, (list, tuple)) or len(listed) != channels:
+                raise UserError(f"model {model}: {name} of its vae is {listed!r}: {channels} numbers are needed")
+            numbers |= {f"{name}[{n}]": one for n, one in enumerate(listed)}
+    blocks = {name: config[name] for name in VAE_BLOCKS if name in config}
+    if len({len(one) for one in blocks.values()}) > 1:
+        raise UserError(
+            f"model {model}: {', '.join(blocks)} of its vae are lists of different lengths: make them alike"
+        )
+    for name, value in numbers.items():
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not number or (value == 0 and not name.startswith(("shift_factor", "latents_mean"))):
+            raise UserError(f"model {model}: {name} of its vae is {value!r}: a number is needed")
+
+
+def _check_scheduler(pipe: Any, model: str) -> None:
+    """A few timesteps of a copy of the scheduler: what its settings make must be numbers."""
+    import torch
+
+    scheduler = copy.deepcopy(pipe.scheduler)
+    shift = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    try:
+        scheduler.set_timesteps(TRIAL_STEPS, **shift)
+        times = torch.as_tensor(scheduler.timesteps)
+        fit = bool(torch.isfinite(times).all()) and float(times.max()) <= 1.01 * scheduler.config.num_train_timesteps
+        fit = fit and float(times.min()) >= 0 and float(times.max()) > 0
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model {model}: its scheduler makes no timesteps of its settings ({type(error).__name__}: {text}); see "
+            f"scheduler/scheduler_config.json"
+        ) from error
+    if not fit:
+        made = ", ".join(f"{time:g}" for time in times.tolist()[:TRIAL_STEPS])
+        raise UserError(
+            f"model {model}: its scheduler makes timesteps {made} of its settings; see scheduler/scheduler_config.json"
+        )
+
+
+def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
+    """Raises UserError where a model's folder lacks a tokenizer's vocabulary: transformers makes an empty one then."""
+    names = list(getattr(tokenizer, "vocab_files_names", {}).values())
+    folder = Path(model) / part
+    if names and Path(model).is_dir() and not any((folder / name).is_file() for name in names):
+        raise UserError(f"model {model}: {part} has none of {', '.join(names)}; copy its vocabulary there")
+
+
+def check_sides(pipe: Any, height: int, width: int, model: str) -> None:
+    """Raises UserError for images that a model has no positions for, and for those that fit in no memory."""
+    positions = pipe.transformer.config.get("pos_embed_max_size")
+    if positions:
+        most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor
+        for name, side in (("height", height), ("width", width)):
+            if side > most:
+                raise UserError(f"--{name} {side}: model {model} makes images of at most {most} pixels a side")
+    needed = height * width * PIXEL_BYTES
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(
+            f"--height {height} --width {width}: decoding takes {needed / 2**30:.0f} GiB or more, and this machine has "
+            f"{memory / 2**30:.0f} GiB: give smaller sides"
+        )

@@ -1,0 +1,299 @@
+"""Models by name: the embedded one, a folder in diffusers' layout, or a hub id. Only safetensors are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cocodiff.console.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.files import is_there, read_json
+from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, read_shape
+from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
+from cocodiff.loading.weights import check_weights, conversion
+from cocodiff.models import pipelines_of
+from cocodiff.models.family import GENERATE, Pipelines
+
+EMBEDDED = "embedded"
+INDEX = "model_index.json"
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+UNUSED_PARTS = ("image_encoder", "feature_extractor")  # of image prompts
+
+
+@dataclass(frozen=True)
+class Request:
+    """The model that a command wants. guidance: None for the pipeline's own."""
+
+    model: str
+    task: str
+    prompts: Sequence[str] = ("",)
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each."""
+
+    name: str
+    pipe: Any
+    prompts: list[Embeddings]
+    guidance: dict[str, float]
+
+    def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
+        """A call's arguments for `batch` images of one prompt: its embeddings, and the strength of guidance."""
+        rows = self.prompts[prompt]
+        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.guidance
+
+
+# Before ranks start ---------------------------------------------------------------------------------------------------
+
+
+def check_model(request: Request, ranks: int, weights: bool = True) -> None:
+    """Checks a model before it is loaded. Raises UserError for a folder without loadable weights, an
+    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens.
+
+    weights: whether there have to be any."""
+    name = request.model
+    if name == EMBEDDED:
+        if request.task == GENERATE:
+            raise UserError("the embedded model only restores: name a text-to-image model with --model")
+        encoders = False
+    else:
+        index = read_index(name)
+        pipelines_of(index["_class_name"], name).of_task(request.task, name)
+        encoders = has_encoders(index)
+        if weights and Path(name).is_dir():
+            for part in ("transformer", "vae", *_encoders(index)):
+                check_weights(Path(name), part, name)
+    if encoders and not request.prompts:
+        raise UserError(f"--prompt is missing: say what model {name} shall show")
+    if any(request.prompts) and not encoders:
+        raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
+    if request.guidance is not None and not math.isfinite(request.guidance):
+        raise UserError(f"--guidance {request.guidance}: give a number")
+    if name == EMBEDDED and request.guidance is not None:
+        raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
+    shape = transformer_config(name)
+    if not shape.is_file():
+        raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
+    check_shape(request, read_shape(shape), ranks)
+    if weights and name != EMBEDDED and Path(name).is_dir():
+        check_folder(Path(name), index, (*TEXT_PARTS, *UNUSED_PARTS))
+
+
+def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
+    """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
+    name, patch = request.model, max(1, config.get("patch_size", 1))
+    side = config.get("sample_size", 0) // patch
+    if side and ranks > side * side:
+        raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
+    enters, leaves = config.get("in_channels"), config.get("out_channels")
+    if request.task == GENERATE and enters and leaves and enters not in (leaves, leaves * patch**2):
+        raise UserError(
+            f"model {name} only restores: its transformer takes {enters} channels and gives {leaves}; name a "
+            f"text-to-image model"
+        )
+
+
+def read_index(name: str) -> dict[str, Any]:
+    """A model's `model_index.json`. Raises UserError where there is none, and where it is no JSON object."""
+    index = read_json(model_file(name, INDEX))
+    return index | {"_class_name": str(index.get("_class_name") or "")}
+
+
+def has_encoders(index: dict[str, Any]) -> bool:
+    return bool(_encoders(index))
+
+
+def _encoders(index: dict[str, Any]) -> list[str]:
+    return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
+
+
+def _is_named(index: dict[str, Any], part: str) -> bool:
+    """Whether the index names a class for a part: [library, class], [null, null] where the model has none."""
+    named = index.get(part)
+    return isinstance(named, list) and bool(named) and bool(named[0])
+
+
+def transformer_config(name: str) -> Path:
+    """The config.json of a model's transformer. Raises UserError as `model_file`."""
+    if name == EMBEDDED:
+        return Path(str(resources.files("cocodiff.demo_model"))) / "weights" / "config.json"
+    return model_file(name, "transformer/config.json")
+
+
+def model_file(name: str, file: str) -> Path:
+    """A small file of a model: in its folder, or fetched from the hub. Raises UserError where it cannot be had."""
+    folder = Path(name)
+    if not is_there(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
+        return _fetched(name, file)
+    if not is_there(folder) or not folder.is_dir():
+        raise UserError(f"model {folder}: no such folder; give one in diffusers' layout, or leave --model away")
+    if not (folder / INDEX).is_file():
+        raise UserError(f"model {folder}: no {INDEX}; save the pipeline there with pipe.save_pretrained(...)")
+    return folder / file
+
+
+def _fetched(name: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {name}: no such folder, and {file} cannot be fetched from the hub ({_one_line(error)}); "
+            f"give a folder in diffusers' layout"
+        ) from error
+
+
+def import_pipeline(request: Request) -> None:
+    """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
+    if request.model != EMBEDDED:
+        _pipeline_class(pipelines_of(read_index(request.model)["_class_name"], request.model), request)
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_model(request: Request, dtype: str, transport: Any) -> Model:
+    """Loads a pipeline on every rank, on the rank's device. All ranks call it.
+
+    dtype: fp32, bf16 or fp16. Text encoders are loaded by rank 0 alone, for as long as it encodes the prompts; the
+    others get the embeddings. On a CPU, weights stored in `dtype` are mapped from their file, not copied.
+    Raises UserError on every rank when the model cannot be loaded.
+    """
+    wanted = torch_dtype(dtype)
+    if request.model == EMBEDDED:
+        from cocodiff.demo_model import load_pipeline, prompt_embeddings
+
+        pipe, prompts, guidance = load_pipeline(wanted), [prompt_embeddings(1, wanted)], {"guidance_scale": 1.0}
+    else:
+        pipe, prompts, guidance = _load_on_ranks(request, dtype, transport)
+    pipe.to(transport.device)
+    prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
+    return Model(request.model, pipe, prompts, guidance)
+
+
+def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, float]]:
+    first, wanted = transport.rank == 0, torch_dtype(dtype)
+    pipe = _load_denoiser(request, wanted) if first else None
+    transport.broadcast_object(None)  # what comes from the hub has been fetched once
+    if pipe is None:
+        pipe = _load_denoiser(request, wanted)
+    elif transport.device.type == "cpu":
+        line = conversion(request.model, model_file(request.model, INDEX).parent / "transformer", dtype)
+        if line:
+            say(line)
+    index = read_index(request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
+    guidance = request.guidance
+    if has_encoders(index):
+        prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
+    else:
+        guidance = 1.0 if guidance is None else guidance
+        prompts = [no_prompt(pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
+    return pipe, prompts, {} if guidance is None else {pipelines.guidance: guidance}
+
+
+def _load_denoiser(request: Request, dtype: Any) -> Any:
+    """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
+    index = read_index(request.model)
+    pipe = _from_pretrained(request, index, dtype, dict.fromkeys(TEXT_PARTS))
+    check_loaded(pipe, request.model)
+    return pipe
+
+
+def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
+    """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
+    index = read_index(request.model)
+    known = {name: part for name, part in denoiser.components.items() if part is not None}
+    absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
+    encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
+    pipe = _from_pretrained(request, index, dtype, known | encoders | dict.fromkeys(absent))
+    for part in TEXT_PARTS:
+        if part.startswith("tokenizer") and part not in absent:
+            check_tokenizer(getattr(pipe, part), part, request.model)
+    pipelines = pipelines_of(index["_class_name"], request.model)
+    guided = request.guidance is None or request.guidance > 1
+    prompts = encode(pipelines, pipe, request.prompts, guided, transport.device)
+    del pipe, encoders
+    free_unused()
+    return prompts
+
+
+def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts: dict[str, Any]) -> Any:
+    """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
+    import diffusers
+
+    diffusers.utils.logging.disable_progress_bar()
+    kind = _pipeline_class(pipelines_of(index["_class_name"], request.model), request)
+    given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
+    with _loading(request.model):
+        return kind.from_pretrained(
+            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
+        )
+
+
+def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
+    """A text encoder. Raises UserError where it cannot be read, and for weights that lack tensors, which the pipeline's
+    own loading would make up."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with _loading(f"{request.model}: {part}"):
+        encoder, found = getattr(transformers, name).from_pretrained(
+            request.model,
+            subfolder=part,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=_is_local(request),
+            output_loading_info=True,
+        )
+    # The head that predicts words plays no part in what an encoder says; some models are saved without it.
+    missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
+    if missing:
+        raise UserError(
+            f"model {request.model}: the weights of its {part} lack {missing[0]}"
+            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; copy them again"
+        )
+    return encoder
+
+
+def _is_local(request: Request) -> bool:
+    return Path(request.model).is_dir()
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Around the libraries' reading of a model's files: whatever they raise is the files' fault, in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # said for the user
+        raise UserError(f"model {model} cannot be loaded: {_one_line(error)}") from error
+    except Exception as error:  # said for programmers, so that the kind of error helps
+        raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _pipeline_class(pipelines: Pipelines, request: Request) -> Any:
+    import diffusers
+
+    return getattr(diffusers, pipelines.of_task(request.task, request.model))
+
+
+def _one_line(error: Exception) -> str:
+    """A library's message on one line, without the stack of C++ calls that torch adds to its own."""
+    return " ".join(re.split(r"\n(Exception raised from|frame #0)", str(error))[0].split())[:300]
+
+
+def torch_dtype(name: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

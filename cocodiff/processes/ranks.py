@@ -1,0 +1,353 @@
+"""Runs a command's work on its ranks: in this process when a launcher started it, else in ranks forked from here.
+
+Twelve separate starts would import torch and diffusers twelve times; a fork after one import shares them. Neither a
+device nor MPI nor a thread pool may exist before the fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
+from cocodiff.config import Config
+from cocodiff.console.terminal import keep_libraries_off_stderr
+from cocodiff.errors import OwnRankError, PeerLost, UserError
+from cocodiff.processes.children import StopRequest, become_child, signal_all, stop_requests
+from cocodiff.processes.job_folder import job_folder
+
+GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
+Work = Callable[[Any], None]  # called with the rank's transport
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended. kind: "done", "mistake" (the user's), "lost" (a peer), "failed" or "interrupted"."""
+
+    kind: str
+    message: str = ""
+    trace: str = ""
+
+    @property
+    def code(self) -> int:
+        return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
+
+
+def run_ranks(
+    ranks: int | None,
+    launch: Launch,
+    config: Config,
+    settings: dict[str, str],
+    work: Work,
+    left: Callable[[], str] = lambda: "nothing was written",
+) -> int:
+    """Runs `work` on every rank and returns the exit code.
+
+    ranks: how many to fork; under a launcher None or its own number.
+    settings: what all ranks must have been started with alike, beside `config`.
+    left: says what a run that ended badly has left behind, in words.
+    """
+    if launch.kind != "alone":
+        if ranks is not None and launch.size is not None and ranks != launch.size:
+            raise UserError(f"--ranks {ranks} in a job of {launch.size} ranks: leave --ranks away under a launcher")
+        return _run_launched(launch, config, settings, work)
+    if ranks is None or ranks == 1:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _interrupt)
+        end = _run_rank(launch, config, settings, work, None)
+        _say(end, "")
+        return end.code
+    _check_no_device(ranks, config)
+    return _fork(ranks, config, settings, work, left)
+
+
+def _run_rank(
+    launch: Launch,
+    config: Config,
+    settings: dict[str, str],
+    work: Work,
+    note_loss: Callable[[BaseException], None] | None,
+) -> End:
+    """note_loss: told of a lost peer at once, from the watch's thread; this rank may not live to its end."""
+    from cocodiff.engine import open_transport  # torch: after the fork's parent has imported it, or in this rank alone
+
+    transport = None
+    try:
+        transport = open_transport(config, launch, settings, [note_loss] if note_loss is not None else [])
+        work(transport)
+        transport.close()
+        return End("done")
+    except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
+        if transport is not None:
+            error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
+        end = _end_of(error)
+        if isinstance(error, PeerLost) and error.rank == launch.rank and error.reason.startswith("failed: "):
+            end = End("failed", error.reason.removeprefix("failed: "))  # a wrong message, which came to this rank
+        if transport is not None and end.kind != "lost":
+            transport.health.fail(end.message, mistake=end.kind == "mistake")
+        return end
+
+
+def _known_loss(transport: Any) -> UserError | PeerLost | None:
+    """What the run has failed of by another rank's word; None if it has not."""
+    try:
+        transport.health.check()
+    except UserError as mistake:
+        return mistake
+    except PeerLost as lost:
+        return lost if lost.rank != transport.rank else None
+    return None
+
+
+def _end_of(error: BaseException) -> End:
+    if isinstance(error, OwnRankError):
+        return End("failed", str(error))
+    if isinstance(error, UserError):
+        return End("mistake", str(error))
+    if isinstance(error, PeerLost):
+        return End("lost", str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return End("interrupted", "interrupted")
+    return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _say(end: End, who: str) -> None:
+    if end.kind == "failed":
+        sys.stderr.write(end.trace)
+    if end.kind != "done":
+        print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
+
+
+def _last_words(error: BaseException, launch: Launch) -> None:
+    """Names the lost rank from the watch's thread, in one write: launchers kill survivors a moment later."""
+    if isinstance(error, PeerLost):
+        os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
+
+
+def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
+    """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
+    told = threading.Event()
+
+    def tell(error: BaseException) -> None:
+        _last_words(error, launch)
+        told.set()
+
+    end = _run_rank(launch, config, settings, work, tell)
+    # The watch tells of a loss, at the same moment, unless rank 0 was lost before there was one.
+    unsaid = end.kind != "lost" or not told.wait(LAST_WORDS_S)
+    if unsaid and (launch.speaks or end.kind != "mistake"):
+        _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
+    if end.code:
+        sys.stdout.flush()
+        time.sleep(LAST_WORDS_S)
+        os._exit(end.code)  # lanes may hang in a library, and MPI_Finalize would wait for the dead
+    return 0
+
+
+# Forked ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_no_device(ranks: int, config: Config) -> None:
+    """Raises UserError where this process uses an accelerator, which forked ranks could not use then."""
+    torch = sys.modules.get("torch")
+    found = torch.accelerator.current_accelerator() if torch is not None and config.device != "cpu" else None
+    if found is not None and torch is not None and getattr(torch.get_device_module(found), "is_initialized", bool)():
+        raise UserError(
+            f"--ranks {ranks}: this process uses {found.type} already, and ranks forked from it cannot: start them "
+            f"from another one, or with mpiexec or torchrun"
+        )
+
+
+def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    children: dict[int, int] = {}
+    parent = os.getpid()
+    with job_folder() as folder, stop_requests(always=(signal.SIGINT,)) as stop:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+        meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
+        for rank in range(ranks):
+            try:
+                pid = os.fork()
+            except OSError as error:
+                signal_all(children, signal.SIGKILL)
+                raise UserError(
+                    f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
+                ) from error
+            if pid == 0:
+                own = Meeting(meeting.store_file, meeting.port, meeting.key, listener if rank == 0 else None)
+                if rank:
+                    listener.close()
+                launch = Launch("forked", rank, ranks, rank, ranks, own)
+                _child(launch, config, settings, work, folder, parent)
+            children[pid] = rank
+        listener.close()
+        stopped = _Stopped(config.timeout_s + GRACE_S)
+        return _attend_children(children, ranks, folder, stop, left, stopped, config.stall_timeout_s)
+
+
+def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
+    """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
+    code = 1
+    try:
+        become_child(parent, _interrupt)
+        log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if launch.rank:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        else:
+            keep_libraries_off_stderr(log)
+        end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
+        try:
+            end = _run_rank(
+                launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder)
+            )
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        except KeyboardInterrupt:  # once: what is asked of it again is ignored
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _note_end(end, launch.rank, folder)
+        code = end.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _note_end(end: End, rank: int | None, folder: Path) -> None:
+    """Leaves a rank's end for the parent. The watch's thread and the main one may do so at once."""
+    unfinished = folder / f"rank{rank}.end.{threading.get_ident()}"
+    unfinished.write_text(json.dumps(vars(end)))
+    unfinished.replace(folder / f"rank{rank}.end")
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class _Stopped:
+    """Ranks that a signal has stopped, by process, and since when. What is stopped sends no heartbeat, so its peers
+    give it up; before they have met, or where all are stopped, nobody but the parent notices."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def note(self, pid: int, status: int) -> bool:
+        """Whether the status is of a process that was stopped or goes on, and has not ended."""
+        if os.WIFSTOPPED(status):
+            self._since[pid] = time.monotonic()
+        elif os.WIFCONTINUED(status):
+            self._since.pop(pid, None)
+        return os.WIFSTOPPED(status) or os.WIFCONTINUED(status)
+
+    def too_long(self) -> list[int]:
+        now, asleep_s = time.monotonic(), time.monotonic() - self._looked
+        self._looked = now
+        if asleep_s > 1.0:  # this process was stopped as well (Ctrl-Z): that time says nothing
+            self._since = {pid: since + asleep_s for pid, since in self._since.items()}
+        return [pid for pid, since in self._since.items() if now - since > self.limit_s]
+
+
+def _attend_children(
+    children: dict[int, int],
+    ranks: int,
+    folder: Path,
+    stop: StopRequest,
+    left: Callable[[], str],
+    stopped: _Stopped,
+    last_s: float,
+) -> int:
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
+
+    last_s: how long after the others have ended well a rank may still take."""
+    ends: dict[int, End] = {}
+    deadline: float | None = None
+    interrupted = ended_by_us = False
+    given_up: set[int] = set()
+    while children:
+        if stop.asked and not interrupted:
+            interrupted = True
+            signal_all(children, signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_S
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if pid == 0:
+            for late in stopped.too_long():
+                if late in children and late not in given_up:
+                    given_up.add(late)
+                    os.kill(late, signal.SIGKILL)
+            if deadline is not None and time.monotonic() > deadline and not ended_by_us:
+                ended_by_us = True
+                signal_all(children, signal.SIGKILL)
+            time.sleep(0.02)
+            continue
+        if pid not in children or stopped.note(pid, status):
+            continue
+        rank = children.pop(pid)
+        if pid in given_up:
+            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
+        else:
+            ends[rank] = _ended_by_us(rank, folder) if ended_by_us else _child_end(rank, status, folder)
+        if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
+            deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
+        if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
+            deadline = time.monotonic()  # the one that all others have given up has had its time
+    if interrupted:
+        print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
+        return 130
+    return _report(ends, ranks, left())
+
+
+def _ended_by_us(rank: int, folder: Path) -> End:
+    """Of a rank that had not stopped in time: what it has said itself by then, as on a machine that is busy."""
+    record = folder / f"rank{rank}.end"
+    if record.exists():
+        with suppress(ValueError, TypeError):
+            return End(**json.loads(record.read_text()))
+    return End("stuck", f"rank {rank} did not stop")
+
+
+def _child_end(rank: int, status: int, folder: Path) -> End:
+    log = folder / f"rank{rank}.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
+    if os.WIFSIGNALED(status):
+        number = signal.Signals(os.WTERMSIG(status))
+        return End("killed", f"rank {rank} was killed by {number.name}", said if number in OWN_SIGNALS else "")
+    record = folder / f"rank{rank}.end"
+    if record.exists():
+        return End(**json.loads(record.read_text()))
+    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
+
+
+def _report(ends: dict[int, End], ranks: int, left: str) -> int:
+    """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
+    bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
+    if not bad:
+        return 0
+    order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
+    cause = min(bad, key=lambda rank: (order.index(bad[rank].kind), rank))
+    end = bad[cause]
+    if end.kind == "mistake":
+        print(f"cocodiff: {end.message}", file=sys.stderr)
+        return 2
+    sys.stderr.write(end.trace)
+    named_there = end.kind in ("killed", "stopped", "lost", "stuck")
+    message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
+    # The lost rank itself may have heard of it as well.
+    named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
+    print(f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}", file=sys.stderr)
+    return 1

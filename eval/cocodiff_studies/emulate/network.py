@@ -1,0 +1,139 @@
+"""The emulated network of a topology: namespaces, links, rates and routes, all as on the machine but slower.
+
+Every tile is a namespace with its address on an empty bridge; every sibling and Xe link a veth pair with a token
+bucket at both ends; every NIC a namespace between its tiles and the switch. Traffic between planes of different cards
+is routed over the sibling, so what two hops contend for is contended for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cocodiff.topology.links import next_hops, wires
+from cocodiff.topology.machine import Topology
+from cocodiff_studies.emulate.namespaces import Namespace
+
+BRIDGE = "tile"  # carries a tile's address; what programs name as their network interface
+FINE_BELOW_MBIT = 10.0  # slower links get small packets, so that what a bucket lets through at once stays small
+SETTINGS = {
+    "ipv4/ip_forward": "1",
+    "ipv4/conf/all/rp_filter": "0",
+    "ipv4/conf/default/rp_filter": "0",
+    "ipv4/tcp_wmem": "4096 65536 131072",
+    "ipv4/tcp_rmem": "4096 131072 262144",
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv4/tcp_early_retrans": "0",
+    "ipv4/tcp_no_metrics_save": "1",
+}
+ROUTE = "initcwnd 20 rto_min 5s congctl cubic"
+Key = tuple[str, int, int]  # ("tile", rank, 0), ("nic", node, nic) or ("switch", 0, 0)
+
+
+def mbit_s(gb_s: float, scale: float) -> float:
+    """The emulated rate of a link."""
+    return gb_s * 8e3 / scale
+
+
+def address(rank: int) -> str:
+    return f"10.77.{rank // 250}.{rank % 250 + 1}"
+
+
+class Network:
+    """All namespaces of an emulated topology. `build` sets them up; `close` lets go of them."""
+
+    def __init__(self, topology: Topology, scale: float) -> None:
+        self.topology, self.scale = topology, scale
+        self.spaces: dict[Key, Namespace] = {}
+        self._ip: dict[Key, list[str]] = defaultdict(list)  # links of a namespace, then addresses and routes
+        self._routes: dict[Key, list[str]] = defaultdict(list)
+        self._tc: dict[Key, list[str]] = defaultdict(list)
+        links = topology.machine.links
+        used = [wire.gb_s for wire in wires(topology)] + ([links.nic_gb_s] if topology.nodes > 1 else [])
+        fine = bool(used) and mbit_s(min(used), scale) < FINE_BELOW_MBIT
+        self._mtu, self._burst = (1500, 1700) if fine else (32000, 32200)
+
+    @classmethod
+    @contextmanager
+    def open(cls, topology: Topology, scale: float) -> Iterator[Network]:
+        network = cls(topology, scale)
+        try:
+            network.build()
+            yield network
+        finally:
+            network.close()
+
+    def tile(self, rank: int) -> Namespace:
+        return self.spaces["tile", rank, 0]
+
+    def build(self) -> None:
+        """Raises PermissionError without the right to, UserError with what `ip` or `tc` said."""
+        for rank in range(self.topology.size):
+            self._add_tile(("tile", rank, 0), address(rank))
+        for wire in wires(self.topology):
+            ends = (("tile", wire.a, 0), f"x{wire.b}"), (("tile", wire.b, 0), f"x{wire.a}")
+            self._join(*ends, wire.gb_s)
+        if self.topology.nodes > 1:
+            self._add_nics()
+        for rank in range(self.topology.size):
+            self._add_routes(rank)
+        for key, space in self.spaces.items():
+            space.set(SETTINGS)
+            space.run("ip", ["link set lo up", *self._ip[key]])
+        for key, space in self.spaces.items():
+            if self._routes[key]:
+                space.run("ip", self._routes[key])
+            if self._tc[key]:
+                space.run("tc", self._tc[key])
+
+    def close(self) -> None:
+        for space in self.spaces.values():
+            space.close()
+        self.spaces.clear()
+
+    def _add_tile(self, key: Key, own: str) -> None:
+        self.spaces[key] = Namespace()
+        self._ip[key] += [f"link add {BRIDGE} type bridge", f"addr add {own}/32 dev {BRIDGE}", f"link set {BRIDGE} up"]
+
+    def _join(self, one: tuple[Key, str], other: tuple[Key, str], gb_s: float | None) -> None:
+        """A veth pair, limited in both directions, or not at all."""
+        (here, name), (there, peer) = one, other
+        self._ip[here].append(
+            f"link add {name} mtu {self._mtu} type veth peer name {peer} mtu {self._mtu} "
+            f"netns {self.spaces[there].path}"
+        )
+        for key, device in one, other:
+            self._routes[key].append(f"link set {device} up")
+            if gb_s is not None:
+                rate = mbit_s(gb_s, self.scale) * 1e6
+                self._tc[key].append(
+                    f"qdisc add dev {device} root tbf rate {rate:.0f}bit burst {self._burst} limit 64m"
+                )
+
+    def _add_nics(self) -> None:
+        """Tiles reach their NIC at any rate; the NIC and the switch are limited."""
+        topology, switch = self.topology, ("switch", 0, 0)
+        self._add_tile(switch, "10.79.0.1")
+        for place in topology.places:
+            nic = ("nic", place.node, topology.nics[place.rank])
+            own = f"10.78.{place.node}.{nic[2] + 1}"
+            port = f"n{place.node}-{nic[2]}"
+            if nic not in self.spaces:
+                self._add_tile(nic, own)
+                self._join((nic, "wire"), (switch, port), topology.machine.links.nic_gb_s)
+                self._routes[nic].append(f"route add default via 10.79.0.1 dev wire onlink {ROUTE}")
+            self._join((nic, f"t{place.rank}"), (("tile", place.rank, 0), "nic"), None)
+            self._routes[nic].append(f"route add {address(place.rank)}/32 dev t{place.rank} {ROUTE}")
+            self._routes[switch].append(f"route add {address(place.rank)}/32 via {own} dev {port} onlink {ROUTE}")
+            self._routes["tile", place.rank, 0].append(
+                f"route add default via {own} dev nic onlink src {address(place.rank)} {ROUTE}"
+            )
+
+    def _add_routes(self, rank: int) -> None:
+        for other, hop in next_hops(self.topology, rank).items():
+            via = "" if hop == other else f"via {address(hop)} "
+            onlink = "" if hop == other else " onlink"
+            self._routes["tile", rank, 0].append(
+                f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
+            )

@@ -1,0 +1,76 @@
+"""The processes of an emulation: started in their namespaces, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from cocodiff.processes.children import StopRequest, become_child, signal_all, stop_requests
+
+GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
+
+
+def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
+    """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end.
+
+    A job returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed;
+    on STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    children: dict[int, int] = {}
+    with stop_requests() as stop:
+        try:
+            for rank, job in enumerate(jobs):
+                pid = os.fork()
+                if pid == 0:
+                    _child(job, parent)
+                children[pid] = rank
+            return _attend(children, stop)
+        finally:
+            signal_all(children, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
+
+
+def _child(job: Callable[[], int], parent: int) -> None:
+    code = 1
+    try:
+        become_child(parent, signal.SIG_DFL)
+        code = job()
+    except BaseException as error:
+        print(f"cocodiff: {type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _attend(children: dict[int, int], stop: StopRequest) -> int:
+    """Waits for all children, which it takes out of `children` as they end."""
+    code, deadline, told = 0, float("inf"), False
+    while children and time.monotonic() < deadline:
+        if stop.asked and not told:
+            told, deadline = True, time.monotonic() + GRACE_S
+            signal_all(children, signal.SIGTERM)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid not in children:
+            time.sleep(0.02)
+            continue
+        rank = children.pop(pid)
+        if status and not told and not code:
+            deadline = time.monotonic() + GRACE_S
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                print(f"cocodiff: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                code = 1
+            elif code != 2:  # a user's mistake has been told
+                print(f"cocodiff: rank {rank} left with code {code}", file=sys.stderr)
+    if told:
+        print("cocodiff: interrupted; every rank was ended", file=sys.stderr)
+        return 130
+    return code
