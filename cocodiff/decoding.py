@@ -111,7 +111,7 @@ class TiledVAE(StandIn):
             transport.world.all_gather(sent, parts).wait()
             return parts
 
-        transport.health.arrive("the exchange of decoded tiles")
+        transport.arrive("the exchange of decoded tiles")
         parts = transport.control.submit(gather, own).wait()
         tiles: dict[int, Tensor] = {}
         for part, of_rank in zip(parts, of_ranks, strict=True):

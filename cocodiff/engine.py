@@ -341,7 +341,7 @@ class Engine:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
         site = Site(layer, self.counter.branch)
-        self._ranks.transport.health.arrive(f"attention {layer}")
+        self._ranks.transport.arrive(f"attention {layer}")
         out_BLHD = self.strategy.attend(qkv, site)
         if not self._call.own:
             self.strategy.coding.forget(site)

@@ -66,7 +66,7 @@ class SequenceRanks:
         """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
         if self.size == 1:
             return x_BLC
-        self.transport.health.arrive("the gather of outputs")
+        self.transport.arrive("the gather of outputs")
         shares = self.shares(segment)
         B, _L, C = x_BLC.shape
 

@@ -17,8 +17,9 @@ from cocodiff.kernels.residual import NOTES
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import AllRanks, Moment
+from cocodiff.wire.outgoing import OUTPUT
 
-TENSORS = ("q", "k", "v", "o")
+TENSORS = ("q", "k", "v", OUTPUT)
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
 Settle = Callable[[Sequence[Sequence[int]]], None]

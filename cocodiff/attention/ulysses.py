@@ -20,9 +20,10 @@ from cocodiff.attention.torus import Torus
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Transfer
+from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Health, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Health, Pending
 from cocodiff.digest import digest
 from cocodiff.errors import PeerLost
 
@@ -35,7 +35,7 @@ class Awaited(NamedTuple):
         return [(self.tensor, self.peer), (self.total, self.peer)]
 
 
-class CheckedGroup(PeerGroup):
+class CheckedGroup(Group):
     """A group whose every message is followed by its checksum, 8 bytes in the same batch, made and compared where the
     message lies. The message's number is in it: one that was lost is not replaced by the next. The bits of sums are
     those of rank order."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
+from cocodiff.comm.health import Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
 from cocodiff.comm.settings import overlap_killers
@@ -37,7 +37,7 @@ from cocodiff.comm.store import (
     told_by_rank_0,
 )
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Health, Transport
 from cocodiff.device import rank_device, ranks_on_device
 from cocodiff.errors import PeerLost, UserError
 
@@ -99,7 +99,7 @@ def connect(
     if owns:
         check_backend(name, carried)
     meeting = _meet(launch, limits)
-    health: Alone | Watch = Alone()
+    health = Health()
     if meeting.size > 1:
         endpoint = meeting.listener or meeting.address
         health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
@@ -128,7 +128,7 @@ def connect(
 
 
 @contextmanager
-def _blamed_on_a_lost_rank(health: Alone | Watch) -> Iterator[None]:
+def _blamed_on_a_lost_rank(health: Health) -> Iterator[None]:
     """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
     try:
         yield
@@ -272,7 +272,7 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     return dist.TCPStore(meeting.address[0], int(told), meeting.size, is_master=False, timeout=limit)
 
 
-def _finish_mpi(health: Alone | Watch, limit_s: float) -> None:
+def _finish_mpi(health: Health, limit_s: float) -> None:
     """At the end of the process: no rank waits in MPI_Finalize for one that will not come, nor keeps others waiting."""
     from mpi4py import MPI
 

@@ -16,12 +16,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cocodiff.comm.admission import Admission, Line
 from cocodiff.comm.stalls import ALL, OwnProgress, ProgressOfPeers, find_stalled
+from cocodiff.comm.transport import Health
 from cocodiff.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
@@ -44,38 +45,7 @@ class Limits:
     stall_s: float = 1800.0
 
 
-class Alone:
-    """The health of a run of one rank."""
-
-    def check(self) -> None:
-        return
-
-    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        return
-
-    def still_waiting(self) -> None:
-        return
-
-    def awaits(self, ranks: tuple[int, ...]) -> None:
-        return
-
-    def blame(self, error: BaseException) -> BaseException:
-        return error
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        return
-
-    def when_lost(self, action: OnLoss) -> None:
-        return
-
-    def blocking(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        return
-
-
-class Watch:
+class Watch(Health):
     """One rank's end of the watch; on rank 0 also its hub. Use `Watch.open`."""
 
     def __init__(self, rank: int, size: int, limits: Limits, on_loss: Sequence[OnLoss] = ()) -> None:
@@ -90,7 +60,6 @@ class Watch:
         self._beat_s = min(5.0, limits.timeout_s / 4)
         self._actions = list(on_loss)
         self._own = OwnProgress()
-        self.awaits = self._own.awaits
         self._peers = ProgressOfPeers()
         self._settings: dict[str, str] = {}
         self._refused: tuple[int, str] | None = None
@@ -140,17 +109,16 @@ class Watch:
             raise self._lost
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """This rank's main thread begins a call that all ranks make, or all of `among`, as often and in the same
-        order."""
         self._own.arrive(at, among)
 
     def still_waiting(self) -> None:
-        """To be called again and again by a thread that waits for other ranks. Raises PeerLost."""
         self._own.still_waiting()
         self.check()
 
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        self._own.awaits(ranks)
+
     def when_lost(self, action: OnLoss) -> None:
-        """Launchers kill a job soon after one of its processes, and the main thread may be deep in a computation."""
         self._actions.append(action)
 
     @contextmanager
@@ -177,7 +145,6 @@ class Watch:
         return self._lost or error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells everybody that this rank is about to leave with an error; a user's mistake is one on every rank."""
         self._raised = True
         if self._lost is None:
             self._lost = UserError(reason) if mistake else PeerLost(self.rank, f"failed: {reason}")

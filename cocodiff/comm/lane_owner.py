@@ -57,6 +57,9 @@ class LaneOwner(ABC):
     def run_size(self) -> int:
         return self.size
 
+    def arrive(self, at: str) -> None:
+        self.health.arrive(at)
+
     def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
         """What `job` returns, which all ranks call, or all of `among`: no tensors of a device. at: its name."""
         self.health.arrive(at, among if len(among) < self.size else ())

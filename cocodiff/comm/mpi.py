@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Health, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Health, Pending
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)
@@ -66,7 +66,7 @@ class _Requests:
         self._requests, self._kept = [], []
 
 
-class MpiGroup(PeerGroup):
+class MpiGroup(Group):
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
         self._mpi, self._communicator, self._health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()

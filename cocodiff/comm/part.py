@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,19 +10,17 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.objects import broadcast_value, gather_values
-from cocodiff.comm.transport import Group, Health, Lane, PeerGroup, Pending, Transport
+from cocodiff.comm.transport import Group, Health, Lane, Pending, Transport
 
 T = TypeVar("T")
 
 
-class PartGroup(PeerGroup):
+class PartGroup(Group):
     """Members of a group under the part's numbers, in the part's order: all of the group or some of it."""
 
-    def __init__(
-        self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device | None = None
-    ) -> None:
-        """members: the index in `group` of each of `ranks`. device: of messages, needed for a barrier of some only."""
-        self._group, self._members, self.ranks, self._device = group, tuple(members), ranks, device
+    def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
+        """members: the index in `group` of each of `ranks`."""
+        self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
@@ -32,53 +29,11 @@ class PartGroup(PeerGroup):
             [(tensor, self._members[peer]) for tensor, peer in recvs],
         )
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        if len(self.ranks) == len(self._group.ranks):
-            return self._group.all_reduce(tensor)
-        return super().all_reduce(tensor)
-
     def barrier(self) -> None:
         if len(self.ranks) == len(self._group.ranks):
             self._group.barrier()
         else:
-            one = torch.ones(1, device=self._device)
-            self.all_reduce(one).wait()
-            one.item()  # on accelerators the wait has ordered streams only
-
-
-class PartHealth:
-    """The health of the whole run, for calls that only the part's ranks make. A rank lost anywhere ends the part too,
-    and is named by its number in the whole run."""
-
-    def __init__(self, whole: Health, run_ranks: tuple[int, ...]) -> None:
-        self._whole, self._run_ranks = whole, run_ranks
-
-    def check(self) -> None:
-        self._whole.check()
-
-    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        self._whole.arrive(at, among or self._run_ranks)
-
-    def still_waiting(self) -> None:
-        self._whole.still_waiting()
-
-    def awaits(self, ranks: tuple[int, ...]) -> None:
-        self._whole.awaits(ranks)
-
-    def blame(self, error: BaseException) -> BaseException:
-        return self._whole.blame(error)
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        self._whole.fail(reason, mistake)
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        self._whole.when_lost(action)
-
-    def blocking(self) -> AbstractContextManager[None]:
-        return self._whole.blocking()
-
-    def close(self) -> None:
-        """The whole run goes on."""
+            super().barrier()
 
 
 class Part:
@@ -106,9 +61,10 @@ class Part:
     def device(self) -> torch.device:
         return self._whole.device
 
-    @cached_property
-    def health(self) -> PartHealth:
-        return PartHealth(self._whole.health, self.run_ranks)
+    @property
+    def health(self) -> Health:
+        """That of the whole run. A rank lost anywhere ends the part too, and is named by its number in the run."""
+        return self._whole.health
 
     @property
     def closed(self) -> bool:
@@ -125,10 +81,14 @@ class Part:
     def group(self, ranks: Sequence[int]) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
         ascending = sorted(members)  # as libraries keep them
-        return PartGroup(self._whole.group(ascending), tuple(ranks), [ascending.index(rank) for rank in members])
+        indices = [ascending.index(rank) for rank in members]
+        return PartGroup(self._whole.group(ascending), tuple(ranks), indices, self.device)
 
     def lane(self, name: str) -> Lane:
         return self._whole.lane(name)
+
+    def arrive(self, at: str) -> None:
+        self.health.arrive(at, self.run_ranks)
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks of the part on its rank 0, None elsewhere."""
@@ -139,7 +99,7 @@ class Part:
         return self._blocking(broadcast_value, value, "broadcast_object")
 
     def _blocking(self, pass_on: Callable[[Group, torch.device, Any], T], value: Any, at: str) -> T:
-        self.health.arrive(at)
+        self.arrive(at)
         found: list[T] = []
         self.control.submit(lambda: found.append(pass_on(self.world, self.device, value))).wait()
         return found[0]

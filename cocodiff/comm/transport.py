@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -34,88 +34,84 @@ class Pending(Protocol):
         ...
 
 
-class Done:
-    """A transfer that needed no waiting."""
-
-    def wait(self) -> None:
-        return
-
-
-class Group(Protocol):
+class Group(ABC):
     """Some of the ranks, in a communication context of their own. Peers are named by their index in `ranks`.
 
     Tensors are contiguous and stay untouched by the caller until `wait`. Sizes may be uneven; a size of 0 is posted by
     neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
 
     receives_ahead: a receive may be posted in an earlier call than its peer's send, or in a call without sends. Where
-    not, both sides list a message in calls of the same number.
+    not, both sides list a message in calls of the same number. device: of messages that a group makes by itself.
     """
 
     ranks: tuple[int, ...]
     index: int
-    receives_ahead: bool
+    receives_ahead = True
+    device = torch.device("cpu")
 
-    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied."""
-        ...
-
+    @abstractmethod
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
-        ...
+
+    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
+        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied. Every peer is served at once,
+        none waits for another's turn."""
+        check_counts(len(self.ranks), sends, recvs)
+        recvs[self.index].copy_(sends[self.index])
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
 
     def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
         """recvs[p] receives peer p's tensor; sizes may differ between peers."""
-        ...
+        check_counts(len(self.ranks), recvs)
+        recvs[self.index].copy_(send)
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Sums in place; every peer ends with the same bits."""
-        ...
+    def barrier(self) -> None:
+        """Returns when every rank of the group has come to it."""
+        parts = list(torch.empty(len(self.ranks), 1, device=self.device))
+        self.all_gather(torch.zeros(1, device=self.device), parts).wait()
+        torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
 
-    def barrier(self) -> None: ...
 
-
-class Health(Protocol):
-    """Knows whether a peer was lost."""
+class Health:
+    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `health.Watch`."""
 
     def check(self) -> None:
         """Raises PeerLost when a rank died, failed or fell silent."""
-        ...
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. among:
-        the ranks that make it, where it is a part of the run. A rank that others wait for in such a call, and that does
-        not come to it, is lost in the end."""
-        ...
+        """Notes that this rank's main thread begins a call that all ranks make, as often and in the same order. at: its
+        name. among: the ranks that make it, where it is a part of the run. A rank that others wait for in such a call,
+        and that does not come to it, is lost in the end."""
 
     def still_waiting(self) -> None:
         """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
-        ...
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
         """Notes whose messages this thread waits for now, by their numbers in the whole run, for the error should one
         of them never come."""
-        ...
 
     def blame(self, error: BaseException) -> BaseException:
         """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
-        ...
+        return error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells every peer that this rank leaves with an error, or that it found a user's mistake."""
-        ...
+        """Tells every peer that this rank leaves with an error, or that it found a user's mistake, which is one on
+        every rank."""
 
     def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
-        ...
+        """Calls `action` with the error at once when a peer is lost, from another thread: launchers kill a job soon
+        after one of its processes, and the main thread may be deep in a computation."""
 
     def blocking(self) -> AbstractContextManager[None]:
         """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
         from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
-        ...
+        return nullcontext()
 
     def close(self) -> None:
         """Leaves in good order, after the peers' last messages."""
-        ...
 
 
 class Ranks(Protocol):
@@ -167,6 +163,10 @@ class Transport(Ranks, Protocol):
     @property
     def closed(self) -> bool: ...
 
+    def arrive(self, at: str) -> None:
+        """`Health.arrive`, for a call that all ranks of this transport make."""
+        ...
+
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
         CPU. Blocks; for set-up and results."""
@@ -177,36 +177,6 @@ class Transport(Ranks, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class PeerGroup(ABC):
-    """The other calls out of send_recv: every peer is served at once, none waits for another's turn."""
-
-    ranks: tuple[int, ...]
-    index: int
-    receives_ahead = True
-
-    @abstractmethod
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending: ...
-
-    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        check_counts(len(self.ranks), sends, recvs)
-        recvs[self.index].copy_(sends[self.index])
-        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
-
-    def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
-        check_counts(len(self.ranks), recvs)
-        recvs[self.index].copy_(send)
-        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        # Summed in rank order, which gives every rank the same bits.
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return Done()
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:

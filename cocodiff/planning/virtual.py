@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.health import Alone
-from cocodiff.comm.transport import LanePending, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Health, LanePending, Pending
 from cocodiff.errors import PeerLost
 from cocodiff.planning.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
 from cocodiff.trace import Trace
@@ -120,7 +119,7 @@ class Arrivals:
         self._numbers, self._real = [], []
 
 
-class VirtualGroup(PeerGroup):
+class VirtualGroup(Group):
     def __init__(self, world: VirtualWorld, recorder: Recorder, context: int, ranks: tuple[int, ...]) -> None:
         self._world, self._recorder, self._context = world, recorder, context
         self.ranks, self.index = ranks, ranks.index(recorder.rank)
@@ -153,9 +152,6 @@ class VirtualGroup(PeerGroup):
         if leaving or coming:
             self._recorder.write(POST, leaving, coming)
         return Arrivals(world, self._recorder, leaving + coming, real)
-
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1)).wait()
 
 
 class VirtualPending(LanePending[T]):
@@ -200,7 +196,7 @@ class VirtualTransport:
         self.rank, self.size = rank, world.size
         self.run_ranks, self.run_size, self.closed = tuple(range(world.size)), world.size, False
         self.device = torch.device("meta")
-        self.health = Alone()
+        self.health = Health()
         self.recorder = Recorder(rank)
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
@@ -214,6 +210,9 @@ class VirtualTransport:
 
     def lane(self, name: str) -> Any:
         return VirtualLane(name, self.recorder)
+
+    def arrive(self, at: str) -> None:
+        return
 
     def gather_object(self, value: Any) -> list[Any] | None:
         self._objects += 1

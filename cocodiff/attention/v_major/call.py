@@ -16,10 +16,11 @@ from cocodiff.attention.v_major.selection import Cards, Schedule, Selection
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Transfer
+from cocodiff.wire.transfer import Transfer
 
 
 class Decides(Protocol):

@@ -17,11 +17,12 @@ from cocodiff.attention.v_major.selection import Selection, scored_blocks, stayi
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.layout import Layout
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.blocks import BlockSet, Payload, Target
-from cocodiff.wire.cargo import Forward
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Whole, tensors_of
+from cocodiff.wire.outgoing import TensorsToHeads
+from cocodiff.wire.transfer import arriving_whole
 
 
 class CardTransfer(SelectiveTransfer):
@@ -36,11 +37,11 @@ class CardTransfer(SelectiveTransfer):
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others, wait_next)
-        cargo, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.both_phases()
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), cargo)
-        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), cargo)
-        v = tensors_of(Whole(cargo, landed))
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
+        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
+        v = arriving_whole(outgoing, landed)
         return v | super().post(others, False) if others else v
 
 
@@ -54,14 +55,14 @@ class CardCall(SelectiveCall):
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], cargo: Forward) -> Target:
+    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], outgoing: TensorsToHeads) -> Target:
         held = swapped.wait()
         if self.full:
             self._update_at_full_step(held)
         else:
             held = self._active_rows(held)
-            cargo.layout = held.layout
-        return self.exchange.last_phase(phase, cargo, held)
+            outgoing.layout = held.layout
+        return self.exchange.last_phase(phase, outgoing, held)
 
     def _scored_rows(self, held: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
@@ -122,7 +123,7 @@ class CardCall(SelectiveCall):
         return Selection.build(active_BS, layout)
 
 
-class WholeFirst(Forward):
+class WholeFirst(TensorsToHeads):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:

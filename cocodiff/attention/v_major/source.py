@@ -13,9 +13,9 @@ from cocodiff.attention.v_major.selection import Selection
 from cocodiff.comm.transport import LanePending
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coded import Encoded
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving
 
 
 class SourceTransfer(SelectiveTransfer):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
-from cocodiff.comm.health import Alone
-from cocodiff.comm.transport import Group, Transport
+from cocodiff.comm.transport import Group, Health, Transport
 from cocodiff.commands.doctor.facts import AllToAll, Overlap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -55,7 +54,7 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    checked = CheckedGroup(group, Alone())
+    checked = CheckedGroup(group, Health())
     trial = _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
     with_sums = _trial(transport, TRANSPORT, size, lambda: checked.all_to_all(sends, recvs), recvs, expected)
     return replace(trial, wrong=trial.wrong or with_sums.wrong)
