@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.ring import Ring
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_chunk_table, load_exchange_table
+from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, imported, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
-from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Machine, Topology
@@ -77,6 +75,9 @@ def build_strategy(
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+        from cocodiff.attention.ring import Ring
+        from cocodiff.routes.chunks import sequence_of
+
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
         ring = Ring(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
@@ -121,6 +122,8 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
     """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
     if config.exchange != "auto":
         return None
+    from cocodiff.measured_tables import load_exchange_table
+
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
     return ExchangeTable(tuple(rows))
 
@@ -133,5 +136,7 @@ def chunking(config: Config, topology: Topology) -> Chunking:
 
 def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
+        from cocodiff.measured_tables import load_chunk_table
+
         return Chunking(*load_chunk_table(machine.name, nodes))
     return Chunking(int(config.chunks))

@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,14 +162,6 @@ def lane_stream(device: torch.device) -> Iterator[None]:
     module.set_device(device)
     with module.stream(module.Stream(device=device)):
         yield
-
-
-class HoldsTensors(Protocol):
-    """What passes from stream to stream as a whole."""
-
-    def held_tensors(self) -> Iterable[Any]:
-        """Its tensors, and what holds others of them."""
-        ...
 
 
 def used_on_current_stream(value: T) -> T:

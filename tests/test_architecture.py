@@ -26,9 +26,11 @@ MAY_IMPORT = {
     "cocodiff.routes": ("cocodiff.topology",),
     "cocodiff.device": (),
     "cocodiff.digest": (),
-    "cocodiff.trace": ("cocodiff.files",),
+    "cocodiff.trace": (),
+    "cocodiff.trace_files": ("cocodiff.trace", "cocodiff.files"),
     "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology", "cocodiff.files", "cocodiff.setting"),
+    "cocodiff.measured_tables": ("cocodiff.config",),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.digest", "cocodiff.trace"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.wire": (
@@ -53,8 +55,9 @@ MAY_IMPORT = {
     "cocodiff.progress": (),
     "cocodiff.checks": (),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device", "cocodiff.digest"),
-    "cocodiff.results": ("cocodiff.wire",),
+    "cocodiff.results": ("cocodiff.wire", "cocodiff.trace", "cocodiff.comm.transport"),
     "cocodiff.assemble": (
+        "cocodiff.measured_tables",
         "cocodiff.topology",
         "cocodiff.routes",
         "cocodiff.wire",

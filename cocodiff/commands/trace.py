@@ -9,7 +9,8 @@ from cocodiff.commands.terminal import say
 from cocodiff.config import check_choice
 from cocodiff.errors import UserError
 from cocodiff.text_table import aligned
-from cocodiff.trace import LINK_CLASSES, MAX_SPANS, load_traces
+from cocodiff.trace import LINK_CLASSES, MAX_SPANS
+from cocodiff.trace_files import load_traces
 from cocodiff.trace_summary import AttentionTimes, LateMessages, summarise, summarise_late
 
 KINDS = ("summary",)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.kernels import Kernels
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
-from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, Plan, reverse, split_plan
 from cocodiff.topology.machine import Topology
@@ -23,7 +22,9 @@ from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Target
 from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
 from cocodiff.wire.outgoing import Outgoing
-from cocodiff.wire.staged import StagedExchange
+
+if TYPE_CHECKING:
+    from cocodiff.wire.staged import StagedExchange
 
 T = TypeVar("T")
 
@@ -68,9 +69,9 @@ class Exchange:
                 self.lanes[link] = transport.lane(link)
         self.staged: StagedExchange | None = None
         if chunking is not None and chunking.chunks > 1:
-            stages = Stages(topology, self.rank, chunking.chunks)
-            if len(stages.chunks) > 1:
-                self.staged = StagedExchange(self, transport, stages, chunking.from_mb)
+            from cocodiff.wire.staged import staged_exchange
+
+            self.staged = staged_exchange(self, transport, chunking)
 
     def name_of(self, held: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
-from cocodiff.routes.choice import megabytes_per_rank
+from cocodiff.routes.choice import Chunking, megabytes_per_rank
 from cocodiff.routes.chunks import Parts, Stages
 from cocodiff.routes.plans import Block, Plan
 from cocodiff.topology.layout import Layout
@@ -211,6 +211,12 @@ class OutputSender:
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
         return self._end.coded.decode_output(out_BLHW)
+
+
+def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
+    """None on machines whose tokens make one chunk."""
+    stages = Stages(exchange.topology, exchange.rank, chunking.chunks)
+    return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
 
 
 def _parts_in_use(plans: Mapping[str, list[Parts]], number: int) -> list[int]:

@@ -20,8 +20,9 @@ from cocodiff.cli import main
 from cocodiff.commands.bench import module_of
 from cocodiff.commands.emulate.command import cocodiff_of, emulated, is_this_one
 from cocodiff.commands.emulate.leftovers import registered
-from cocodiff.config import Config, load_exchange_table
+from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.measured_tables import load_exchange_table
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 
 pytestmark = pytest.mark.processes

@@ -28,8 +28,8 @@ from cocodiff.commands.session import import_before_fork, settle
 from cocodiff.commands.sweep.lines import REPORTS, check_folder, check_reportable, read_results
 from cocodiff.commands.sweep.points import SECTIONS, Grid, Point, read_grid
 from cocodiff.commands.terminal import note, say
-from cocodiff.config import load_chunk_table
 from cocodiff.errors import UserError
+from cocodiff.measured_tables import load_chunk_table
 from cocodiff.models.family import INPAINT
 from cocodiff.planning.deals import Deal
 from cocodiff.topology.machine import Topology
