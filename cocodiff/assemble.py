@@ -30,7 +30,7 @@ USUAL = image_and_text(4096, 512)
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWork:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
     pixels with a prompt of 512 tokens.
 
@@ -70,7 +70,7 @@ def build_strategy(
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
     exchange = ring = None
-    group, slot = mesh.seat(transport.rank)
+    group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
@@ -100,7 +100,7 @@ def coding_of(config: Config) -> type[Coding]:
     return coding
 
 
-def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str | None]:
+def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
     """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
     nothing was to decide."""
     if config.codec != "auto":
@@ -109,7 +109,7 @@ def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str
     return chosen
 
 
-def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""

@@ -49,10 +49,12 @@ def _more_devices(name: str, count: int) -> str:
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
-    told = [f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ]
+    environment = [
+        f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ
+    ]
     return (
         f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
-        f"gpu_tile_compact.sh (now {', '.join(told) or 'neither is set'})"
+        f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
     )
 
 
@@ -176,8 +178,8 @@ def used_on_current_stream(value: T) -> T:
     elif isinstance(value, list | tuple | Mapping):
         for part in value.values() if isinstance(value, Mapping) else value:
             used_on_current_stream(part)
-    elif hasattr(value, "held_tensors"):
-        used_on_current_stream(list(value.held_tensors()))
+    elif hasattr(value, "contained_tensors"):
+        used_on_current_stream(list(value.contained_tensors()))
     elif not isinstance(value, int | float | str | None):
         raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
     return value

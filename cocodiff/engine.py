@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cocodiff import checks
 from cocodiff.agreement import check_agreement, weights_digest
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.connect import connect, place_rank
@@ -126,7 +126,7 @@ class Engine:
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         shape: Any = self.model.config
-        work = Work(shape.num_attention_heads, shape.attention_head_dim)
+        work = AttentionWork(shape.num_attention_heads, shape.attention_head_dim)
         return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
 
     @property

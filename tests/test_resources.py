@@ -9,7 +9,7 @@ import pytest
 import yaml
 from worlds import topology_of
 
-from cocodiff.assemble import Work, build_strategy
+from cocodiff.assemble import AttentionWork, build_strategy
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
@@ -45,7 +45,7 @@ def test_a_rank_has_as_many_as_the_table_says(
     monkeypatch.setattr(LoopbackTransport, "group", group)
 
     def sequence_of(part: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
-        return SequenceRanks(config, part, transport, Work(4), trace, Kernels("torch"))
+        return SequenceRanks(config, part, transport, AttentionWork(4), trace, Kernels("torch"))
 
     def work(transport: LoopbackTransport) -> set[str]:
         if config.guidance_parallel == 2:

@@ -25,7 +25,7 @@ from cocodiff.registry import CODECS, CODINGS, load
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.arriving import Arriving
-from cocodiff.wire.blocks import Streams
+from cocodiff.wire.blocks import EncodedBlocks
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
@@ -38,7 +38,7 @@ LAG = 1.5
 LATE = "late"  # what bytes are counted for that no call waits for
 
 
-class Held(NamedTuple):
+class DisplacedKind(NamedTuple):
     """A kind of call. anew: it follows no other."""
 
     anew: bool
@@ -72,8 +72,8 @@ class SiteArrivals(SiteCalls):
         held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
         return sum(x.nbytes for x in held) + self.in_flight
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        super().settle(notes)
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        super().take_notes(notes)
         measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
         self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
@@ -82,7 +82,7 @@ class Displaced(Coding):
     """Has calls go on without some of what they send, by another coding."""
 
     keeps_state = prefers_ulysses = True
-    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
+    fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, inner: Coding, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
@@ -130,7 +130,7 @@ class Displaced(Coding):
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
-                self.notes.settle()
+                self.notes.hand_out()
                 self.catch_up()
             self.notes.clear()
         self._sites.clear()
@@ -160,8 +160,8 @@ class Displaced(Coding):
         """Decides what is displaced, alike on all ranks, and receives what the last call left."""
         state, inner = call.state, call.inner
         assert self.notes is not None, "one rank alone displaces nothing"
-        self.notes.settle()
-        state.begin(like_BLHD, inner.layout, self.moment, self.held is not None and self.held.anew)
+        self.notes.hand_out()
+        state.begin(like_BLHD, inner.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
         inner.begin(like_BLHD)
         call.displaced = self.displaced(state, inner)
         inner.displace(call.displaced)
@@ -169,12 +169,12 @@ class Displaced(Coding):
         if self.measures and not inner.measures and state.follows:
             call.measured = self.notes.of_call(like_BLHD.device)
         for noted in filter(None, (inner.noted, call.measured)):
-            noted.settle.append(state.settle)
+            noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.displaced, inner.share)
 
     def displaced(self, state: SiteArrivals, inner: CodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
-        held, fine = self.held, is_fine(self.moment, self._settings.fine_steps)
+        held, fine = self.fixed_kind, is_fine(self.moment, self._settings.fine_steps)
         if not state.follows or (fine and held is None):
             return frozenset()
         if held is not None:
@@ -220,7 +220,7 @@ class DisplacedCall(CodedCall):
         self.state.last |= zip(received_BSGW, found, strict=True)
         return found
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
         self._measure(OUTPUT, out_BTGD, rows, sum(self.layout.rows))
         return self.inner.encode_output(out_BTGD, rows)
 

@@ -140,7 +140,7 @@ class Watch(Health):
         if self._lost is None and self._left and not self._closing:
             gone, reason = min(self._left), f"left the run while rank {self.rank} was still in it"
             self._tell(lost=gone, reason=reason)
-            self._settle(PeerLost(gone, reason))
+            self._note_loss(PeerLost(gone, reason))
         self._raised = True
         return self._lost or error
 
@@ -209,14 +209,14 @@ class Watch(Health):
             return
         if self._refused is not None:
             self._tell(refused=self._refused[0], reason=self._refused[1])
-            self._settle(_refusal(*self._refused))
+            self._note_loss(_refusal(*self._refused))
             return
         self._tell(agreed=True)
         self._hear(0, {"agreed": True})
 
     def _give_up_start(self, admission: Admission | None) -> None:
         if admission is None:
-            self._settle(PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start"))
+            self._note_loss(PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start"))
             return
         missing = sorted(set(range(1, self.size)) - set(self._peers.seen(set())))
         more = f", nor did {_ranks(missing[1:])}" if len(missing) > 1 else ""
@@ -229,7 +229,7 @@ class Watch(Health):
             with suppress(OSError):  # the listener notices who is gone
                 line.send(**message)
 
-    def _settle(self, lost: PeerLost | UserError) -> None:
+    def _note_loss(self, lost: PeerLost | UserError) -> None:
         with self._changed:
             first, self._lost = self._lost is None, self._lost or lost
             self._changed.notify_all()
@@ -321,7 +321,7 @@ class Watch(Health):
     def _spread(self, rank: int, reason: str) -> None:
         if self._lost is None and self.rank == 0:
             self._tell(lost=rank, reason=reason)
-        self._settle(PeerLost(rank, reason))
+        self._note_loss(PeerLost(rank, reason))
 
     def _hear(self, sender: int, message: dict[str, Any]) -> None:
         if "lost" in message:
@@ -329,9 +329,9 @@ class Watch(Health):
         elif "mistake" in message:
             if self.rank == 0:
                 self._tell(mistake=message["mistake"])
-            self._settle(UserError(message["mistake"]))
+            self._note_loss(UserError(message["mistake"]))
         elif "refused" in message:
-            self._settle(_refusal(message["refused"], message["reason"]))
+            self._note_loss(_refusal(message["refused"], message["reason"]))
         elif "settings" in message:
             self._compare(sender, message["settings"])
         elif "calls" in message and self.rank == 0:

@@ -37,7 +37,7 @@ def initialised_mpi() -> Any:
     return MPI
 
 
-def told_over_mpi(world: Any, text: str | None) -> str:
+def broadcast_over_mpi(world: Any, text: str | None) -> str:
     """Rank 0's text, None elsewhere, on every rank. mpi4py's own calls for objects would unpickle what comes."""
     content = bytearray((text or "").encode())
     length = array("q", [len(content)])

@@ -189,7 +189,7 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
 
 
-class Job(NamedTuple):
+class LaneJob(NamedTuple):
     work: Callable[..., Any]
     given: HandedOver[tuple[Any, ...]]
     future: Future[HandedOver[Any]]
@@ -235,7 +235,7 @@ class Lane:
         self.name = name
         self._device = device
         self._health = health
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[LaneJob] = deque()
         self._turn = threading.Lock()  # held while jobs are taken and run, by whichever thread
         self._wake = threading.Semaphore(0)
         self._open = True
@@ -264,7 +264,7 @@ class Lane:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.append(Job(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
+        self._jobs.append(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
         return future
 
     def _run_up_to(self, future: Future[Any]) -> None:
@@ -279,7 +279,7 @@ class Lane:
         finally:
             self._turn.release()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: LaneJob) -> None:
         try:
             given = job.given.take()
             # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that

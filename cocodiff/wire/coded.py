@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Payload, Streams
+from cocodiff.wire.blocks import EncodedBlocks, Payload
 
 
 class Encoded(NamedTuple):
     """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
     rows L of every rank they have."""
 
-    payloads: Sequence[Payload | Streams]
+    payloads: Sequence[Payload | EncodedBlocks]
     layout: Layout
 
 
@@ -47,7 +47,7 @@ class CodedCall:
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
         return list(received_BSGW.values())
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
         """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
         Runs on a lane."""
         return out_BTGD

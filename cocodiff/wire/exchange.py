@@ -73,11 +73,11 @@ class Exchange:
 
             self.staged = staged_exchange(self, transport, chunking)
 
-    def name_of(self, held: BlockSet) -> str:
+    def name_of(self, blocks: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""
         if self._table is None:
             return self._name
-        return self._table.choose(megabytes_per_rank(held.layout, held.cell_bytes))
+        return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def both_phases(self) -> tuple[Phase, ...]:
         """TAPA's forward phases, also those without messages for this rank."""
@@ -100,44 +100,46 @@ class Exchange:
     def _all_phases(self, outgoing: Outgoing) -> Target:
         """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
         another, and a phase packs all its messages in one launch."""
-        held = outgoing.blocks()
-        name = self.name_of(held)
+        blocks = outgoing.blocks()
+        name = self.name_of(blocks)
         plan = self._routes[name][outgoing.way]
         if name == "tapa":
             for phase in plan:
-                self._run_phase(phase, outgoing, held)
-            return _placed(outgoing, held)
-        with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, self._set_apart(outgoing, plan, held)):
-            target = outgoing.target(held)
-            run_pipelined(self.port, plan, held, self.groups, target)
+                self._run_phase(phase, outgoing, blocks)
+            return _placed(outgoing, blocks)
+        with self.trace.span(
+            f"{outgoing.label} plane", "plane", outgoing.layer, self._set_apart(outgoing, plan, blocks)
+        ):
+            target = outgoing.target(blocks)
+            run_pipelined(self.port, plan, blocks, self.groups, target)
             return target
 
     def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
         """One phase on its own lane, after the one before it, or of tensors that have not been encoded. Returns the
         blocks that are here then."""
-        held = outgoing.blocks() if earlier is None else earlier.wait()
-        self._run_phase(phase, outgoing, held)
-        return held
+        blocks = outgoing.blocks() if earlier is None else earlier.wait()
+        self._run_phase(phase, outgoing, blocks)
+        return blocks
 
-    def last_phase(self, phase: Phase, outgoing: Outgoing, held: BlockSet) -> Target:
-        """The last phase of blocks that are held; then what is here is put in place."""
-        self._run_phase(phase, outgoing, held)
-        return _placed(outgoing, held)
+    def last_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> Target:
+        """The last phase of these blocks; then those that are here are put in place."""
+        self._run_phase(phase, outgoing, blocks)
+        return _placed(outgoing, blocks)
 
     def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> Target:
         return self.last_phase(phase, outgoing, outgoing.blocks() if earlier is None else earlier.wait())
 
-    def _run_phase(self, phase: Phase, outgoing: Outgoing, held: BlockSet) -> None:
+    def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
         if phase.sends or phase.receives:
-            apart, lane = self._set_apart(outgoing, [phase], held), phase.lane
+            apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
-                run_phase(self.port, phase, held, self.groups[phase.lane])
+                run_phase(self.port, phase, blocks, self.groups[phase.lane])
 
-    def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], held: BlockSet) -> int:
+    def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
         """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""
         if outgoing.purpose is None:
             return 0
-        sent = [(peer, held.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
+        sent = [(peer, blocks.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
         for peer, count in sent:
             self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=outgoing.purpose)
         return sum(count for _, count in sent)
@@ -149,7 +151,7 @@ def _both_ways(plan: Plan) -> dict[str, Plan]:
     return {"forward": forward, "back": reverse(forward)}
 
 
-def _placed(outgoing: Outgoing, held: BlockSet) -> Target:
-    target = outgoing.target(held)
-    target.place(held.blocks)
+def _placed(outgoing: Outgoing, blocks: BlockSet) -> Target:
+    target = outgoing.target(blocks)
+    target.place(blocks.blocks)
     return target

@@ -14,7 +14,7 @@ from torch import Tensor
 from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Blocks, BlockSet, Payload, Streams, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target, rows_of_ranks, whole_cell
 from cocodiff.wire.coded import CodedCall, Encoded
 
 OUTPUT = "o"  # the name of attention's output among the tensors of a call
@@ -43,7 +43,7 @@ class Outgoing(ABC):
         self._whole = self.layout, whole_cell(tensors.values())
         self._encoded: Encoded | None = None
 
-    def held_tensors(self) -> Sequence[object]:
+    def contained_tensors(self) -> Sequence[object]:
         """The tensors that `blocks` is made of."""
         return (*self._tensors.values(), *(() if self._encoded is None else self._encoded.payloads))
 
@@ -60,7 +60,7 @@ class Outgoing(ABC):
         """The payloads that travel in the tensors' place."""
 
     @abstractmethod
-    def cut(self, payloads: Sequence[Payload | Streams]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         """The payloads as blocks."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class TensorsToHeads(Outgoing):
     def encoded(self) -> Encoded:
         return self.coded.encode(self._tensors)
 
-    def cut(self, payloads: Sequence[Payload | Streams]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
 
@@ -114,7 +114,7 @@ class OutputToRows(Outgoing):
         rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
         return Encoded([self.coded.encode_output(out_BTGD, rows)], self.layout)
 
-    def cut(self, payloads: Sequence[Payload | Streams]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
         return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.routes.choice import Chunking, megabytes_per_rank
-from cocodiff.routes.chunks import Parts, Stages
+from cocodiff.routes.chunks import StageParts, Stages
 from cocodiff.routes.plans import Block, Plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -40,7 +40,7 @@ class Unstaged(Protocol):
     plans: dict[str, Plan]
     groups: dict[str, Group]
 
-    def name_of(self, held: BlockSet) -> str: ...
+    def name_of(self, blocks: BlockSet) -> str: ...
 
 
 class StagedExchange:
@@ -125,7 +125,7 @@ class StagedExchange:
         exchange, outgoing = self.exchange, started.outgoing
         with exchange.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
-            flight = InFlight(exchange.port, started.held)
+            flight = InFlight(exchange.port, started.blocks)
             for plan, groups in zip(parts, self._groups, strict=False):
                 flight.post_receives(plan, groups)
             for pending in started.leaving if in_order else ():
@@ -150,7 +150,7 @@ class StagedExchange:
         with self.exchange.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
             own = Block(self.exchange.rank, self.exchange.rank)
             if stage.number == 0:  # the block that stays here belongs to the first chunk
-                started.target.place({own: started.held.blocks[own]})
+                started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
         return started.target.tensors[0]
 
@@ -162,24 +162,24 @@ class StagedExchange:
 class Started:
     """A tensor that travels in stages: encoded and allocated by its first stage, on the posting lane."""
 
-    held: BlockSet
+    blocks: BlockSet
     target: Target
 
     def __init__(self, staged: StagedExchange, outgoing: Outgoing, first: Started | None = None) -> None:
         """first: what was started before and shares its target with this one."""
         self.outgoing, self._staged, self._first = outgoing, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes
-        self._parts: list[Parts] = []
+        self._parts: list[StageParts] = []
 
-    def held_tensors(self) -> tuple[Any, ...]:
-        return (self.held, self.target) if self._parts else (self.outgoing,)
+    def contained_tensors(self) -> tuple[Any, ...]:
+        return (self.blocks, self.target) if self._parts else (self.outgoing,)
 
-    def begin(self) -> list[Parts]:
+    def begin(self) -> list[StageParts]:
         """Every stage's plan, for the exchange that the tensor's size calls for."""
         if not self._parts:
-            self.held = self.outgoing.blocks()
-            self.target = self.outgoing.target(self.held) if self._first is None else self._first.target
-            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.held)]
+            self.blocks = self.outgoing.blocks()
+            self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
+            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.blocks)]
         return self._parts
 
 
@@ -219,7 +219,7 @@ def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) ->
     return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
 
 
-def _parts_in_use(plans: Mapping[str, list[Parts]], number: int) -> list[int]:
+def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:
     """Which of a stage's two later parts has messages, in any of the plans."""
     return [
         part

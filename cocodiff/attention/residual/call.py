@@ -22,7 +22,7 @@ from cocodiff.wire.coded import CodedCall, Encoded
 DAMPING = 0.5
 
 
-class Decides(Protocol):
+class Codec(Protocol):
     """What a call asks of its coding, see `Residual`."""
 
     kept: int
@@ -43,7 +43,7 @@ class ResidualCall(CodedCall):
     measures = True
     displaced: frozenset[str] = frozenset()
 
-    def __init__(self, coding: Decides, state: SiteState, kernels: Kernels, trace: Trace, layout: Layout, layer: str):
+    def __init__(self, coding: Codec, state: SiteState, kernels: Kernels, trace: Trace, layout: Layout, layer: str):
         super().__init__(layout)
         self._coding, self.state, self._kernels, self._trace, self._layer = coding, state, kernels, trace, layer
 

@@ -30,7 +30,7 @@ FINEST = 8
 FIRST_BITS = 4  # times the bits: of a first call, which has nothing to predict by; whole above FINEST
 
 
-class Held(NamedTuple):
+class ResidualKind(NamedTuple):
     """A kind of call. anew: it follows no other. fine: with the bits of the last steps."""
 
     anew: bool
@@ -41,7 +41,7 @@ class Residual(Coding):
     """Sends residuals. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
-    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
+    fixed_kind: ResidualKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps and
@@ -79,7 +79,7 @@ class Residual(Coding):
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
-                self.notes.settle()
+                self.notes.hand_out()
             self.notes.clear()
         self._sites.clear()
 
@@ -97,19 +97,19 @@ class Residual(Coding):
     @property
     def fine(self) -> bool:
         """Whether this is one of the last steps, whose errors no later step corrects."""
-        return is_fine(self.moment, self._settings.fine_steps) if self.held is None else self.held.fine
+        return is_fine(self.moment, self._settings.fine_steps) if self.fixed_kind is None else self.fixed_kind.fine
 
     def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
         """Decides how a call is coded, alike on all ranks."""
         assert self.notes is not None, "one rank alone codes nothing"
         state = call.state
-        self.notes.settle()
-        state.begin(like_BLHD, call.layout, self.moment, self.held is not None and self.held.anew)
+        self.notes.hand_out()
+        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
         call.number, call.bits, call.predictions = state.follows, self.bits(state), self.predictions(state)
         if call.bits is not None:
             call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
             call.noted = self.notes.of_call(like_BLHD.device)
-            call.noted.settle.append(state.settle)
+            call.noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.predictions.values(), call.share)
 
     def bits(self, state: SiteState) -> int | None:

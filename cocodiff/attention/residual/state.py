@@ -50,8 +50,8 @@ class SiteState(SiteCalls):
     def begin_anew(self) -> None:
         self.plain, self.linear, self.sent, self.received = not self.fits, frozenset(), {}, {}
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        super().settle(notes)
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        super().take_notes(notes)
         compared = dict(zip(TENSORS, (of_tensor[1] for of_tensor in notes), strict=True))
         self.linear = frozenset(name for name, better in compared.items() if better < 0)
 

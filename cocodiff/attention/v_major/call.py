@@ -23,7 +23,7 @@ from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.transfer import Transfer
 
 
-class Decides(Protocol):
+class Selector(Protocol):
     """What a call asks of its coding, see `VMajor`."""
 
     schedule: Schedule
@@ -61,7 +61,7 @@ class SelectiveCall(CodedCall, ABC):
 
     full = True
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(layout)
         self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
         self.kernels = exchange.kernels

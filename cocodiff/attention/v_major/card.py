@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.call import Decides, SelectiveCall, SelectiveTransfer, SiteCache, travelling_rows
+from cocodiff.attention.v_major.call import SelectiveCall, SelectiveTransfer, Selector, SiteCache, travelling_rows
 from cocodiff.attention.v_major.selection import Selection, scored_blocks, staying
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
@@ -30,7 +30,7 @@ class CardTransfer(SelectiveTransfer):
 
     coded: CardCall
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(exchange, CardCall(coding, exchange, layout, site, cache), site.kind)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
@@ -48,7 +48,7 @@ class CardTransfer(SelectiveTransfer):
 class CardCall(SelectiveCall):
     """One attention call whose v decides between its two phases what of q, k and v travels on."""
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(coding, exchange, layout, site, cache)
         self.chosen: Future[LanePending[Selection]] = Future()
 
@@ -56,38 +56,38 @@ class CardCall(SelectiveCall):
         return self.chosen.result().wait()
 
     def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], outgoing: TensorsToHeads) -> Target:
-        held = swapped.wait()
+        on_card = swapped.wait()
         if self.full:
-            self._update_at_full_step(held)
+            self._update_at_full_step(on_card)
         else:
-            held = self._active_rows(held)
-            outgoing.layout = held.layout
-        return self.exchange.last_phase(phase, outgoing, held)
+            on_card = self._active_rows(on_card)
+            outgoing.layout = on_card.layout
+        return self.exchange.last_phase(phase, outgoing, on_card)
 
-    def _scored_rows(self, held: BlockSet) -> Tensor | None:
+    def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
         card, heads = scored_blocks(self.exchange.topology, self.coding.rank)
         if card[0] != self.coding.rank:
             return None
         rows = [
             torch.cat(
-                [dense(held.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+                [dense(on_card.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
             )
             for rank in card
         ]
         return torch.cat(rows, 1)
 
-    def _update_at_full_step(self, held: BlockSet) -> None:
-        scored_BNHD = self._scored_rows(held)
+    def _update_at_full_step(self, on_card: BlockSet) -> None:
+        scored_BNHD = self._scored_rows(on_card)
         if scored_BNHD is not None:
             if self.cache.reference is not None:
                 self.score(scored_BNHD)
             self.update_reference(scored_BNHD, None)
 
-    def _active_rows(self, held: BlockSet) -> BlockSet:
+    def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
-            self.chosen.set_result(self.coding.transport.control.submit(self._choose, held))
+            self.chosen.set_result(self.coding.transport.control.submit(self._choose, on_card))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
@@ -95,15 +95,15 @@ class CardCall(SelectiveCall):
         served = topology.served_planes[self.coding.rank]
         blocks = {
             block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
-            for block, parts in held.blocks.items()
+            for block, parts in on_card.blocks.items()
             if topology.places[block.heads].plane in served
         }
-        return BlockSet(blocks, selection.layout, held.whole)
+        return BlockSet(blocks, selection.layout, on_card.whole)
 
-    def _choose(self, held: BlockSet) -> Selection:
+    def _choose(self, on_card: BlockSet) -> Selection:
         coding, layout, topology = self.coding, self.layout, self.exchange.topology
-        scored_BNHD = self._scored_rows(held)
-        some = dense(next(iter(held.blocks.values()))[0])
+        scored_BNHD = self._scored_rows(on_card)
+        some = dense(next(iter(on_card.blocks.values()))[0])
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)

@@ -151,7 +151,7 @@ class Selection:
     of_rank: tuple[Tensor, ...]
     arriving: Tensor
 
-    def held_tensors(self) -> tuple[Tensor, ...]:
+    def contained_tensors(self) -> tuple[Tensor, ...]:
         return (*self.of_rank, self.arriving)
 
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.call import Decides, SelectiveCall, SelectiveTransfer, SiteCache
+from cocodiff.attention.v_major.call import SelectiveCall, SelectiveTransfer, Selector, SiteCache
 from cocodiff.attention.v_major.selection import Selection
 from cocodiff.comm.transport import LanePending
 from cocodiff.kernels import Rows
@@ -21,7 +21,7 @@ from cocodiff.wire.exchange import Exchange
 class SourceTransfer(SelectiveTransfer):
     coded: SourceCall
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(exchange, SourceCall(coding, exchange, layout, site, cache), site.kind)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
