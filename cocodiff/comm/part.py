@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cocodiff.comm.objects import broadcast_value, gather_values
-from cocodiff.comm.transport import Group, Health, Lane, Pending, Transport
-
-T = TypeVar("T")
+from cocodiff.comm.transport import Group, Lane, Pending, Transport
 
 
 class PartGroup(Group):
@@ -36,7 +31,7 @@ class PartGroup(Group):
             super().barrier()
 
 
-class Part:
+class Part(Transport):
     """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
     whole's, so a part costs no threads and no communicators until it makes groups.
 
@@ -45,10 +40,17 @@ class Part:
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
-        self._whole, self._ranks, self._closed = whole, tuple(ranks), False
-        self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
+        self._whole, self._ranks = whole, tuple(ranks)
+        self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
+        self.device = whole.device
+        self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
+        self.world = PartGroup(whole.world, tuple(range(self.size)), self._ranks, self.device)
 
-    @cached_property
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._whole.closed
+
+    @property
     def run_ranks(self) -> tuple[int, ...]:
         of_whole = self._whole.run_ranks
         return tuple(of_whole[rank] for rank in self._ranks)
@@ -56,27 +58,6 @@ class Part:
     @property
     def run_size(self) -> int:
         return self._whole.run_size
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self._whole.device
-
-    @property
-    def health(self) -> Health:
-        """That of the whole run. A rank lost anywhere ends the part too, and is named by its number in the run."""
-        return self._whole.health
-
-    @property
-    def closed(self) -> bool:
-        return self._closed or self._whole.closed
-
-    @property
-    def control(self) -> Lane:
-        return self._whole.control
-
-    @cached_property
-    def world(self) -> PartGroup:
-        return PartGroup(self._whole.world, tuple(range(self.size)), self._ranks, self.device)
 
     def group(self, ranks: Sequence[int]) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
@@ -87,22 +68,8 @@ class Part:
     def lane(self, name: str) -> Lane:
         return self._whole.lane(name)
 
-    def arrive(self, at: str) -> None:
-        self.health.arrive(at, self.run_ranks)
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """The values of all ranks of the part on its rank 0, None elsewhere."""
-        return self._blocking(gather_values, value, "gather_object")
-
-    def broadcast_object(self, value: Any) -> Any:
-        """The value of the part's rank 0."""
-        return self._blocking(broadcast_value, value, "broadcast_object")
-
-    def _blocking(self, pass_on: Callable[[Group, torch.device, Any], T], value: Any, at: str) -> T:
-        self.arrive(at)
-        found: list[T] = []
-        self.control.submit(lambda: found.append(pass_on(self.world, self.device, value))).wait()
-        return found[0]
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        self.health.arrive(at, among or self.run_ranks)
 
     def close(self) -> None:
         self._closed = True

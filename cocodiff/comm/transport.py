@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.device import HandedOver, lane_stream
 from cocodiff.errors import PeerLost, UserError
 
@@ -141,42 +142,63 @@ class Ranks(Protocol):
         ...
 
 
-class Transport(Ranks, Protocol):
-    """One object per rank.
+class Transport(ABC):
+    """`Ranks`, with a device each and a health. One object per rank.
 
     run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
     `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
     """
 
-    @property
-    def device(self) -> torch.device: ...
+    rank: int
+    size: int
+    control: Lane
+    world: Group
+    device: torch.device
+    health: Health
+    _closed = False
+
+    @abstractmethod
+    def group(self, ranks: Sequence[int]) -> Group: ...
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane: ...
 
     @property
-    def run_ranks(self) -> tuple[int, ...]: ...
+    def closed(self) -> bool:
+        return self._closed
 
     @property
-    def run_size(self) -> int: ...
+    def run_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
 
     @property
-    def health(self) -> Health: ...
+    def run_size(self) -> int:
+        return self.size
 
-    @property
-    def closed(self) -> bool: ...
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """`Health.arrive`, for a call that all ranks of this transport make, or all of `among`."""
+        self.health.arrive(at, among if len(among) < self.size else ())
 
-    def arrive(self, at: str) -> None:
-        """`Health.arrive`, for a call that all ranks of this transport make."""
-        ...
+    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
+        """Runs `job`, which all ranks call, or all of `among`, on the control lane, so that a lost peer ends the wait
+        for it. Returns its result: no tensors of a device. at: its name."""
+        self.arrive(at, among)
+        found: list[T] = []
+        self.control.submit(lambda: found.append(job())).wait()
+        return found[0]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
         CPU. Blocks; for set-up and results."""
-        ...
+        return self.blocking(lambda: gather_values(self.world, self.device, value), "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value; see `gather_object`."""
-        ...
+        return self.blocking(lambda: broadcast_value(self.world, self.device, value), "broadcast_object")
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the run in good order. A second call does nothing."""
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:
@@ -187,6 +209,48 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
+
+
+def pass_values(
+    group: Group, device: torch.device, sent: Mapping[int, Tensor], sources: Iterable[int]
+) -> dict[int, Tensor]:
+    """Sends each peer of `sent` its bytes, and returns those of `sources` on the CPU: first their sizes, then they
+    themselves. Blocks; for a job of a lane."""
+    contents = {peer: content.to(device) for peer, content in sent.items()}
+    lengths = {peer: torch.tensor([len(content)], device=device) for peer, content in contents.items()}
+    expected = {peer: torch.empty(1, dtype=torch.int64, device=device) for peer in sources}
+    group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
+    found = {peer: torch.empty(int(length), dtype=torch.uint8, device=device) for peer, length in expected.items()}
+    group.send_recv(_by_peer(contents), _by_peer(found)).wait()
+    return {peer: content.cpu() for peer, content in found.items()}
+
+
+def gather_values(group: Group, device: torch.device, value: Any) -> list[Any] | None:
+    """The values of all ranks of a group on its first one, None elsewhere."""
+    if group.index:
+        pass_values(group, device, {0: as_bytes(value)}, ())
+        return None
+    received = pass_values(group, device, {}, range(1, len(group.ranks)))
+    return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
+
+
+def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
+    """The value of a group's first rank, along a binomial tree."""
+    own, size, bit = group.index, len(group.ranks), 1
+    if size == 1:
+        return value
+    while bit < size and not own & bit:
+        bit *= 2
+    # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
+    content = as_bytes(value) if own == 0 else pass_values(group, device, {}, (own - bit,))[own - bit]
+    while bit := bit // 2:
+        if own + bit < size:
+            pass_values(group, device, {own + bit: content}, ())
+    return value if own == 0 else as_value(content)
+
+
+def _by_peer(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, peer) for peer, tensor in tensors.items()]
 
 
 class LaneJob(NamedTuple):

@@ -11,8 +11,10 @@ class SerialTransport:
     the rank s before."""
 
     def __init__(self, transport: Any) -> None:
-        self._inner, self.rank, self.size = transport, transport.rank, transport.size
-        self.lane, self.control, self.world = transport.lane, transport.control, SerialGroup(transport.world)
+        self._inner, self.world = transport, SerialGroup(transport.world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def group(self, ranks: Sequence[int]) -> Any:
         return SerialGroup(self._inner.group(ranks))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Health, LanePending, Pending
+from cocodiff.comm.transport import Group, Health, LanePending, Pending, Transport
 from cocodiff.errors import PeerLost
 from cocodiff.planning.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
 from cocodiff.trace import Trace
@@ -189,19 +189,19 @@ class VirtualLane:
         return
 
 
-class VirtualTransport:
+class VirtualTransport(Transport):
     """One rank of a VirtualWorld. `recorder` holds what it did."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.rank, self.size = rank, world.size
-        self.run_ranks, self.run_size, self.closed = tuple(range(world.size)), world.size, False
         self.device = torch.device("meta")
         self.health = Health()
         self.recorder = Recorder(rank)
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self._objects = 0
-        self.control, self.world = self.lane("control"), self.group(range(world.size))
+        self.control = self.lane("control")
+        self.world = self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)
@@ -210,9 +210,6 @@ class VirtualTransport:
 
     def lane(self, name: str) -> Any:
         return VirtualLane(name, self.recorder)
-
-    def arrive(self, at: str) -> None:
-        return
 
     def gather_object(self, value: Any) -> list[Any] | None:
         self._objects += 1
