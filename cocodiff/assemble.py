@@ -95,7 +95,7 @@ def coding_name(config: Config) -> str:
 
 
 def coding_of(config: Config) -> type[Coding]:
-    """What travels in tensors' places."""
+    """The class of the coding that the settings ask for."""
     coding: type[Coding] = imported(coding_name(config))
     return coding
 
@@ -119,7 +119,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
-    """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    """The table that `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
     if config.exchange != "auto":
         return None
     from cocodiff.measured_tables import load_exchange_table

@@ -17,7 +17,7 @@ from cocodiff.errors import UserError
 
 
 def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
-    """What stands in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
+    """The stand-in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
 
     Raises UserError for `tiled` with a VAE that has no tiles."""
     if how == "tiled":

@@ -45,7 +45,7 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
 
 
 def _more_devices(name: str, count: int) -> str:
-    """What helps where ranks outnumber devices."""
+    """The remedy where ranks outnumber devices."""
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy

@@ -121,7 +121,7 @@ class Engine:
         return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
 
     def _guided_ranks(self) -> GuidedRanks:
-        """What belongs to the transport: groups, lanes and strategies over them."""
+        """Groups, lanes and strategies over the transport."""
         return GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:

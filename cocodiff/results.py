@@ -1,4 +1,4 @@
-"""What the ranks of an engine have done together."""
+"""Bytes and profiles of all ranks of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run did: spans on lanes, and payload bytes per link class. `trace_files.py` saves it.
+"""A record of a run: spans on lanes, and payload bytes per link class. `trace_files.py` saves it.
 
 Bytes are payload, counted once, at the sender, in the class of the link between the two endpoints. What the model's
 own gather at its exit moves is counted apart from the attention's tensors.

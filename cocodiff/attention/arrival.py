@@ -137,7 +137,7 @@ class Displaced(Coding):
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
-        """What was received last is the coding's own where that keeps something, and counted there."""
+        """Received values are the coding's own where that keeps something, and counted there."""
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(site.bytes_held(own) for site in self._sites.values())
 
@@ -204,7 +204,7 @@ class DisplacedCall(CodedCall):
         self.inner.comes_in_stages()
 
     def stand_in(self, name: str) -> Tensor:
-        """What attention, or the model, goes on with in a displaced tensor's place."""
+        """The operand that attention, or the model, goes on with in a displaced tensor's place."""
         return self.inner.operand(name, self.state.last[name])
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -279,7 +279,7 @@ class DisplacedTransfer(Transfer):
         return self.coded.stand_in(OUTPUT)
 
     def _operand(self, name: str, together: str) -> Arriving:
-        """What stands for a tensor, which is here and so never comes in chunks."""
+        """The operand for a tensor: it is here, and so never comes in chunks."""
         x_BSGD = self.coded.stand_in(name)
         return Arriving(together, lambda _chunk: x_BSGD)
 

@@ -1,4 +1,4 @@
-"""What decisions about a site's calls go by: which calls follow one another, and what all ranks noted of the last one.
+"""The facts that decide about a site's calls: which calls follow one another, and what all ranks noted of the last one.
 
 Of q, k, v and the output every call has a row of notes, whole numbers that ranks add up: see `kernels.residual`.
 """
@@ -52,7 +52,7 @@ class SiteCalls:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
     def begin_anew(self) -> None:
-        """What earlier calls have left is of no use."""
+        """Forgets the state that earlier calls have left."""
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no

@@ -28,7 +28,7 @@ LANE = "ring"
 
 
 class KeysValues(NamedTuple):
-    """What travels: keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
+    """Keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
 
     k_BSGD: Tensor
     v_BSGD: Tensor

@@ -142,7 +142,7 @@ def _blamed_on_a_lost_rank(health: Health) -> Iterator[None]:
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
-    """What carries messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
+    """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
     if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):

@@ -1,4 +1,4 @@
-"""What the engine asks of a communication library: ranks, groups, asynchronous messages.
+"""The interface to a communication library: ranks, groups, asynchronous messages.
 
 Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
 host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay

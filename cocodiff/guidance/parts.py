@@ -142,7 +142,7 @@ class GuidanceParts:
         raise self._health.blame(RuntimeError(error))
 
     def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
-        """What travels of a result: whether there is none, and its tensors."""
+        """A result as it travels: whether there is none, and its tensors."""
         tensors = [torch.full((1,), failed, dtype=torch.uint8, device=self._device)]
         mapped(output, lambda x: tensors.append(x.contiguous()))
         return tensors

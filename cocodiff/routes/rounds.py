@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a member attends to, one after the other: a block by the member that it is of, and where it goes on to."""
+    """A block that a member attends to: the member that it is of, and where it goes on to."""
 
     member: int
     onward: Move | None

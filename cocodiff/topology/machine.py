@@ -107,7 +107,7 @@ class Machine:
 
     @property
     def missing_rates(self) -> list[str]:
-        """What the file does not say the rates of."""
+        """The things that the file gives no rates for."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
         return device + (["its links"] if self.links == Links() else [])
 

@@ -19,7 +19,7 @@ Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that t
 
 
 class EncodedBlocks:
-    """What travels in a tensor's place where every block was encoded by itself: the blocks [B, rows, heads, W]."""
+    """A tensor of which every block was encoded by itself: the blocks [B, rows, heads, W]."""
 
     def __init__(self, blocks: Sequence[Tensor]) -> None:
         self._blocks = blocks
@@ -64,7 +64,7 @@ class BlockSet:
         return self.numel(message) * self._itemsize
 
     def whole_bytes(self, message: Sequence[Block]) -> int:
-        """What a message would be if tensors travelled as they are."""
+        """Bytes of a message if tensors travelled as they are."""
         if self.whole is None:
             return self.bytes(message)
         layout, cell = self.whole

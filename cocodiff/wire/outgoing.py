@@ -1,4 +1,4 @@
-"""What an exchange sends one way: tensors to the ranks of their heads, or attention's output to the ranks of its rows.
+"""Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
 
 Either is encoded and cut into blocks by the lane that sends it first, and tells where blocks go that are here.
 """

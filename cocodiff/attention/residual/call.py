@@ -23,7 +23,7 @@ DAMPING = 0.5
 
 
 class Codec(Protocol):
-    """What a call asks of its coding, see `Residual`."""
+    """The part of `Residual` that a call uses."""
 
     kept: int
 
@@ -80,7 +80,8 @@ class ResidualCall(CodedCall):
         self._operands = dict(self.state.wanted)
 
     def operand(self, name: str, last: Tensor) -> Tensor:
-        """What attention, or the model, goes on with in a displaced tensor's place. last: what the last call left."""
+        """The operand that attention, or the model, takes in a displaced tensor's place. last: what the last call
+        left."""
         onward = self._operands.pop(name, None)  # what is in flight keeps this call until the next one, and not these
         if onward is None:
             return last
@@ -106,7 +107,7 @@ class ResidualCall(CodedCall):
         return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
 
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
-        """What travels in the place of `rows` of a tensor's `length` rows."""
+        """Encodes `rows` of a tensor's `length` rows."""
         ends = self.state.sent
         if name not in ends:
             ends[name] = self._end(x_BTHD, length)

@@ -1,4 +1,4 @@
-"""What travels is what a tensor differs by from its prediction: the residual codec, in 2, 4 or 8 bits a channel.
+"""The residual codec: a tensor travels as its difference from a prediction, in 2, 4 or 8 bits a channel.
 
 Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
 sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,

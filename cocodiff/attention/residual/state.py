@@ -1,4 +1,4 @@
-"""What a site keeps between calls: of q, k, v and the output, the reconstructions that both ends have alike."""
+"""The state of a site between calls: of q, k, v and the output, the reconstructions that both ends have alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class End:
     buffers: list[Tensor]
 
     def newest(self, call: int) -> Tensor:
-        """What the call of this number, from 1, finds as the newest."""
+        """The newest one that the call of this number, from 1, finds."""
         return self.buffers[(call - 1) % len(self.buffers)]
 
     def known(self, call: int, rows: slice) -> Reconstructions:
@@ -29,7 +29,7 @@ class End:
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:
-        """What that call's reconstruction is written to."""
+        """The buffer that that call's reconstruction is written to."""
         return self.buffers[call % len(self.buffers)]
 
 

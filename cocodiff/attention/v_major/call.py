@@ -24,7 +24,7 @@ from cocodiff.wire.transfer import Transfer
 
 
 class Selector(Protocol):
-    """What a call asks of its coding, see `VMajor`."""
+    """The part of `VMajor` that a call uses."""
 
     schedule: Schedule
     reference: str
@@ -44,7 +44,7 @@ class Selector(Protocol):
 
 @dataclass
 class SiteCache:
-    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
+    """The state of a site between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
     inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
 
     shape: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class SelectiveCall(CodedCall, ABC):
 
     @abstractmethod
     def selection(self) -> Selection:
-        """What travels in a selective call; waits for the choice."""
+        """The rows that travel in a selective call; waits for the choice."""
 
     def begin(self, like_BLHD: Tensor) -> None:
         cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()
