@@ -8,43 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import LanePending
 from cocodiff.guidance.containers import mapped
-
-
-class AwaitedOutput:
-    """A message on its way here. before: called when somebody first waits. check: called when the message is here and
-    somebody asks for what it brings; it may raise."""
-
-    def __init__(
-        self, pending: LanePending[None], before: Callable[[], None], check: Callable[[], None] | None = None
-    ) -> None:
-        self._pending, self._before, self._check, self._here = pending, before, check, False
-
-    def wait(self) -> None:
-        self.receive()
-        if self._check is not None:
-            self._check()  # raises again where somebody asks again
-            self._check = None
-
-    def receive(self) -> None:
-        """Waits for the message, whatever it brings."""
-        if not self._here:
-            self._before()
-            self._pending.wait()
-            self._here = True
 
 
 class Awaited(Tensor):
     """A tensor whose values are on their way: the buffer that they come into. Its shape, and views of it, are there at
     once; whatever else is asked of it waits for the values first, and is then asked of a plain tensor."""
 
-    _output: AwaitedOutput
+    _wait: Callable[[], object]
 
     @classmethod
-    def over(cls, buffer: Tensor, output: AwaitedOutput) -> Awaited:
+    def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:
+        """wait: returns when the values are in the buffer; called whenever somebody asks for them."""
         awaited = buffer.as_subclass(cls)
-        awaited._output = output
+        awaited._wait = wait
         return awaited
 
     @classmethod
@@ -52,14 +29,14 @@ class Awaited(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in WITHOUT_VALUES or (func in VIEWS and _is_view(func, args)):
-            output = args[0]._output
+            wait = args[0]._wait
             found = super().__torch_function__(func, types, args, kwargs or {})
-            return mapped(found, lambda x: cls.over(x, output))
+            return mapped(found, lambda x: cls.over(x, wait))
 
         def here(x: Tensor) -> Tensor:
             if not isinstance(x, Awaited):
                 return x
-            x._output.wait()
+            x._wait()
             return x.as_subclass(Tensor)
 
         return func(*mapped(args, here), **mapped(dict(kwargs or {}), here))

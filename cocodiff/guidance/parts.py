@@ -8,6 +8,7 @@ the step: what one part sends the other receives, and a caller who catches the e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import LanePending, Transport
-from cocodiff.guidance.awaited import Awaited, AwaitedOutput
+from cocodiff.guidance.awaited import Awaited
 from cocodiff.guidance.containers import mapped
 from cocodiff.guidance.rule import PARTS, Sharing
 from cocodiff.sequence import SequenceRanks
@@ -48,7 +49,7 @@ class GuidanceParts:
         self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
         self._device = transport.device
         self._sent: list[LanePending[None]] = []
-        self._awaited: list[AwaitedOutput] = []
+        self._awaited: list[Callable[[], None]] = []  # what receives the messages, whatever they bring
         self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
 
     def begin_step(self, calls: int) -> None:
@@ -92,14 +93,20 @@ class GuidanceParts:
         self._next += 1
         result = self._without_values(like)
         buffers = self._message(result)
-        receive = self._lane.submit(self._job("receive the output"), [], buffers)
+        pending = self._lane.submit(self._job("receive the output"), [], buffers)
 
-        def check() -> None:
-            self._check(buffers[0], like)
+        @cache
+        def receive() -> None:
+            self._begin(())
+            pending.wait()
 
-        output = AwaitedOutput(receive, lambda: self._begin(()), check)
-        self._awaited.append(output)
-        return mapped(result, lambda x: Awaited.over(x, output))
+        @cache
+        def wait() -> None:
+            receive()
+            self._check(buffers[0], like)  # raises again where somebody asks again
+
+        self._awaited.append(receive)
+        return mapped(result, lambda x: Awaited.over(x, wait))
 
     def fail(self, sharing: Sharing, like: Any) -> None:
         """This part could not compute a call of the current step: it sends that in place of the result. like: what the
@@ -118,8 +125,8 @@ class GuidanceParts:
 
     def drain(self) -> None:
         """Waits for all messages under way, those that nobody asked for too."""
-        for output in self._awaited:
-            output.receive()
+        for receive in self._awaited:
+            receive()
         for sent in self._sent:
             sent.wait()
         self._awaited, self._sent = [], []

@@ -9,8 +9,7 @@ from cocodiff.attention import arrival
 from cocodiff.attention.arrival import SAMPLING, Displaced
 from cocodiff.attention.calls import TENSORS
 from cocodiff.attention.lossless.coding import Lossless
-from cocodiff.attention.residual.call import width_of
-from cocodiff.attention.residual.coding import BITS, FINEST, Residual, ResidualKind, reconstructions
+from cocodiff.attention.residual.coding import BITS, FINEST, Residual, ResidualKind, reconstructions, width_of
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.planning.costs.lossless import LosslessCosts
 from cocodiff.topology.layout import Layout
