@@ -1,9 +1,9 @@
 """An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
 
 Tensors are queued in the order in which they are sent, each stage by stage. Three lanes serve all tensors and all
-chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes
-over fast links, and a third one what comes from another node before it is passed on, so that it keeps nothing else
-waiting. Chunks are put in place by a fourth, in the order in which attention will need them.
+chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes over fast links,
+and a third one what comes from another node before it is passed on, so that it keeps nothing else waiting. Chunks are
+put in place by a fourth, in the order in which attention will need them.
 """
 
 from __future__ import annotations
