@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from cocodiff import device as devices
-from cocodiff.comm.transport import Health, Lane
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Lane
 from cocodiff.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError
 

@@ -14,8 +14,9 @@ from warm import COCODIFF, forked
 
 from cocodiff.cli import main
 from cocodiff.comm.connect import place_rank
+from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
-from cocodiff.comm.transport import Health, Lane
+from cocodiff.comm.transport import Lane
 from cocodiff.commands.doctor.stream_trials import READ_EARLY, SENT_EARLY
 from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Health, Pending
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, Pending
 from cocodiff.digest import digest
 from cocodiff.errors import PeerLost
 

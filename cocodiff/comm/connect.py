@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cocodiff.comm.health import Limits, OnLoss, Watch
+from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
 from cocodiff.comm.settings import overlap_killers
@@ -37,7 +37,7 @@ from cocodiff.comm.store import (
     word_of_rank_0,
 )
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
-from cocodiff.comm.transport import Health, Transport
+from cocodiff.comm.transport import Transport
 from cocodiff.device import rank_device, ranks_on_device
 from cocodiff.errors import PeerLost, UserError
 

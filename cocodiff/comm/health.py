@@ -16,13 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cocodiff.comm.admission import Admission, Line
 from cocodiff.comm.stalls import ALL, OwnProgress, ProgressOfPeers, find_stalled
-from cocodiff.comm.transport import Health
 from cocodiff.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
@@ -43,6 +42,41 @@ class Limits:
     timeout_s: float = 300.0
     start_s: float = 600.0
     stall_s: float = 1800.0
+
+
+class Health:
+    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`."""
+
+    def check(self) -> None:
+        """Raises PeerLost when a rank died, failed or fell silent."""
+
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """Notes that this rank's main thread begins a call, named `at`, that all ranks make, or all of `among`, as
+        often and in the same order. A rank that others wait for in it, and that does not come, is lost in the end."""
+
+    def still_waiting(self) -> None:
+        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
+
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        """Notes whose messages this thread waits for, by numbers in the whole run, for the error should none come."""
+
+    def blame(self, error: BaseException) -> BaseException:
+        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
+        return error
+
+    def fail(self, reason: str, mistake: bool = False) -> None:
+        """Tells all peers that this rank leaves with an error, or has found a user's mistake, which is every rank's."""
+
+    def when_lost(self, action: OnLoss) -> None:
+        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
+
+    def blocking(self) -> AbstractContextManager[None]:
+        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
+        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leaves in good order, after the peers' last messages."""
 
 
 class Watch(Health):
@@ -119,7 +153,7 @@ class Watch(Health):
         self._own.awaits(ranks)
 
     def when_lost(self, action: OnLoss) -> None:
-        self._actions.append(action)
+        self._actions.append(action)  # launchers kill a job soon, and the main thread may be deep in a computation
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -219,7 +253,8 @@ class Watch(Health):
             self._note_loss(PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start"))
             return
         missing = sorted(set(range(1, self.size)) - set(self._peers.seen(set())))
-        more = f", nor did {_ranks(missing[1:])}" if len(missing) > 1 else ""
+        others = f"rank{'s' * (len(missing) > 2)} {', '.join(map(str, missing[1:]))}"
+        more = f", nor did {others}" if len(missing) > 1 else ""
         self._spread(missing[0], f"did not start within {self.limits.start_s:g} s{more}")
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -353,10 +388,6 @@ class Watch(Health):
 
 def _refusal(rank: int, difference: str) -> UserError:
     return UserError(f"rank {rank} was started differently from rank 0: {difference}; start every rank alike")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:

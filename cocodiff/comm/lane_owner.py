@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cocodiff.comm.transport import Group, Health, Lane, Transport
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, Lane, Transport
 
 
 class LaneOwner(Transport):

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import CHECK_S, Group, Health, Pending
+from cocodiff.comm.transport import CHECK_S, Group, Pending
 from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Group, Health, Pending
+from cocodiff.comm.transport import Group, Pending
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)

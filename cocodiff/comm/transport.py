@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.device import HandedOver, lane_stream
 from cocodiff.errors import PeerLost, UserError
@@ -74,45 +74,6 @@ class Group(ABC):
         parts = list(torch.empty(len(self.ranks), 1, device=self.device))
         self.all_gather(torch.zeros(1, device=self.device), parts).wait()
         torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
-
-
-class Health:
-    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `health.Watch`."""
-
-    def check(self) -> None:
-        """Raises PeerLost when a rank died, failed or fell silent."""
-
-    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Notes that this rank's main thread begins a call that all ranks make, as often and in the same order. at: its
-        name. among: the ranks that make it, where it is a part of the run. A rank that others wait for in such a call,
-        and that does not come to it, is lost in the end."""
-
-    def still_waiting(self) -> None:
-        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
-
-    def awaits(self, ranks: tuple[int, ...]) -> None:
-        """Notes whose messages this thread waits for now, by their numbers in the whole run, for the error should one
-        of them never come."""
-
-    def blame(self, error: BaseException) -> BaseException:
-        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
-        return error
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells every peer that this rank leaves with an error, or that it found a user's mistake, which is one on
-        every rank."""
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        """Calls `action` with the error at once when a peer is lost, from another thread: launchers kill a job soon
-        after one of its processes, and the main thread may be deep in a computation."""
-
-    def blocking(self) -> AbstractContextManager[None]:
-        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
-        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Leaves in good order, after the peers' last messages."""
 
 
 class Ranks(Protocol):

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Health, LanePending, Pending, Transport
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, LanePending, Pending, Transport
 from cocodiff.errors import PeerLost
 from cocodiff.planning.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
 from cocodiff.trace import Trace

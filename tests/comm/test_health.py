@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 from watches import awaited_error, close_all, lost_while_waiting, open_all, process_rank, survivors_and
 
-from cocodiff.comm.health import Watch
-from cocodiff.comm.transport import Health
+from cocodiff.comm.health import Health, Watch
 from cocodiff.errors import PeerLost, UserError
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]

@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.transport import Health, Lane, LanePending
+from cocodiff.comm.transport import Lane, LanePending
 from cocodiff.device import HandedOver
 
 CPU = torch.device("cpu")

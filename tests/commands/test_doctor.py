@@ -13,7 +13,7 @@ import pytest
 from launching import mpiexec, run
 
 from cocodiff.cli import main
-from cocodiff.comm.transport import Health
+from cocodiff.comm.health import Health
 from cocodiff.commands.doctor import command as doctor
 from cocodiff.commands.doctor.gather import environment
 from cocodiff.errors import OwnRankError

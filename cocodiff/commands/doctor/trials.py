@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
-from cocodiff.comm.transport import Group, Health, Transport
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, Transport
 from cocodiff.commands.doctor.facts import AllToAll, Overlap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
