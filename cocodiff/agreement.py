@@ -45,12 +45,14 @@ def check_agreement(values: dict[str, Any], device: torch.device, transport: Tra
     if not differing:
         return
     # Every rank has come to this line, so there is time for words. Names are those of rank 0.
-    told = transport.gather_object([described(value) for value in values.values()])
+    of_all = transport.gather_object([described(value) for value in values.values()])
     message = None
-    if told is not None:
+    if of_all is not None:
         names = [name for row, name in enumerate(values) if row in differing]
         row = differing[0]
-        message = disagreement(names, [rows[row] for rows in of_ranks], [(*words, *[""] * ROWS)[row] for words in told])
+        message = disagreement(
+            names, [rows[row] for rows in of_ranks], [(*words, *[""] * ROWS)[row] for words in of_all]
+        )
     raise UserError(transport.broadcast_object(message))
 
 

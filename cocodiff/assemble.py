@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.ring import Ring
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_chunk_table, load_exchange_table
+from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, imported, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
-from cocodiff.routes.chunks import sequence_of
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Machine, Topology
@@ -32,7 +30,7 @@ USUAL = image_and_text(4096, 512)
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWork:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
     pixels with a prompt of 512 tokens.
 
@@ -72,11 +70,14 @@ def build_strategy(
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
     exchange = ring = None
-    group, slot = mesh.seat(transport.rank)
+    group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+        from cocodiff.attention.ring import Ring
+        from cocodiff.routes.chunks import sequence_of
+
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
         ring = Ring(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
@@ -94,12 +95,12 @@ def coding_name(config: Config) -> str:
 
 
 def coding_of(config: Config) -> type[Coding]:
-    """What travels in tensors' places."""
+    """The class of the coding that the settings ask for."""
     coding: type[Coding] = imported(coding_name(config))
     return coding
 
 
-def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str | None]:
+def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
     """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
     nothing was to decide."""
     if config.codec != "auto":
@@ -108,7 +109,7 @@ def settled(config: Config, topology: Topology, work: Work) -> tuple[Config, str
     return chosen
 
 
-def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
@@ -118,9 +119,11 @@ def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
-    """What `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    """The table that `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
     if config.exchange != "auto":
         return None
+    from cocodiff.measured_tables import load_exchange_table
+
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
     return ExchangeTable(tuple(rows))
 
@@ -133,5 +136,7 @@ def chunking(config: Config, topology: Topology) -> Chunking:
 
 def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
+        from cocodiff.measured_tables import load_chunk_table
+
         return Chunking(*load_chunk_table(machine.name, nodes))
     return Chunking(int(config.chunks))

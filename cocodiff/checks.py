@@ -1,5 +1,5 @@
-"""What a transformer may not be or do where ranks share it, in words that help: when it is made parallel, and at each
-of its calls, since a user may change it in between."""
+"""Refuses transformers that ranks cannot share, in words that help: when one is made parallel, and at each of its
+calls, since a user may change it in between."""
 
 from __future__ import annotations
 

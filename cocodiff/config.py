@@ -224,7 +224,7 @@ class Config:
     def preset(cls, name: str, **overrides: Any) -> Config:
         """A preset's settings with `overrides` on top. Raises UserError for unknown names, keys and values."""
         check_choice("preset", name, preset_names())
-        settings = {**read_yaml(_shipped("runs") / f"{name}.yaml"), **overrides}
+        settings = {**read_yaml(shipped_folder("runs") / f"{name}.yaml"), **overrides}
         return from_mapping(cls, settings, f"preset {name}")
 
     def with_(self, **overrides: Any) -> Config:
@@ -236,7 +236,7 @@ Config.__doc__ = f"{Config.__doc__}\n\n{described(Config)}\n"
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in _shipped("runs").glob("*.yaml"))
+    return sorted(path.stem for path in shipped_folder("runs").glob("*.yaml"))
 
 
 def load_machine(name: str) -> Machine:
@@ -255,58 +255,15 @@ def load_machine(name: str) -> Machine:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
 
 
-def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
-    """Rows (up to so many MB per rank, exchange) of a machine's table for so many nodes, the last without limit.
-
-    The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or something else in it.
-    """
-    file = Path(path) if path is not None else _shipped("exchange") / "auto.yaml"
-    known = read_yaml(file)
-    remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
-    try:
-        rows = known.get(machine, {}).get(nodes)
-        if rows is None:
-            there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
-            raise UserError(
-                f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
-                f"{remedy}"
-            )
-        table = [(float("inf") if limit is None else float(limit), str(name)) for limit, name in rows]
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
-        ) from error
-    for _, name in table:
-        check_choice(f"exchange in {file.name}", name, EXCHANGES)
-    if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != float("inf"):
-        raise UserError(f"{file}: rows of {machine} on {nodes} node(s) must ascend and end with no limit (null)")
-    return table
-
-
-def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
-    """For `chunks: auto`: in how many chunks, and from how many MB of q, k and v per rank on, by a machine's table for
-    so many nodes. The file maps machine -> nodes -> [chunks, MB]. Raises UserError where it has no such entry."""
-    known = read_yaml(_shipped("exchange") / "chunks.yaml")
-    found = known.get(machine, {}).get(nodes)
-    if found is None:
-        there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
-        raise UserError(
-            f"chunks auto: machine {machine} on {nodes} node(s) was not measured, but {there} were; give a number of "
-            f"chunks, 1 for none"
-        )
-    chunks, from_mb = found
-    return int(chunks), float(from_mb)
-
-
 def shipped_names(folder: str) -> list[str]:
     """The names of the files in configs/`folder`."""
-    return sorted(path.stem for path in _shipped(folder).glob("*.yaml"))
+    return sorted(path.stem for path in shipped_folder(folder).glob("*.yaml"))
 
 
 def find_shipped(what: str, folder: str, name: str) -> Path:
     """The file of a name in configs/`folder`, or of a path that ends in .yaml. Raises UserError with the names that
     exist."""
-    shipped = {path.stem: path for path in _shipped(folder).glob("*.yaml")}
+    shipped = {path.stem: path for path in shipped_folder(folder).glob("*.yaml")}
     if not name.endswith((".yaml", ".yml")):
         check_choice(what, name, sorted(shipped), hint="or the path of a .yaml file")
         return shipped[name]
@@ -346,5 +303,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _shipped(folder: str) -> Path:
+def shipped_folder(folder: str) -> Path:
     return Path(str(resources.files("cocodiff_configs"))) / folder

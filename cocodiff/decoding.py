@@ -17,7 +17,7 @@ from cocodiff.errors import UserError
 
 
 def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
-    """What stands in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
+    """The stand-in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
 
     Raises UserError for `tiled` with a VAE that has no tiles."""
     if how == "tiled":
@@ -25,7 +25,7 @@ def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
     return OneRankVAE(vae, transport) if how == "one" and transport.size > 1 else vae
 
 
-class StandIn:
+class WrappedVAE:
     """Everything but what a subclass has is the VAE's own."""
 
     def __init__(self, vae: Any, transport: Transport) -> None:
@@ -35,7 +35,7 @@ class StandIn:
         return getattr(self._vae, name)
 
 
-class OneRankVAE(StandIn):
+class OneRankVAE(WrappedVAE):
     """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
     from the pipeline's random generators, so every rank does it."""
 
@@ -50,7 +50,7 @@ class OneRankVAE(StandIn):
         return DecoderOutput(sample=image) if return_dict else (image,)
 
 
-class TiledVAE(StandIn):
+class TiledVAE(WrappedVAE):
     """All ranks decode, each some of the tiles that the VAE cuts by itself once its `enable_tiling()` was called: the
     image is bit for bit that of one process with tiling.
 
@@ -100,8 +100,8 @@ class TiledVAE(StandIn):
     def _exchange(self, own: dict[int, Tensor], z: Tensor) -> list[Tensor]:
         """All ranks' decoded tiles in the order of their numbers, on every rank. own: this rank's, by number."""
         transport = self._transport
-        told = transport.gather_object([(number, tile.shape, tile.dtype) for number, tile in own.items()])
-        of_ranks = transport.broadcast_object(told)
+        gathered = transport.gather_object([(number, tile.shape, tile.dtype) for number, tile in own.items()])
+        of_ranks = transport.broadcast_object(gathered)
         dtype = next(dtype for of_rank in of_ranks for _, _, dtype in of_rank)
 
         def gather(own: dict[int, Tensor]) -> list[Tensor]:
@@ -111,7 +111,7 @@ class TiledVAE(StandIn):
             transport.world.all_gather(sent, parts).wait()
             return parts
 
-        transport.health.arrive("the exchange of decoded tiles")
+        transport.arrive("the exchange of decoded tiles")
         parts = transport.control.submit(gather, own).wait()
         tiles: dict[int, Tensor] = {}
         for part, of_rank in zip(parts, of_ranks, strict=True):

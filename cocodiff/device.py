@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,14 +45,16 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
 
 
 def _more_devices(name: str, count: int) -> str:
-    """What helps where ranks outnumber devices."""
+    """The remedy where ranks outnumber devices."""
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
-    told = [f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ]
+    environment = [
+        f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ
+    ]
     return (
         f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
-        f"gpu_tile_compact.sh (now {', '.join(told) or 'neither is set'})"
+        f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
     )
 
 
@@ -164,14 +166,6 @@ def lane_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-class HoldsTensors(Protocol):
-    """What passes from stream to stream as a whole."""
-
-    def held_tensors(self) -> Iterable[Any]:
-        """Its tensors, and what holds others of them."""
-        ...
-
-
 def used_on_current_stream(value: T) -> T:
     """Tells the allocator that the current stream uses a value's tensors, on whichever one they were made: their memory
     is not handed out again before that.
@@ -184,8 +178,8 @@ def used_on_current_stream(value: T) -> T:
     elif isinstance(value, list | tuple | Mapping):
         for part in value.values() if isinstance(value, Mapping) else value:
             used_on_current_stream(part)
-    elif hasattr(value, "held_tensors"):
-        used_on_current_stream(list(value.held_tensors()))
+    elif hasattr(value, "contained_tensors"):
+        used_on_current_stream(list(value.contained_tensors()))
     elif not isinstance(value, int | float | str | None):
         raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
     return value

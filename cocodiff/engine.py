@@ -1,16 +1,16 @@
 """The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
 
-It wires the modules together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
-guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding through forward hooks,
-and leaving the context puts everything back as it was.
+It wires the modules together and owns all state of a run: transport, topology, the ranks that compute a call, trace,
+the count of steps and guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding
+through forward hooks, and leaving the context puts everything back as it was.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cocodiff import checks
 from cocodiff.agreement import check_agreement, weights_digest
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.connect import connect, place_rank
@@ -28,19 +28,20 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.guidance import Call, Guidance, Parts, Way, parts_fit
+from cocodiff.guidance.ranks import GuidedRanks
+from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Adapter, Arguments, replace_attention, replace_forward
+from cocodiff.models.adapter import Arguments, replace_attention, replace_forward
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, load
-from cocodiff.results import Results
+from cocodiff.results import Results, own_results
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.trace import Trace
+from cocodiff.wire.coding import Coding, Moment
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -85,128 +86,131 @@ class Engine:
         if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
         self.model: nn.Module = model
-        self._pipe = target if target is not model else None
+        self._pipe: Any = target if target is not model else None
         self.config = config
         checks.check_not_compiled(self.model.named_modules())
         self.family = family_of(self.model)
-        self.adapter: Adapter = self.family.adapter
+        self.adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
-        self._inside = False
-        self._results: Results | None = None
         run = Topology.build(load_machine(config.machine), self.transport.run_size, detect().local_size)
         self.topology = run.part(self.transport.run_ranks)
         node = run.places[self.transport.run_ranks[self.rank]].node
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._restore: list[Any] = []
-        self._sized: set[tuple[Any, ...]] = set()
         self._kernels = Kernels(config.kernels, self.trace.note_kernel)
-        family, guidance = self.family, config.guidance_parallel
+        self._rule = self._guidance_rule()
+        self._guided = self._guided_ranks()
+        self._inside = False
+        self._undo = ExitStack()  # what leaving the block puts back
+        self._results: Results | None = None
+        self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+
+    def _guidance_rule(self) -> GuidanceRule:
+        setting = self.config.guidance_parallel
+
+        def mesh_on(topology: Topology) -> Mesh:
+            return self._sequence_of(topology, self.transport, self.trace).mesh
+
         # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
-        if guidance == "auto" and (self._pipe is None or not parts_fit(self.topology, self._mesh_on)):
-            guidance = 1
-        self._guidance = Guidance(guidance, self.size, family.rows_per_image > 1, family.branches)
-        self._set_up_exchange()
+        if setting == "auto" and (self._pipe is None or not parts_fit(self.topology, mesh_on)):
+            setting = 1
+        return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
 
-    def _set_up_exchange(self) -> None:
-        """What belongs to the transport: groups, lanes and strategies over them. Of guidance's two ways, the one that
-        the settings do not ask for is set up when a call needs it."""
-        # Where guidance is split, calls that all ranks compute together are counted apart.
-        self._trace_together = self.trace.counted_as("unsplit" if self._guidance.pinned else "attention")
-        self._together = self._sequence_of(self.topology, self.transport, trace=self._trace_together)
-        self._parts: Parts | None = None
-        if self._guidance.pinned:
-            self._ranks = self._split().sequence
-        else:
-            self._ranks = self._together
-        self._call = Call()
-        _ = self.strategy
-
-    def _split(self) -> Parts:
-        """The two parts of the ranks; all ranks make them together."""
-        if self._parts is None:
-            self._trace_together.purpose = "unsplit"
-            sequence_of = partial(self._sequence_of, trace=self.trace)
-            self._parts = Parts(self.topology, self.transport, self.trace, sequence_of)
-        return self._parts
+    def _guided_ranks(self) -> GuidedRanks:
+        """Groups, lanes and strategies over the transport."""
+        return GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         shape: Any = self.model.config
-        work = Work(shape.num_attention_heads, shape.attention_head_dim)
+        work = AttentionWork(shape.num_attention_heads, shape.attention_head_dim)
         return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
-
-    def _mesh_on(self, topology: Topology) -> Mesh:
-        """Raises UserError for ranks that cannot have the mesh that the settings ask for."""
-        return self._sequence_of(topology, self.transport, self.trace).mesh
 
     @property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring, over the ranks that share the current call's sequence."""
-        return self._ranks.mesh
+        return self._guided.current.mesh
 
     @property
     def strategy(self) -> Ulysses:
         """The attention of the current call."""
-        return self._ranks.strategy
+        return self._guided.current.strategy
 
     @property
     def chosen(self) -> str | None:
         """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
-        return self._ranks.chosen
+        return self._guided.current.chosen
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
-        if self._inside:
-            raise UserError("this engine is in use: leave its `with` block before entering it again")
-        if self.transport.closed:
-            if not self._owns_transport:
-                raise UserError("the transport of this engine is closed: open another one and parallelize again")
-            self.transport = open_transport(self.config)
-            self._set_up_exchange()
-        self._guidance.begin()
+        self._open()
+        self._rule.begin()
         self._check_model(self.model.named_modules())
-        pipe: Any = self._pipe
-        vae = getattr(pipe, "vae", None)
-        shared = None if vae is None else shared_vae(vae, self.config.vae, self.transport)
-        model: Any = self.model
-        # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._restore.append(replace_attention(self.adapter, model, self, kernels))
-        hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
-        if self.size > 1:
-            hooks += [hook.register() for hook in self.adapter.hooks(model, self)]
-            layer, segment = self.adapter.exit(model)
-            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._ranks.gather(x_BLC, segment)))
-        self._restore += [hook.remove for hook in hooks]
-        if self._guidance.possible:
-            self._restore.append(replace_forward(model, self._compute))
-        if vae is not None:
-            pipe.vae = shared
-            self._restore.append(lambda: setattr(pipe, "vae", vae))
+        self._replace_attention()
+        self._hook_calls()
+        self._hook_tokens()
+        self._replace_forward()
+        self._replace_vae()
         self.counter = StepCounter()
         self._inside = True
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        while self._restore:
-            self._restore.pop()()
+        self._undo.close()
         self._sized.clear()
-        if error is None and self._parts is not None:
-            self._parts.drain()
-        for ranks in self._sequences:
-            ranks.strategy.coding.end(drain=error is None)
-        if error is not None and not isinstance(error, PeerLost):
-            mistake = isinstance(error, UserError)
-            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
+        self._guided.end(drain=error is None)
+        self._tell_of(error)
         self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
+
+    def _open(self) -> None:
+        if self._inside:
+            raise UserError("this engine is in use: leave its `with` block before entering it again")
+        if self.transport.closed:
+            if not self._owns_transport:
+                raise UserError("the transport of this engine is closed: open another one and parallelize again")
+            self.transport = open_transport(self.config)
+            self._guided = self._guided_ranks()
+
+    def _replace_attention(self) -> None:
+        # One rank alone gives one process's bits: it is what others are compared with.
+        kernels = self._kernels if self.size > 1 else Kernels("torch")
+        self._undo.callback(replace_attention(self.adapter, self.model, self, kernels))
+
+    def _hook_calls(self) -> None:
+        self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
+
+    def _hook_tokens(self) -> None:
+        """Cuts tokens where they enter the model, and gathers them where they leave it."""
+        if self.size == 1:
+            return
+        for hook in self.adapter.hooks(self.model, self):
+            self._undo.callback(hook.register().remove)
+        layer, segment = self.adapter.exit(self.model)
+        gather = layer.register_forward_hook(lambda _, __, x_BLC: self._guided.current.gather(x_BLC, segment))
+        self._undo.callback(gather.remove)
+
+    def _replace_forward(self) -> None:
+        if self._rule.possible:
+            self._undo.callback(replace_forward(self.model, self._guided.compute))
+
+    def _replace_vae(self) -> None:
+        vae = getattr(self._pipe, "vae", None)
+        if vae is not None:
+            self._pipe.vae = shared_vae(vae, self.config.vae, self.transport)
+            self._undo.callback(setattr, self._pipe, "vae", vae)
+
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Tells the other ranks of an error that this one leaves with, unless it came from them."""
+        if error is not None and not isinstance(error, PeerLost):
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def __reduce__(self) -> Any:
         """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
@@ -223,6 +227,21 @@ class Engine:
 
     # What happens during a model call -------------------------------------------------------------------------------
 
+    def _on_call(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], Arguments] | None:
+        """Before each call of the model. Returns the arguments where this rank computes some rows of the batch."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        self._check_call(arguments)
+        self._count_call(arguments)
+        self._guided.begin_call(self.counter, arguments, getattr(self._pipe, "do_classifier_free_guidance", None))
+        self._guided.current.segments = self.adapter.segments(self.model, arguments)
+        self._compare_with_others(arguments)
+        own_rows = self._guided.own_rows(arguments)
+        self._begin_step()
+        self._check_memory((own_rows or arguments)["hidden_states"])
+        return None if own_rows is None else ((), own_rows)
+
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
         checks.check_not_compiled(found)
@@ -230,74 +249,23 @@ class Engine:
             checks.check_no_deciding_cache(found)
             if cache := checks.cache_on(found):
                 # It counts the calls that a part of the ranks computes, and would miss those of the other part.
-                self._guidance.stay_together(f"the cache hook {cache}")
+                self._rule.stay_together(f"the cache hook {cache}")
 
-    def _on_call(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], Arguments] | None:
-        """Before each call of the model. Returns the arguments where this rank computes some rows of the batch."""
-        arguments = self._signature.bind(*args, **kwargs).arguments
+    def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model))
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
-        scheduler = getattr(self._pipe, "scheduler", None)
+
+    def _count_call(self, arguments: Arguments) -> None:
         sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
-        self.counter.call(arguments.get("timestep"), sample, text, scheduler)
-        ranks, call = self._begin_call(arguments)
-        ranks.segments = self.adapter.segments(self.model, arguments)
-        if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
-            self._compare_with_others(arguments)
-        changed = None
-        if call.way is Way.ROWS:
-            changed = arguments = self._split().own_rows(arguments, len(sample))
-        moment = Moment(self.counter.run, self.counter.step, self._steps(), self.counter.sigma)
-        ranks.strategy.coding.begin_step(moment)
-        if ranks.strategy.coding.keeps_state and self.size > 1:
-            self._check_memory(arguments["hidden_states"])
-        return None if changed is None else ((), changed)
-
-    def _begin_call(self, arguments: Arguments) -> tuple[SequenceRanks, Call]:
-        """Decides who computes this call, alike on all ranks, and makes these the current ones."""
-        sample = arguments["hidden_states"]
-        form = tuple(sample.shape), sample.dtype, arguments.get("return_dict")
-        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
-        way = self._guidance.way(self.counter, len(sample), form, guided)
-        if way is Way.TOGETHER and self.rank == 0:
-            self._guidance.warn_together(self.counter.step)
-        parts = self._parts if way is Way.TOGETHER else self._split()
-        if parts is not None and self.counter.branch == 0:
-            parts.begin_step(self._guidance.expected)
-        if parts is None or way is Way.TOGETHER:
-            self._ranks, self._call = self._together, Call(way, True, form)
-        else:
-            own = way is Way.ROWS or parts.keeps(self.counter.branch)
-            self._ranks, self._call = parts.sequence, Call(way, own, form)
-        return self._ranks, self._call
-
-    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, or what stands in its place on ranks that do not compute this call."""
-        call = self._call
-        parts = self._split() if call.way in (Way.ROWS, Way.CALLS) else None
-        like = self._guidance.outputs.get(call.form)
-        if parts is not None and not call.own:
-            return parts.awaited(like)
-        try:
-            output = forward(*args, **kwargs)
-        except Exception as error:
-            if parts is not None and not isinstance(error, PeerLost):
-                parts.fail(call.way, like)
-            raise
-        self._guidance.note(call, output)
-        if parts is None:
-            return output
-        if call.way is Way.ROWS:
-            return parts.all_rows(output)
-        parts.send(output)
-        return output
+        self.counter.call(arguments.get("timestep"), sample, text, getattr(self._pipe, "scheduler", None))
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
+        ranks = self._guided.comparing(self.counter.branch)
+        if self.size == 1 or self.counter.calls > COMPARED_CALLS or ranks is None:
+            return
         facts: dict[str, Any] = {
             "settings": repr(self.config),
             "number of steps": self._steps(),
@@ -306,19 +274,19 @@ class Engine:
         }
         if self.counter.calls == 1:
             facts["digest of weights"] = weights_digest(self.model)
-        device = arguments["hidden_states"].device
-        # A part that does not compute a call does not wait for the one that does: each compares its own.
-        apart = self._call.way is Way.CALLS and self.counter.branch > 0
-        if self._call.own or not apart:
-            check_agreement(facts | arguments, device, self._ranks.transport if apart else self.transport)
+        check_agreement(facts | arguments, arguments["hidden_states"].device, ranks)
+
+    def _begin_step(self) -> None:
+        counter = self.counter
+        self.strategy.coding.begin_step(Moment(counter.run, counter.step, self._steps(), counter.sigma))
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
-        ranks, branches = self._ranks, self.counter.branch + 1
-        if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
-            branches = (branches + 1) // 2
-        call = len(hidden), hidden.element_size(), branches
+        if self.size == 1 or not self.strategy.coding.keeps_state:
+            return
+        ranks = self._guided.current
+        call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node)
@@ -331,19 +299,19 @@ class Engine:
     @property
     def segments(self) -> Segments:
         """The segments of the model's current call, as its adapter says them."""
-        return self._ranks.segments
+        return self._guided.current.segments
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a segment of the current call, out of all of them: for the adapter's hooks."""
-        return self._ranks.cut(segment, whole, dim)
+        return self._guided.current.cut(segment, whole, dim)
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
         site = Site(layer, self.counter.branch)
-        self._ranks.transport.health.arrive(f"attention {layer}")
+        self._guided.current.transport.arrive(f"attention {layer}")
         out_BLHD = self.strategy.attend(qkv, site)
-        if not self._call.own:
+        if not self._guided.call.own:
             self.strategy.coding.forget(site)
         return out_BLHD
 
@@ -358,10 +326,7 @@ class Engine:
         "gather" for the model's output within a part, "notes" for what the residual codec decides by, "whole" for
         what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" for the
         part of "attention" that no call waited for."""
-        of = self._current_results().bytes
-        return {
-            link: of[purpose][link] + (of["unsplit"][link] if purpose == "attention" else 0) for link in LINK_CLASSES
-        }
+        return self._current_results().sent(purpose)
 
     def drift_profile(self) -> list[dict[str, Any]]:
         """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
@@ -371,28 +336,19 @@ class Engine:
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        for ranks in self._sequences:
-            ranks.strategy.coding.forget_report()
+        for coding in self._codings:
+            coding.forget_report()
         if self._results is not None:
             self._results = replace(self._results, drift=[])
+
+    @property
+    def _codings(self) -> list[Coding]:
+        return [ranks.strategy.coding for ranks in self._guided.sequences]
 
     def _current_results(self) -> Results:
         if self._inside:
             return self._results_of_all_ranks()
-        return self._results or Results.merged([self._own_results()])
-
-    @property
-    def _sequences(self) -> list[SequenceRanks]:
-        """The ranks that this one has shared a sequence with."""
-        found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
-        return [ranks for ranks in found if ranks.connected]
-
-    def _own_results(self) -> tuple[dict[str, dict[str, int]], list[Any]]:
-        reports = [ranks.strategy.coding.report() for ranks in self._sequences]
-        return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, reports
+        return self._results or Results.merged([own_results(self.trace, self._codings)])
 
     def _results_of_all_ranks(self) -> Results:
-        """All ranks call it."""
-        gathered = self.transport.gather_object(self._own_results())
-        results: Results = self.transport.broadcast_object(Results.merged(gathered) if gathered else None)
-        return results
+        return Results.gathered(own_results(self.trace, self._codings), self.transport)

@@ -21,7 +21,7 @@ KINDS = {
 
 
 def irregular(path: str | Path) -> str:
-    """What a path names where it is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing.
+    """The kind of a path that is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing.
 
     Raises OSError where there is nothing of that name, ValueError for a name that no file can have.
     """

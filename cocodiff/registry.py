@@ -1,4 +1,4 @@
-"""What the settings name: tables of names, each with the import string of what it stands for.
+"""Tables of the names that settings take, each with the import string of what it stands for.
 
 One entry adds an exchange, an order or a coding: Config, the command line, settings files and sweeps take the name from
 then on, as they look a table up whenever they need it. Nothing is imported before it is used.
@@ -48,11 +48,12 @@ RECORDS = {"engine": "cocodiff.config:Config"}
 
 
 def load(table: Mapping[str, str], name: str) -> Any:
-    """What an entry "module:attribute" of a table stands for. Raises KeyError for a name that is not in the table."""
+    """The object that an entry "module:attribute" of a table stands for. Raises KeyError for a name that is not
+    there."""
     return imported(table[name])
 
 
 def imported(name: str) -> Any:
-    """What "module:attribute" stands for."""
+    """The object that "module:attribute" stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)

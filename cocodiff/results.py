@@ -1,4 +1,4 @@
-"""What the ranks of an engine have done together."""
+"""Bytes and profiles of all ranks of an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cocodiff.wire.coding import merge_notes
+from cocodiff.comm.transport import Transport
+from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
+from cocodiff.wire.coding import Coding, merge_notes
+
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every coding's report
 
 
 @dataclass(frozen=True)
@@ -17,10 +21,26 @@ class Results:
     drift: list[dict[str, Any]]
 
     @classmethod
-    def merged(cls, of_ranks: Sequence[tuple[dict[str, dict[str, int]], list[Any]]]) -> Results:
-        """of_ranks: of each rank its bytes, and the report of every coding that it ran."""
+    def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
         sums = {
             purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
             for purpose, links in of_ranks[0][0].items()
         }
         return cls(sums, merge_notes([report for _, reports in of_ranks for report in reports]))
+
+    @classmethod
+    def gathered(cls, own: OwnResults, transport: Transport) -> Results:
+        """Those of all ranks, on every rank; all ranks call it."""
+        of_ranks = transport.gather_object(own)
+        results: Results = transport.broadcast_object(cls.merged(of_ranks) if of_ranks else None)
+        return results
+
+    def sent(self, purpose: str) -> dict[str, int]:
+        """Bytes per link class. What all ranks sent for a branch of guidance together is attention's as well."""
+        also = self.bytes["unsplit"] if purpose == "attention" else {}
+        return {link: self.bytes[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
+
+
+def own_results(trace: Trace, codings: Sequence[Coding]) -> OwnResults:
+    """Those of one rank."""
+    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [coding.report() for coding in codings]

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import Work, build_strategy, mesh_of, settled
+from cocodiff.assemble import AttentionWork, build_strategy, mesh_of, with_codec_chosen
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
@@ -26,12 +26,18 @@ class SequenceRanks:
     Mesh and strategy are made when they are first used, by all ranks at once: they cost groups and lanes."""
 
     def __init__(
-        self, config: Config, topology: Topology, transport: Transport, work: Work, trace: Trace, kernels: Kernels
+        self,
+        config: Config,
+        topology: Topology,
+        transport: Transport,
+        work: AttentionWork,
+        trace: Trace,
+        kernels: Kernels,
     ) -> None:
         """topology, transport: of these ranks. work: the attention that a mesh is chosen by. trace: counts what this
         rank sends."""
         self._work, self._trace, self._kernels = work, trace, kernels
-        self.config, self.chosen = settled(config, topology, work)
+        self.config, self.chosen = with_codec_chosen(config, topology, work)
         self.topology, self.transport = topology, transport
         self.rank, self.size = transport.rank, transport.size
         self.segments: Segments = ()
@@ -66,7 +72,7 @@ class SequenceRanks:
         """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
         if self.size == 1:
             return x_BLC
-        self.transport.health.arrive("the gather of outputs")
+        self.transport.arrive("the gather of outputs")
         shares = self.shares(segment)
         B, _L, C = x_BLC.shape
 

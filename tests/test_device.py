@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cocodiff import device as devices
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane
 from cocodiff.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError
@@ -73,7 +73,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
 def test_a_lane_and_its_user_wait_for_each_other_on_the_device(xpu):
     """The lane's stream begins after what the caller's holds, the caller's goes on after the job: by events, in this
     order, and the lane's thread has chosen the tile before."""
-    lane = Lane("plane", XPU, Alone())
+    lane = Lane("plane", XPU, Health())
     ran_on: list[str] = []
     pending = lane.submit(lambda: ran_on.append(xpu.current_stream().name))
     pending.wait()
@@ -83,7 +83,7 @@ def test_a_lane_and_its_user_wait_for_each_other_on_the_device(xpu):
 
 
 def test_who_waits_soon_still_uses_the_lanes_stream(xpu):
-    lane = Lane("plane", XPU, Alone())
+    lane = Lane("plane", XPU, Health())
     ran_on: list[str] = []
     lane.submit_inline(lambda: ran_on.append(xpu.current_stream().name)).wait()
     lane.close()

@@ -3,6 +3,7 @@ does with its two branches."""
 
 import copy
 import warnings
+from functools import cache
 from typing import Any
 
 import diffusers
@@ -20,7 +21,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.part import Part
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
-from cocodiff.guidance import Arrival, Awaited
+from cocodiff.guidance.awaited import Awaited
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import LINK_CLASSES
@@ -410,7 +411,7 @@ def test_values_are_waited_for_when_they_are_asked_for(inference):
     with torch.inference_mode(inference):
         buffer = torch.full((2, 6, 4), -1.0)
         message = Message(buffer)
-        awaited = Awaited.over(buffer, Arrival(message, lambda: None))
+        awaited = Awaited.over(buffer, cache(message.wait))
         part = awaited[:, :3].unsqueeze(0).transpose(1, 2)
         first, second = awaited.chunk(2)
         assert awaited.shape == (2, 6, 4) and part.shape == (1, 3, 2, 4) and second.size(1) == 6 and len(awaited) == 2

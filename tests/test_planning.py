@@ -6,7 +6,7 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import Work, build_strategy, settled
+from cocodiff.assemble import AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
 from cocodiff.kernels import Prediction, Reconstructions
@@ -239,15 +239,15 @@ def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_f
 )
 def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
     topology = Topology.build(at_rates(AURORA.machine, efficiency), 12 * nodes)
-    found, told = settled(Config.preset("ahead", arrival=arrival), topology, Work(24, 128))
+    found, told = with_codec_chosen(Config.preset("ahead", arrival=arrival), topology, AttentionWork(24, 128))
     assert found == Config.preset("ahead", arrival=arrival, codec=codec)
     assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
 
 
 def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
     unknown = topology_of("local", 4)
-    assert settled(Config(codec="auto"), unknown, Work(24, 128))[0].codec == "none"
-    assert settled(Config(codec="int4"), AURORA, Work(24, 128)) == (Config(codec="int4"), None)
+    assert with_codec_chosen(Config(codec="auto"), unknown, AttentionWork(24, 128))[0].codec == "none"
+    assert with_codec_chosen(Config(codec="int4"), AURORA, AttentionWork(24, 128)) == (Config(codec="int4"), None)
 
 
 def charged(program, launch_s):

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from worlds import topology_of
 
-from cocodiff.assemble import Work, build_strategy
+from cocodiff.assemble import AttentionWork, build_strategy
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
-from cocodiff.guidance import Parts
+from cocodiff.guidance.parts import GuidanceParts
 from cocodiff.kernels import Kernels
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
@@ -44,12 +44,12 @@ def test_a_rank_has_as_many_as_the_table_says(
 
     monkeypatch.setattr(LoopbackTransport, "group", group)
 
-    def sequence_of(part: Topology, transport: Transport) -> SequenceRanks:
-        return SequenceRanks(config, part, transport, Work(4), Trace(), Kernels("torch"))
+    def sequence_of(part: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
+        return SequenceRanks(config, part, transport, AttentionWork(4), trace, Kernels("torch"))
 
     def work(transport: LoopbackTransport) -> set[str]:
         if config.guidance_parallel == 2:
-            assert Parts(topology, transport, Trace(), sequence_of).sequence.strategy
+            assert GuidanceParts(topology, transport, Trace(), sequence_of).sequence.strategy
         else:
             build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
         assert transport.world.ranks == tuple(range(8))

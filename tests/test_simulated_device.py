@@ -15,7 +15,7 @@ from warm import COCODIFF, forked
 from cocodiff.cli.doctor.stream_trials import READ_EARLY, SENT_EARLY
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import place_rank
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
 from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
@@ -137,7 +137,7 @@ def test_forked_ranks_that_outnumber_devices_share_them_and_a_launchers_ranks_on
 def test_a_lanes_arguments_and_results_are_ordered_and_kept(sim):
     """Arguments are freed before the job runs and its result as soon as it was used, and their memory is used again."""
     with sim.devices(1, strict=True, delayed=0.5, lines="tests") as found:
-        lane = Lane("test", found[0], Alone())
+        lane = Lane("test", found[0], Health())
         for number in range(20):
             pending = lane.submit(lambda x: {"twice": [x * 2]}, torch.full((100,), float(number), device=found[0]))
             torch.full((100,), -1.0, device=found[0])

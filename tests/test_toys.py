@@ -10,7 +10,7 @@ import tifffile
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import Work, build_strategy, mesh_of
+from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
@@ -127,10 +127,10 @@ def test_both_are_planned(tmp_path: Path) -> None:
 
 def test_a_mesh_is_chosen_by_coded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the exchange half, of rings all."""
-    asked: list[Work] = []
+    asked: list[AttentionWork] = []
     monkeypatch.setattr(automatic, "choose", lambda topology, work, *_, **__: asked.append(work))
     for selection in ("full", "half"):
-        mesh_of(Config(selection=selection), topology_of("aurora", 24), Work(12, 64, itemsize=4))
+        mesh_of(Config(selection=selection), topology_of("aurora", 24), AttentionWork(12, 64, itemsize=4))
     full, half = (by_degree(topology_of("aurora", 24), work, "auto") for work in asked)
     (whole, *_), (halved, *_) = full[0], half[0]
     assert whole.mesh.ring == halved.mesh.ring == 2

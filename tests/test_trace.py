@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from cocodiff.console.trace_tables import sent_lines
-from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace, load_traces, save_traces
+from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace
+from cocodiff.trace_files import load_traces, save_traces
 
 
 def test_spans_keep_name_lane_and_order_in_time():
@@ -67,7 +68,7 @@ def test_save_writes_a_chrome_trace(tmp_path):
         pass
     trace.count("sibling", 12)
     trace.note_kernel("pack", "sycl")
-    trace.save(tmp_path / "trace.json")
+    save_traces(tmp_path / "trace.json", {"run": [trace.record()]})
     written = json.loads((tmp_path / "trace.json").read_text())
     assert written["otherData"] == {
         "bytes": {"run attention sibling": 12},

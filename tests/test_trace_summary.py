@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cocodiff.cli.main import main
 from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.trace import Span, load_traces, save_traces
+from cocodiff.trace import Span
+from cocodiff.trace_files import load_traces, save_traces
 from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union
 
 LAYER = "blocks.attn"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ from cocodiff.attention.strategy import Site
 from cocodiff.registry import CODECS, CODINGS, load
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.blocks import Streams
-from cocodiff.wire.cargo import Back, Forward
+from cocodiff.wire.arriving import Arriving
+from cocodiff.wire.blocks import EncodedBlocks
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Transfer, Whole, WholeOutput
+from cocodiff.wire.outgoing import OUTPUT, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.wire.transfer import Transfer
 
 SAMPLING = 16  # of so many rows one tells how tensors change that travel as they are
 # What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.
@@ -37,7 +38,7 @@ LAG = 1.5
 LATE = "late"  # what bytes are counted for that no call waits for
 
 
-class Held(NamedTuple):
+class DisplacedKind(NamedTuple):
     """A kind of call. anew: it follows no other."""
 
     anew: bool
@@ -71,8 +72,8 @@ class SiteArrivals(SiteCalls):
         held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
         return sum(x.nbytes for x in held) + self.in_flight
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        super().settle(notes)
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        super().take_notes(notes)
         measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
         self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
@@ -81,7 +82,7 @@ class Displaced(Coding):
     """Has calls go on without some of what they send, by another coding."""
 
     keeps_state = prefers_ulysses = True
-    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
+    fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, inner: Coding, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
@@ -129,14 +130,14 @@ class Displaced(Coding):
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
-                self.notes.settle()
+                self.notes.hand_out()
                 self.catch_up()
             self.notes.clear()
         self._sites.clear()
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
-        """What was received last is the coding's own where that keeps something, and counted there."""
+        """Received values are the coding's own where that keeps something, and counted there."""
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(site.bytes_held(own) for site in self._sites.values())
 
@@ -159,8 +160,8 @@ class Displaced(Coding):
         """Decides what is displaced, alike on all ranks, and receives what the last call left."""
         state, inner = call.state, call.inner
         assert self.notes is not None, "one rank alone displaces nothing"
-        self.notes.settle()
-        state.begin(like_BLHD, inner.layout, self.moment, self.held is not None and self.held.anew)
+        self.notes.hand_out()
+        state.begin(like_BLHD, inner.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
         inner.begin(like_BLHD)
         call.displaced = self.displaced(state, inner)
         inner.displace(call.displaced)
@@ -168,12 +169,12 @@ class Displaced(Coding):
         if self.measures and not inner.measures and state.follows:
             call.measured = self.notes.of_call(like_BLHD.device)
         for noted in filter(None, (inner.noted, call.measured)):
-            noted.settle.append(state.settle)
+            noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.displaced, inner.share)
 
     def displaced(self, state: SiteArrivals, inner: CodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
-        held, fine = self.held, is_fine(self.moment, self._settings.fine_steps)
+        held, fine = self.fixed_kind, is_fine(self.moment, self._settings.fine_steps)
         if not state.follows or (fine and held is None):
             return frozenset()
         if held is not None:
@@ -203,7 +204,7 @@ class DisplacedCall(CodedCall):
         self.inner.comes_in_stages()
 
     def stand_in(self, name: str) -> Tensor:
-        """What attention, or the model, goes on with in a displaced tensor's place."""
+        """The operand that attention, or the model, goes on with in a displaced tensor's place."""
         return self.inner.operand(name, self.state.last[name])
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -219,12 +220,12 @@ class DisplacedCall(CodedCall):
         self.state.last |= zip(received_BSGW, found, strict=True)
         return found
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
-        self._measure("o", out_BTGD, rows, sum(self.layout.rows))
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
+        self._measure(OUTPUT, out_BTGD, rows, sum(self.layout.rows))
         return self.inner.encode_output(out_BTGD, rows)
 
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        self.state.last["o"] = out_BLHD = self.inner.decode_output(received_BLHW)
+        self.state.last[OUTPUT] = out_BLHD = self.inner.decode_output(received_BLHW)
         return out_BLHD
 
     def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
@@ -253,68 +254,54 @@ class DisplacedTransfer(Transfer):
 
     coded: DisplacedCall
 
-    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        super().open(tensors_BLHD)
-        self.in_stages = self.in_stages and not self.coded.displaced
+    def __init__(self, exchange: Exchange, coded: DisplacedCall, layer: str = "") -> None:
+        super().__init__(exchange, coded, layer)
         self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
+
+    def stages_pay(self, like_BLHD: Tensor) -> bool:
+        return not self.coded.displaced and super().stages_pay(like_BLHD)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
         displaced = self.coded.displaced
         awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
         sent = super().post(awaited, wait_next) if awaited else {}
-        late = [name for name in tensors_BLHD if name in displaced]
-        here: dict[str, Arriving] = {name: Here(self.coded.stand_in(name), "".join(late)) for name in late}
-        self._late |= {name: tensors_BLHD[name] for name in late}
-        if self._late and "k" in tensors_BLHD:  # the last of the three, in every order
-            cargo = Forward(self.end, self._late, f"{LATE} {''.join(self._late)}", LATE)
-            in_flight = sum(map(self._in_flight, self._late.values()))
-            cargo.encode_now()
-            self._receive_late(Whole(cargo, self.exchange.submit(cargo)), in_flight)
-            self._late = {}
-        return sent | here
+        late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in displaced}
+        operands = {name: self._operand(name, "".join(late)) for name in late}
+        self._late |= late
+        if self._late and self.all_sent:
+            self._send_late(TensorsToHeads(self.end, self._late, purpose=LATE), self._late.values())
+        return sent | operands
 
     def back(self, out_BSGD: Tensor) -> Tensor:
-        if "o" not in self.coded.displaced:
+        if OUTPUT not in self.coded.displaced:
             return super().back(out_BSGD)
-        cargo = Back(self.end, out_BSGD, label=f"{LATE} o", purpose=LATE)
-        cargo.encode_now()
-        arriving = WholeOutput(cargo, self.exchange.submit(cargo), self.coded)
-        self._receive_late(arriving, self._in_flight(out_BSGD))
-        return self.coded.stand_in("o")
+        self._send_late(OutputToRows(self.end, out_BSGD, purpose=LATE), [out_BSGD])
+        return self.coded.stand_in(OUTPUT)
 
-    def _receive_late(self, arriving: Whole | WholeOutput, in_flight: int) -> None:
-        """Before the next call. The wait has a span of its own, without the decoding."""
-        trace = self.exchange.trace
+    def _operand(self, name: str, together: str) -> Arriving:
+        """The operand for a tensor: it is here, and so never comes in chunks."""
+        x_BSGD = self.coded.stand_in(name)
+        return Arriving(together, lambda _chunk: x_BSGD)
+
+    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
+        """Sends tensors that the next call of the site receives. Its wait has a span of its own, without decoding."""
+        trace, state = self.exchange.trace, self.coded.state
+        state.in_flight += sum(map(self._in_flight, tensors))
+        outgoing.encode_now()
+        pending = self.exchange.submit(outgoing)
 
         def receive() -> None:
-            with trace.span(f"wait for {arriving.cargo.label}", layer=arriving.cargo.layer):
-                arriving.received()
-            arriving.wait()
+            with trace.span(f"wait for {outgoing.label}", layer=outgoing.layer):
+                received = pending.wait().tensors
+            outgoing.decode(received)
 
-        self.coded.state.late.append(receive)
-        self.coded.state.in_flight += in_flight
+        state.late.append(receive)
 
     def _in_flight(self, x: Tensor) -> int:
         """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
         layout, own = self.layout, self.exchange.rank
         cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
         return self.coded.cell_bytes(x) * cells
-
-
-class Here:
-    """A tensor that is here; see `Arriving`. It never comes in chunks."""
-
-    def __init__(self, x_BSGD: Tensor, together: str) -> None:
-        self._x_BSGD, self.together = x_BSGD, together
-
-    def wait(self) -> Tensor:
-        return self._x_BSGD
-
-    def chunk(self, number: int) -> Tensor:
-        return self._x_BSGD
-
-    def expect(self, number: int) -> None:
-        return
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What decisions about a site's calls go by: which calls follow one another, and what all ranks noted of the last one.
+"""The facts that decide about a site's calls: which calls follow one another, and what all ranks noted of the last one.
 
 Of q, k, v and the output every call has a row of notes, whole numbers that ranks add up: see `kernels.residual`.
 """
@@ -17,11 +17,12 @@ from cocodiff.kernels.residual import NOTES
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import AllRanks, Moment
+from cocodiff.wire.outgoing import OUTPUT
 
-TENSORS = ("q", "k", "v", "o")
+TENSORS = ("q", "k", "v", OUTPUT)
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
-Settle = Callable[[Sequence[Sequence[int]]], None]
+TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
 
 @dataclass
@@ -51,9 +52,9 @@ class SiteCalls:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
     def begin_anew(self) -> None:
-        """What earlier calls have left is of no use."""
+        """Forgets the state that earlier calls have left."""
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
         scale; how the two predictions compared; and, in eighths of an octave, the sizes of changes less those of the
         values, and over how many groups."""
@@ -92,7 +93,7 @@ class Noted(NamedTuple):
     """The notes of one call, int64 [tensors, NOTES], and who takes their sum over all ranks."""
 
     own: Tensor
-    settle: list[Settle]
+    takers: list[TakeNotes]
 
     def of(self, name: str) -> Tensor:
         """A tensor's, [NOTES]."""
@@ -127,14 +128,14 @@ class SharedNotes:
         if moment is self._moment:
             return
         self._moment = moment
-        self.settle()
+        self.hand_out()
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
             self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own, self._largest)
             self._noted, self._largest, self._blocks = [], [], []
 
-    def settle(self) -> None:
+    def hand_out(self) -> None:
         """Waits for the sums and hands them out: alike on all ranks."""
         if self._deciding is None:
             return
@@ -143,8 +144,8 @@ class SharedNotes:
             sums = pending.wait() or []
         of_calls = [sums[first : first + len(TENSORS)] for first in range(0, len(sums), len(TENSORS))]
         for one, of_call in zip(noted, of_calls, strict=bool(of_calls)):
-            for settle in one.settle:
-                settle(of_call)
+            for take_notes in one.takers:
+                take_notes(of_call)
 
     def clear(self) -> None:
         self._noted, self._largest, self._blocks, self._deciding = [], [], [], None

@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 
 
 class LocalAttention:
-    """What is computed with the heads that are here. Predictions and benchmarks put something else in its place."""
+    """Attention with the heads that are here. Predictions and benchmarks put something else in its place."""
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
         """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
@@ -65,7 +65,7 @@ def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S:
 
 
 def no_keys(q_BLHD: Tensor) -> Partial:
-    """What attention to nothing gives, of memory of its own: a start for merging."""
+    """The result of attention to nothing, in memory of its own: a start for merging."""
     shape = q_BLHD.shape
     return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
 

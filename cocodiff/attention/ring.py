@@ -19,7 +19,7 @@ from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.kernels import Kernels, views
-from cocodiff.routes.rounds import Onward, visits_of
+from cocodiff.routes.rounds import Move, visits_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
@@ -28,7 +28,7 @@ LANE = "ring"
 
 
 class KeysValues(NamedTuple):
-    """What travels: keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
+    """Keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
 
     k_BSGD: Tensor
     v_BSGD: Tensor
@@ -51,7 +51,7 @@ class Ring:
         self.mesh, self._trace, self._local = mesh, trace, local or LocalAttention()
         self.sequences = sequences or [()] * mesh.ring
         self._kernels = kernels or Kernels(note=trace.note_kernel)
-        self.rank, (self.group, slot) = transport.rank, mesh.seat(transport.rank)
+        self.rank, (self.group, slot) = transport.rank, mesh.group_and_slot(transport.rank)
         self._visits = visits_of(mesh, transport.rank)
         self._rank_of = [group[slot] for group in mesh.groups]
         members = sorted(self._rank_of)
@@ -93,7 +93,7 @@ class Ring:
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
     def _pass_on(
-        self, here: KeysValues, onward: Onward, buffer: Tensor, rows: int, layer: str
+        self, here: KeysValues, onward: Move, buffer: Tensor, rows: int, layer: str
     ) -> LanePending[KeysValues]:
         """Starts sending a block on and receiving one of `rows` rows."""
         B, _, G, D = here.k_BSGD.shape

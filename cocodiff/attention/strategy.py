@@ -1,4 +1,5 @@
-"""What a model's attention asks of the engine: `attend(qkv, site) -> out_BLHD`. A strategy owns the order of one call.
+"""The interface between a model's attention and the engine: `attend(qkv, site) -> out_BLHD`. A strategy owns the order
+of one call.
 
 Shapes are in names:
 

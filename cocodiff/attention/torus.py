@@ -19,7 +19,8 @@ from cocodiff.attention.local import Keys, LocalAttention, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.transfer import Arriving, Transfer
+from cocodiff.wire.arriving import Arriving
+from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring

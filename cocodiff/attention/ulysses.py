@@ -16,13 +16,13 @@ from torch import Tensor
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
-from cocodiff.attention.torus import Torus
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Transfer
+from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
@@ -88,6 +88,8 @@ class Ulysses:
         transfer = self.coding.open(self._exchange, layout, site)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
+            from cocodiff.attention.torus import Torus
+
             return Torus(transfer, sent, self._local, self._ring, self._layouts_of_groups(qkv)).attend(qkv)
         here = transfer.wait(sent)
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], qkv, site.kind))

@@ -9,7 +9,7 @@ from cocodiff.config import check_choice
 from cocodiff.console.terminal import say
 from cocodiff.console.trace_tables import LEGEND, say_summary, sent_lines
 from cocodiff.errors import UserError
-from cocodiff.trace import load_traces
+from cocodiff.trace_files import load_traces
 from cocodiff.trace_summary import summarise, summarise_late
 
 KINDS = ("summary",)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Health, PeerGroup, Pending
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, Pending
 from cocodiff.digest import digest
 from cocodiff.errors import PeerLost
 
@@ -21,7 +22,7 @@ class WrongMessage(PeerLost):
     """A message came with other bits than it was sent with."""
 
 
-class Awaited(NamedTuple):
+class CheckedMessage(NamedTuple):
     """A message that is to come here, and its checksum. number: from 1, of those from this peer in this group."""
 
     tensor: Tensor
@@ -35,7 +36,7 @@ class Awaited(NamedTuple):
         return [(self.tensor, self.peer), (self.total, self.peer)]
 
 
-class CheckedGroup(PeerGroup):
+class CheckedGroup(Group):
     """A group whose every message is followed by its checksum, 8 bytes in the same batch, made and compared where the
     message lies. The message's number is in it: one that was lost is not replaced by the next. The bits of sums are
     those of rank order."""
@@ -55,7 +56,7 @@ class CheckedGroup(PeerGroup):
             if tensor.numel():
                 self._awaited[peer] += 1
                 total = torch.empty(1, dtype=torch.int64, device=tensor.device)
-                coming.append(Awaited(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
+                coming.append(CheckedMessage(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
         if not self.receives_ahead:
             both = [one for message in coming for one in message.both]
             return CheckedPending(self, [(self._group.send_recv(leaving, both), coming)])
@@ -69,7 +70,7 @@ class CheckedGroup(PeerGroup):
         """Notes whom this rank waits for, so that a message that never comes has a name."""
         self._health.awaits(tuple(sorted(self.ranks[peer] for peer in peers)))
 
-    def refuse(self, message: Awaited) -> WrongMessage:
+    def refuse(self, message: CheckedMessage) -> WrongMessage:
         """Tells all ranks of a wrong message, and returns the error."""
         tensor, own, sender = message.tensor, self.ranks[self.index], self.ranks[message.peer]
         form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -86,7 +87,7 @@ class CheckedGroup(PeerGroup):
 class CheckedPending:
     """Messages with their checksums under way. The first `wait` compares, for which the host waits on accelerators."""
 
-    def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[Awaited]]]) -> None:
+    def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
         """transfers: with what each of them brings."""
         self._group, self._transfers = group, transfers
 

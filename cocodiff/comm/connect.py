@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cocodiff.comm.health import Alone, Limits, OnLoss, Watch
+from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import LAST_WORDS_S, Launch
 from cocodiff.comm.settings import overlap_killers
@@ -34,7 +34,7 @@ from cocodiff.comm.store import (
     hosted_store,
     listening_socket,
     next_run,
-    told_by_rank_0,
+    word_of_rank_0,
 )
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import Transport
@@ -84,7 +84,7 @@ def connect(
     name: of `Config.transport`; "auto" is MPI under an MPI launcher on CPU, else the backend of the device, and "host"
     what auto is on a CPU, with copies of the device's tensors.
     settings: what every rank must have been started with alike. check_messages: see `LaneOwner.check_messages`.
-    on_loss: see `Health.when_lost`; told of a loss during the start as well.
+    on_loss: see `Health.when_lost`; called for a loss during the start as well.
     Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
     does not show up within `limits.start_s`.
     """
@@ -99,7 +99,7 @@ def connect(
     if owns:
         check_backend(name, carried)
     meeting = _meet(launch, limits)
-    health: Alone | Watch = Alone()
+    health = Health()
     if meeting.size > 1:
         endpoint = meeting.listener or meeting.address
         health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
@@ -128,7 +128,7 @@ def connect(
 
 
 @contextmanager
-def _blamed_on_a_lost_rank(health: Alone | Watch) -> Iterator[None]:
+def _blamed_on_a_lost_rank(health: Health) -> Iterator[None]:
     """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
     try:
         yield
@@ -142,7 +142,7 @@ def _blamed_on_a_lost_rank(health: Alone | Watch) -> Iterator[None]:
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
-    """What carries messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
+    """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
     if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):
@@ -157,8 +157,8 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
     """Rank 0 says in one line which settings take the overlap of messages and computation away."""
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
     if killers and not transport.rank:
-        told = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
-        log.warning("messages will not be hidden: %s", told)
+        listed = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
+        log.warning("messages will not be hidden: %s", listed)
 
 
 def _started(launch: Launch) -> str:
@@ -191,12 +191,12 @@ def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Lim
     store, one_host = next_run(store, rank), _on_one_host(launch, size)
     listener = _listen(one_host, size) if rank == 0 else None
     own_word = _invitation(listener, one_host) if listener is not None else None
-    return _accepted(rank, size, told_by_rank_0(store, own_word, limits.start_s), listener, store)
+    return _accepted(rank, size, word_of_rank_0(store, own_word, limits.start_s), listener, store)
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
-    from cocodiff.comm.mpi import initialised_mpi, told_over_mpi
+    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
     presence = Presence.of_job(launch)
@@ -208,7 +208,7 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
-        word = told_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
+        word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
     if presence is not None:
         presence.withdraw()
     return _accepted(rank, size, word, listener, None)
@@ -259,20 +259,20 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     """A store on rank 0, at a port that is free there and that MPI tells the others."""
-    from cocodiff.comm.mpi import initialised_mpi, told_over_mpi
+    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
 
     limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:
         listener = socket.create_server((meeting.interface, 0), backlog=meeting.size + 64)
         port = str(listener.getsockname()[1])
         store = hosted_store(meeting.address[0], int(port), meeting.size, limit, listener)
-    told = told_over_mpi(initialised_mpi().COMM_WORLD, port)
+    known_port = broadcast_over_mpi(initialised_mpi().COMM_WORLD, port)
     if meeting.rank == 0:
         return store
-    return dist.TCPStore(meeting.address[0], int(told), meeting.size, is_master=False, timeout=limit)
+    return dist.TCPStore(meeting.address[0], int(known_port), meeting.size, is_master=False, timeout=limit)
 
 
-def _finish_mpi(health: Alone | Watch, limit_s: float) -> None:
+def _finish_mpi(health: Health, limit_s: float) -> None:
     """At the end of the process: no rank waits in MPI_Finalize for one that will not come, nor keeps others waiting."""
     from mpi4py import MPI
 

@@ -44,38 +44,42 @@ class Limits:
     stall_s: float = 1800.0
 
 
-class Alone:
-    """The health of a run of one rank."""
+class Health:
+    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`."""
 
     def check(self) -> None:
-        return
+        """Raises PeerLost when a rank died, failed or fell silent."""
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        return
+        """Notes that this rank's main thread begins a call, named `at`, that all ranks make, or all of `among`, as
+        often and in the same order. A rank that others wait for in it, and that does not come, is lost in the end."""
 
     def still_waiting(self) -> None:
-        return
+        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
-        return
+        """Notes whose messages this thread waits for, by numbers in the whole run, for the error should none come."""
 
     def blame(self, error: BaseException) -> BaseException:
+        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
         return error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        return
+        """Tells all peers that this rank leaves with an error, or has found a user's mistake, which is every rank's."""
 
     def when_lost(self, action: OnLoss) -> None:
-        return
+        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
 
     def blocking(self) -> AbstractContextManager[None]:
+        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
+        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
         return nullcontext()
 
     def close(self) -> None:
-        return
+        """Leaves in good order, after the peers' last messages."""
 
 
-class Watch:
+class Watch(Health):
     """One rank's end of the watch; on rank 0 also its hub. Use `Watch.open`."""
 
     def __init__(self, rank: int, size: int, limits: Limits, on_loss: Sequence[OnLoss] = ()) -> None:
@@ -90,7 +94,6 @@ class Watch:
         self._beat_s = min(5.0, limits.timeout_s / 4)
         self._actions = list(on_loss)
         self._own = OwnProgress()
-        self.awaits = self._own.awaits
         self._peers = ProgressOfPeers()
         self._settings: dict[str, str] = {}
         self._refused: tuple[int, str] | None = None
@@ -140,18 +143,17 @@ class Watch:
             raise self._lost
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """This rank's main thread begins a call that all ranks make, or all of `among`, as often and in the same
-        order."""
         self._own.arrive(at, among)
 
     def still_waiting(self) -> None:
-        """To be called again and again by a thread that waits for other ranks. Raises PeerLost."""
         self._own.still_waiting()
         self.check()
 
+    def awaits(self, ranks: tuple[int, ...]) -> None:
+        self._own.awaits(ranks)
+
     def when_lost(self, action: OnLoss) -> None:
-        """Launchers kill a job soon after one of its processes, and the main thread may be deep in a computation."""
-        self._actions.append(action)
+        self._actions.append(action)  # launchers kill a job soon, and the main thread may be deep in a computation
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -172,12 +174,11 @@ class Watch:
         if self._lost is None and self._left and not self._closing:
             gone, reason = min(self._left), f"left the run while rank {self.rank} was still in it"
             self._tell(lost=gone, reason=reason)
-            self._settle(PeerLost(gone, reason))
+            self._note_loss(PeerLost(gone, reason))
         self._raised = True
         return self._lost or error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells everybody that this rank is about to leave with an error; a user's mistake is one on every rank."""
         self._raised = True
         if self._lost is None:
             self._lost = UserError(reason) if mistake else PeerLost(self.rank, f"failed: {reason}")
@@ -242,17 +243,18 @@ class Watch:
             return
         if self._refused is not None:
             self._tell(refused=self._refused[0], reason=self._refused[1])
-            self._settle(_refusal(*self._refused))
+            self._note_loss(_refusal(*self._refused))
             return
         self._tell(agreed=True)
         self._hear(0, {"agreed": True})
 
     def _give_up_start(self, admission: Admission | None) -> None:
         if admission is None:
-            self._settle(PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start"))
+            self._note_loss(PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start"))
             return
         missing = sorted(set(range(1, self.size)) - set(self._peers.seen(set())))
-        more = f", nor did {_ranks(missing[1:])}" if len(missing) > 1 else ""
+        others = f"rank{'s' * (len(missing) > 2)} {', '.join(map(str, missing[1:]))}"
+        more = f", nor did {others}" if len(missing) > 1 else ""
         self._spread(missing[0], f"did not start within {self.limits.start_s:g} s{more}")
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class Watch:
             with suppress(OSError):  # the listener notices who is gone
                 line.send(**message)
 
-    def _settle(self, lost: PeerLost | UserError) -> None:
+    def _note_loss(self, lost: PeerLost | UserError) -> None:
         with self._changed:
             first, self._lost = self._lost is None, self._lost or lost
             self._changed.notify_all()
@@ -354,7 +356,7 @@ class Watch:
     def _spread(self, rank: int, reason: str) -> None:
         if self._lost is None and self.rank == 0:
             self._tell(lost=rank, reason=reason)
-        self._settle(PeerLost(rank, reason))
+        self._note_loss(PeerLost(rank, reason))
 
     def _hear(self, sender: int, message: dict[str, Any]) -> None:
         if "lost" in message:
@@ -362,9 +364,9 @@ class Watch:
         elif "mistake" in message:
             if self.rank == 0:
                 self._tell(mistake=message["mistake"])
-            self._settle(UserError(message["mistake"]))
+            self._note_loss(UserError(message["mistake"]))
         elif "refused" in message:
-            self._settle(_refusal(message["refused"], message["reason"]))
+            self._note_loss(_refusal(message["refused"], message["reason"]))
         elif "settings" in message:
             self._compare(sender, message["settings"])
         elif "calls" in message and self.rank == 0:
@@ -386,10 +388,6 @@ class Watch:
 
 def _refusal(rank: int, difference: str) -> UserError:
     return UserError(f"rank {rank} was started differently from rank 0: {difference}; start every rank alike")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:

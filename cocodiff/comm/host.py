@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Group, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Pending
 from cocodiff.device import StreamMark, used_on_current_stream
 
 ALIGNED = 64  # bytes; where messages of a call begin in their common buffer
@@ -120,7 +120,7 @@ class HostPending:
             self._sent = None
 
 
-class HostGroup(PeerGroup):
+class HostGroup(Group):
     """Ranks that share a group of the CPU's. Calls take all messages of a phase together: one launch packs them, and
     the host waits once."""
 

@@ -1,32 +1,24 @@
-"""What transports have in common, whatever carries their messages."""
+"""The lanes and groups of a whole run, whatever carries their messages."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
-from cocodiff.comm.objects import broadcast_value, gather_values
-from cocodiff.comm.transport import Group, Health, Lane
-
-T = TypeVar("T")
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, Lane, Transport
 
 
-class LaneOwner(ABC):
-    """The lanes of a transport by their names. Set-up traffic goes over the control lane, so that a lost peer ends the
-    wait for it."""
+class LaneOwner(Transport):
+    """Owns the lanes of all ranks of a run, by their names."""
 
-    rank: int
-    size: int
-    world: Group
     library = "none"  # what carries messages, in words
     _checks = False
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
-        self.closed = False
         self._lanes: dict[str, Lane] = {}
         self.control = self.lane("control")
 
@@ -49,32 +41,10 @@ class LaneOwner(ABC):
 
         return CheckedGroup(group, self.health)
 
-    @property
-    def run_ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
-
-    @property
-    def run_size(self) -> int:
-        return self.size
-
-    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """What `job` returns, which all ranks call, or all of `among`: no tensors of a device. at: its name."""
-        self.health.arrive(at, among if len(among) < self.size else ())
-        found: list[T] = []
-        self.control.submit(lambda: found.append(job())).wait()
-        return found[0]
-
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return self.blocking(lambda: gather_values(self.world, self.device, value), "gather_object")
-
-    def broadcast_object(self, value: Any) -> Any:
-        return self.blocking(lambda: broadcast_value(self.world, self.device, value), "broadcast_object")
-
     def close(self) -> None:
-        """Leaves the run in good order. A second call does nothing."""
         if self.closed:
             return
-        self.closed = True
+        self._closed = True
         self.health.close()
         for lane in self._lanes.values():
             lane.close()

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import CHECK_S, PeerGroup, Pending
+from cocodiff.comm.transport import CHECK_S, Group, Pending
 from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class _Receipts:
         self._receipts = []
 
 
-class LoopbackGroup(PeerGroup):
+class LoopbackGroup(Group):
     def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], rank: int) -> None:
         self._world, self._context = world, context
         self.ranks, self.index = ranks, ranks.index(rank)
@@ -123,11 +123,8 @@ class LoopbackGroup(PeerGroup):
             [(self._inboxes[peer], self._inboxes[peer].post(tensor)) for tensor, peer in recvs if tensor.numel()]
         )
 
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1)).wait()
 
-
-class LoopbackHealth(Alone):
+class LoopbackHealth(Health):
     """A world's failure is every rank's: waits for a mailbox look out for it, and `run_ranks` raises it."""
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Health, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Pending
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)
@@ -37,7 +38,7 @@ def initialised_mpi() -> Any:
     return MPI
 
 
-def told_over_mpi(world: Any, text: str | None) -> str:
+def broadcast_over_mpi(world: Any, text: str | None) -> str:
     """Rank 0's text, None elsewhere, on every rank. mpi4py's own calls for objects would unpickle what comes."""
     content = bytearray((text or "").encode())
     length = array("q", [len(content)])
@@ -66,7 +67,7 @@ class _Requests:
         self._requests, self._kept = [], []
 
 
-class MpiGroup(PeerGroup):
+class MpiGroup(Group):
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
         self._mpi, self._communicator, self._health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()

@@ -11,14 +11,11 @@ import json
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from cocodiff.comm.transport import Group
 
 LENGTH = struct.Struct("<q")  # of the JSON, in front of it
 PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # whose records are sent
@@ -44,48 +41,6 @@ def as_value(content: Tensor) -> Any:
         return _from_json(json.loads(data[LENGTH.size : start]), _Blobs(data, start))
     except (struct.error, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"a message of {len(data)} bytes is no value of ours ({error})") from error
-
-
-def pass_values(
-    group: Group, device: torch.device, sent: Mapping[int, Tensor], sources: Iterable[int]
-) -> dict[int, Tensor]:
-    """Sends each peer of `sent` its bytes, and returns those of `sources` on the CPU: first their sizes, then they
-    themselves. Blocks; for a job of a lane."""
-    contents = {peer: content.to(device) for peer, content in sent.items()}
-    lengths = {peer: torch.tensor([len(content)], device=device) for peer, content in contents.items()}
-    expected = {peer: torch.empty(1, dtype=torch.int64, device=device) for peer in sources}
-    group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
-    found = {peer: torch.empty(int(length), dtype=torch.uint8, device=device) for peer, length in expected.items()}
-    group.send_recv(_by_peer(contents), _by_peer(found)).wait()
-    return {peer: content.cpu() for peer, content in found.items()}
-
-
-def gather_values(group: Group, device: torch.device, value: Any) -> list[Any] | None:
-    """The values of all ranks of a group on its first one, None elsewhere."""
-    if group.index:
-        pass_values(group, device, {0: as_bytes(value)}, ())
-        return None
-    received = pass_values(group, device, {}, range(1, len(group.ranks)))
-    return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
-
-
-def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
-    """The value of a group's first rank, along a binomial tree."""
-    own, size, bit = group.index, len(group.ranks), 1
-    if size == 1:
-        return value
-    while bit < size and not own & bit:
-        bit *= 2
-    # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
-    content = as_bytes(value) if own == 0 else pass_values(group, device, {}, (own - bit,))[own - bit]
-    while bit := bit // 2:
-        if own + bit < size:
-            pass_values(group, device, {own + bit: content}, ())
-    return value if own == 0 else as_value(content)
-
-
-def _by_peer(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, int]]:
-    return [(tensor, peer) for peer, tensor in tensors.items()]
 
 
 class _Blobs:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cocodiff.comm.objects import broadcast_value, gather_values
-from cocodiff.comm.transport import Group, Health, Lane, PeerGroup, Pending, Transport
-
-T = TypeVar("T")
+from cocodiff.comm.transport import Group, Lane, Pending, Transport
 
 
-class PartGroup(PeerGroup):
+class PartGroup(Group):
     """Members of a group under the part's numbers, in the part's order: all of the group or some of it."""
 
-    def __init__(
-        self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device | None = None
-    ) -> None:
-        """members: the index in `group` of each of `ranks`. device: of messages, needed for a barrier of some only."""
-        self._group, self._members, self.ranks, self._device = group, tuple(members), ranks, device
+    def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
+        """members: the index in `group` of each of `ranks`."""
+        self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
@@ -32,56 +24,14 @@ class PartGroup(PeerGroup):
             [(tensor, self._members[peer]) for tensor, peer in recvs],
         )
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        if len(self.ranks) == len(self._group.ranks):
-            return self._group.all_reduce(tensor)
-        return super().all_reduce(tensor)
-
     def barrier(self) -> None:
         if len(self.ranks) == len(self._group.ranks):
             self._group.barrier()
         else:
-            one = torch.ones(1, device=self._device)
-            self.all_reduce(one).wait()
-            one.item()  # on accelerators the wait has ordered streams only
+            super().barrier()
 
 
-class PartHealth:
-    """The health of the whole run, for calls that only the part's ranks make. A rank lost anywhere ends the part too,
-    and is named by its number in the whole run."""
-
-    def __init__(self, whole: Health, run_ranks: tuple[int, ...]) -> None:
-        self._whole, self._run_ranks = whole, run_ranks
-
-    def check(self) -> None:
-        self._whole.check()
-
-    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        self._whole.arrive(at, among or self._run_ranks)
-
-    def still_waiting(self) -> None:
-        self._whole.still_waiting()
-
-    def awaits(self, ranks: tuple[int, ...]) -> None:
-        self._whole.awaits(ranks)
-
-    def blame(self, error: BaseException) -> BaseException:
-        return self._whole.blame(error)
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        self._whole.fail(reason, mistake)
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        self._whole.when_lost(action)
-
-    def blocking(self) -> AbstractContextManager[None]:
-        return self._whole.blocking()
-
-    def close(self) -> None:
-        """The whole run goes on."""
-
-
-class Part:
+class Part(Transport):
     """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
     whole's, so a part costs no threads and no communicators until it makes groups.
 
@@ -90,10 +40,17 @@ class Part:
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
-        self._whole, self._ranks, self._closed = whole, tuple(ranks), False
-        self.rank, self.size = self._ranks.index(whole.rank), len(self._ranks)
+        self._whole, self._ranks = whole, tuple(ranks)
+        self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
+        self.device = whole.device
+        self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
+        self.world = PartGroup(whole.world, tuple(range(self.size)), self._ranks, self.device)
 
-    @cached_property
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._whole.closed
+
+    @property
     def run_ranks(self) -> tuple[int, ...]:
         of_whole = self._whole.run_ranks
         return tuple(of_whole[rank] for rank in self._ranks)
@@ -102,47 +59,17 @@ class Part:
     def run_size(self) -> int:
         return self._whole.run_size
 
-    @cached_property
-    def device(self) -> torch.device:
-        return self._whole.device
-
-    @cached_property
-    def health(self) -> PartHealth:
-        return PartHealth(self._whole.health, self.run_ranks)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed or self._whole.closed
-
-    @property
-    def control(self) -> Lane:
-        return self._whole.control
-
-    @cached_property
-    def world(self) -> PartGroup:
-        return PartGroup(self._whole.world, tuple(range(self.size)), self._ranks, self.device)
-
     def group(self, ranks: Sequence[int]) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
         ascending = sorted(members)  # as libraries keep them
-        return PartGroup(self._whole.group(ascending), tuple(ranks), [ascending.index(rank) for rank in members])
+        indices = [ascending.index(rank) for rank in members]
+        return PartGroup(self._whole.group(ascending), tuple(ranks), indices, self.device)
 
     def lane(self, name: str) -> Lane:
         return self._whole.lane(name)
 
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """The values of all ranks of the part on its rank 0, None elsewhere."""
-        return self._blocking(gather_values, value, "gather_object")
-
-    def broadcast_object(self, value: Any) -> Any:
-        """The value of the part's rank 0."""
-        return self._blocking(broadcast_value, value, "broadcast_object")
-
-    def _blocking(self, pass_on: Callable[[Group, torch.device, Any], T], value: Any, at: str) -> T:
-        self.health.arrive(at)
-        found: list[T] = []
-        self.control.submit(lambda: found.append(pass_on(self.world, self.device, value))).wait()
-        return found[0]
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        self.health.arrive(at, among or self.run_ranks)
 
     def close(self) -> None:
         self._closed = True

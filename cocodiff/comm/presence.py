@@ -133,7 +133,7 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
 def watch_start(
     process: int, rank: str, call: str, presence: Presence | None, timeout_s: float, start_s: float
 ) -> None:
-    """What the process of its own does; returns when the rank's process is gone."""
+    """The main loop of the watching process; returns when the rank's process is gone."""
     began, stopped_since = time.monotonic(), dict[int, float]()
     while os.getppid() == process:
         time.sleep(LOOK_S)

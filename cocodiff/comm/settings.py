@@ -22,7 +22,7 @@ class Killer(NamedTuple):
 
 
 def overlap_killers(environment: Mapping[str, str], library: str, device: str) -> list[Killer]:
-    """What in the environment makes messages of `library` block on a kind of device ("cpu", "xpu", "cuda")."""
+    """Variables in the environment that make messages of `library` block on a device ("cpu", "xpu", "cuda")."""
 
     def is_on(name: str) -> bool:
         return environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")

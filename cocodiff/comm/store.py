@@ -95,7 +95,7 @@ def next_run(store: Any, rank: int) -> Any:
     return dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
 
 
-def told_by_rank_0(store: Any, word: str | None, start_s: float) -> str:
+def word_of_rank_0(store: Any, word: str | None, start_s: float) -> str:
     """Rank 0's `word`, None elsewhere, on every rank. Raises PeerLost where it does not come within `start_s`."""
     if word is not None:
         store.set("meeting", word)

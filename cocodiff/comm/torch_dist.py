@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Health, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Pending
 from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 
@@ -64,7 +65,7 @@ class _Works:
         self._works, self._on_device = [], ()
 
 
-class TorchDistGroup(PeerGroup):
+class TorchDistGroup(Group):
     """Ranks that share a process group. Messages are point to point: gloo's own all-to-all serves peers in turns and
     reaches half of the links' rate, receives posted before sends reach nearly all of it."""
 
@@ -95,11 +96,6 @@ class TorchDistGroup(PeerGroup):
         if self._on_cpu:
             return _Works([self._process_group.alltoall_base(recv, send, [], [])])
         return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)], [recv, send])
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        if self._on_cpu:
-            return _Works([self._process_group.allreduce([tensor])])
-        return _Works([dist.all_reduce(tensor, group=self._process_group, async_op=True)], [tensor])
 
     def barrier(self) -> None:
         if self._on_cpu:

@@ -1,4 +1,4 @@
-"""What the engine asks of a communication library: ranks, groups, asynchronous messages.
+"""The interface to a communication library: ranks, groups, asynchronous messages.
 
 Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
 host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay
@@ -10,15 +10,16 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from cocodiff.comm.health import Health
+from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.device import HandedOver, lane_stream
 from cocodiff.errors import PeerLost, UserError
 
@@ -34,88 +35,45 @@ class Pending(Protocol):
         ...
 
 
-class Done:
-    """A transfer that needed no waiting."""
-
-    def wait(self) -> None:
-        return
-
-
-class Group(Protocol):
+class Group(ABC):
     """Some of the ranks, in a communication context of their own. Peers are named by their index in `ranks`.
 
     Tensors are contiguous and stay untouched by the caller until `wait`. Sizes may be uneven; a size of 0 is posted by
     neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
 
     receives_ahead: a receive may be posted in an earlier call than its peer's send, or in a call without sends. Where
-    not, both sides list a message in calls of the same number.
+    not, both sides list a message in calls of the same number. device: of messages that a group makes by itself.
     """
 
     ranks: tuple[int, ...]
     index: int
-    receives_ahead: bool
+    receives_ahead = True
+    device = torch.device("cpu")
 
-    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied."""
-        ...
-
+    @abstractmethod
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
-        ...
+
+    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
+        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied. Every peer is served at once,
+        none waits for another's turn."""
+        check_counts(len(self.ranks), sends, recvs)
+        recvs[self.index].copy_(sends[self.index])
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
 
     def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
         """recvs[p] receives peer p's tensor; sizes may differ between peers."""
-        ...
+        check_counts(len(self.ranks), recvs)
+        recvs[self.index].copy_(send)
+        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
+        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Sums in place; every peer ends with the same bits."""
-        ...
-
-    def barrier(self) -> None: ...
-
-
-class Health(Protocol):
-    """Knows whether a peer was lost."""
-
-    def check(self) -> None:
-        """Raises PeerLost when a rank died, failed or fell silent."""
-        ...
-
-    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Notes that this rank begins a call that all ranks make, as often and in the same order. at: its name. among:
-        the ranks that make it, where it is a part of the run. A rank that others wait for in such a call, and that does
-        not come to it, is lost in the end."""
-        ...
-
-    def still_waiting(self) -> None:
-        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
-        ...
-
-    def awaits(self, ranks: tuple[int, ...]) -> None:
-        """Notes whose messages this thread waits for now, by their numbers in the whole run, for the error should one
-        of them never come."""
-        ...
-
-    def blame(self, error: BaseException) -> BaseException:
-        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
-        ...
-
-    def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells every peer that this rank leaves with an error, or that it found a user's mistake."""
-        ...
-
-    def when_lost(self, action: Callable[[BaseException], None]) -> None:
-        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
-        ...
-
-    def blocking(self) -> AbstractContextManager[None]:
-        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
-        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
-        ...
-
-    def close(self) -> None:
-        """Leaves in good order, after the peers' last messages."""
-        ...
+    def barrier(self) -> None:
+        """Returns when every rank of the group has come to it."""
+        parts = list(torch.empty(len(self.ranks), 1, device=self.device))
+        self.all_gather(torch.zeros(1, device=self.device), parts).wait()
+        torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
 
 
 class Ranks(Protocol):
@@ -145,68 +103,63 @@ class Ranks(Protocol):
         ...
 
 
-class Transport(Ranks, Protocol):
-    """One object per rank.
+class Transport(ABC):
+    """`Ranks`, with a device each and a health. One object per rank.
 
     run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
     `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
     """
 
-    @property
-    def device(self) -> torch.device: ...
+    rank: int
+    size: int
+    control: Lane
+    world: Group
+    device: torch.device
+    health: Health
+    _closed = False
+
+    @abstractmethod
+    def group(self, ranks: Sequence[int]) -> Group: ...
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane: ...
 
     @property
-    def run_ranks(self) -> tuple[int, ...]: ...
+    def closed(self) -> bool:
+        return self._closed
 
     @property
-    def run_size(self) -> int: ...
+    def run_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
 
     @property
-    def health(self) -> Health: ...
+    def run_size(self) -> int:
+        return self.size
 
-    @property
-    def closed(self) -> bool: ...
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        """`Health.arrive`, for a call that all ranks of this transport make, or all of `among`."""
+        self.health.arrive(at, among if len(among) < self.size else ())
+
+    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
+        """Runs `job`, which all ranks call, or all of `among`, on the control lane, so that a lost peer ends the wait
+        for it. Returns its result: no tensors of a device. at: its name."""
+        self.arrive(at, among)
+        found: list[T] = []
+        self.control.submit(lambda: found.append(job())).wait()
+        return found[0]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
         CPU. Blocks; for set-up and results."""
-        ...
+        return self.blocking(lambda: gather_values(self.world, self.device, value), "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value; see `gather_object`."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PeerGroup(ABC):
-    """The other calls out of send_recv: every peer is served at once, none waits for another's turn."""
-
-    ranks: tuple[int, ...]
-    index: int
-    receives_ahead = True
+        return self.blocking(lambda: broadcast_value(self.world, self.device, value), "broadcast_object")
 
     @abstractmethod
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending: ...
-
-    def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        check_counts(len(self.ranks), sends, recvs)
-        recvs[self.index].copy_(sends[self.index])
-        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
-
-    def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
-        check_counts(len(self.ranks), recvs)
-        recvs[self.index].copy_(send)
-        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        # Summed in rank order, which gives every rank the same bits.
-        parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.all_gather(tensor, parts).wait()
-        tensor.copy_(torch.stack(parts).sum(0))
-        return Done()
+    def close(self) -> None:
+        """Leaves the run in good order. A second call does nothing."""
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:
@@ -219,7 +172,49 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
 
 
-class Job(NamedTuple):
+def pass_values(
+    group: Group, device: torch.device, sent: Mapping[int, Tensor], sources: Iterable[int]
+) -> dict[int, Tensor]:
+    """Sends each peer of `sent` its bytes, and returns those of `sources` on the CPU: first their sizes, then they
+    themselves. Blocks; for a job of a lane."""
+    contents = {peer: content.to(device) for peer, content in sent.items()}
+    lengths = {peer: torch.tensor([len(content)], device=device) for peer, content in contents.items()}
+    expected = {peer: torch.empty(1, dtype=torch.int64, device=device) for peer in sources}
+    group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
+    found = {peer: torch.empty(int(length), dtype=torch.uint8, device=device) for peer, length in expected.items()}
+    group.send_recv(_by_peer(contents), _by_peer(found)).wait()
+    return {peer: content.cpu() for peer, content in found.items()}
+
+
+def gather_values(group: Group, device: torch.device, value: Any) -> list[Any] | None:
+    """The values of all ranks of a group on its first one, None elsewhere."""
+    if group.index:
+        pass_values(group, device, {0: as_bytes(value)}, ())
+        return None
+    received = pass_values(group, device, {}, range(1, len(group.ranks)))
+    return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
+
+
+def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
+    """The value of a group's first rank, along a binomial tree."""
+    own, size, bit = group.index, len(group.ranks), 1
+    if size == 1:
+        return value
+    while bit < size and not own & bit:
+        bit *= 2
+    # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
+    content = as_bytes(value) if own == 0 else pass_values(group, device, {}, (own - bit,))[own - bit]
+    while bit := bit // 2:
+        if own + bit < size:
+            pass_values(group, device, {own + bit: content}, ())
+    return value if own == 0 else as_value(content)
+
+
+def _by_peer(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, peer) for peer, tensor in tensors.items()]
+
+
+class LaneJob(NamedTuple):
     work: Callable[..., Any]
     given: HandedOver[tuple[Any, ...]]
     future: Future[HandedOver[Any]]
@@ -265,7 +260,7 @@ class Lane:
         self.name = name
         self._device = device
         self._health = health
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[LaneJob] = deque()
         self._turn = threading.Lock()  # held while jobs are taken and run, by whichever thread
         self._wake = threading.Semaphore(0)
         self._open = True
@@ -294,7 +289,7 @@ class Lane:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.append(Job(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
+        self._jobs.append(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
         return future
 
     def _run_up_to(self, future: Future[Any]) -> None:
@@ -309,7 +304,7 @@ class Lane:
         finally:
             self._turn.release()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: LaneJob) -> None:
         try:
             given = job.given.take()
             # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that

@@ -20,7 +20,7 @@ from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
     from cocodiff.planning.deal_choice import Choice, PricedDeal
     from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import ModelShape
@@ -95,14 +95,14 @@ def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -
     }
 
 
-def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, Work]:
+def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, AttentionWork]:
     """Where the first ranks sit that share a sequence, and what heads they share."""
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
 
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
     axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
     config = read_json(transformer_config(request.model))
-    return topology.part(axes.branch(0)), Work(config["num_attention_heads"], config["attention_head_dim"])
+    return topology.part(axes.branch(0)), AttentionWork(config["num_attention_heads"], config["attention_head_dim"])
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
@@ -153,7 +153,7 @@ def workloads(
 def on_cpu(values: dict[str, Any]) -> bool:
     """Whether the ranks compute on this host's CPU, as far as it is known before they start: a device is looked for by
     a dry run alone, and where a machine says what its tiles hold they are accelerators."""
-    if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).untold:
+    if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).missing_rates:
         return bool(values["device"] == "cpu")
     from cocodiff.device import rank_device
 

@@ -28,7 +28,7 @@ def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
     return {
         "cocodiff": __version__,
         "ranks of a replica": ranks // replicas,
-        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).seats,
+        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).relative_places,
         **threads(),
         **{name: prepared.values[name] for name in REMEMBERED if name in prepared.values},
         "steps": prepared.values["steps"],

@@ -13,7 +13,7 @@ from cocodiff.jobs.bound import Bound
 from cocodiff.jobs.record import lasting
 
 if TYPE_CHECKING:
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
     from cocodiff.topology.machine import Topology
 
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
@@ -87,13 +87,13 @@ class Quality:
         assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
         return replace(self, changes=changes, rungs=rungs)
 
-    def for_links(self, topology: Topology, work: Work) -> Quality:
+    def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
         """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
         machine file tells, those without one. work: of a model's heads."""
-        from cocodiff.assemble import settled
+        from cocodiff.assemble import with_codec_chosen
 
         config = next(iter(self.rungs.values())).with_(codec="auto", only_exact=False)
-        if topology.machine.untold or settled(config, topology, work)[0].codec != "none":
+        if topology.machine.missing_rates or with_codec_chosen(config, topology, work)[0].codec != "none":
             return self
         return self._with(read_ladder(UNCODED))
 

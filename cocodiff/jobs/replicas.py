@@ -44,7 +44,7 @@ class Replica:
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
-        self.seats = axes.topology.part(axes.replica(whole.rank)).seats
+        self.seats = axes.topology.part(axes.replica(whole.rank)).relative_places
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
 

@@ -277,7 +277,7 @@ def _write_results(
     from cocodiff_eval.report import write_report
     from cocodiff_eval.table import terminal_table
 
-    from cocodiff.trace import save_traces
+    from cocodiff.trace_files import save_traces
 
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, rows)

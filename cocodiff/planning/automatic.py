@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from cocodiff.assemble import Work, chunking_on, coding_of
+from cocodiff.assemble import AttentionWork, chunking_on, coding_of
 from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.errors import UserError
@@ -27,7 +27,7 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 
 
-def codec_of(config: Config, topology: Topology, work: Work) -> tuple[Config, str]:
+def codec_of(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
     """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words."""
 
     def width(codec: str) -> int:
@@ -38,7 +38,7 @@ def codec_of(config: Config, topology: Topology, work: Work) -> tuple[Config, st
     return config.with_(codec=choice.codec), choice.line()
 
 
-def mesh_of(config: Config, topology: Topology, work: Work) -> Mesh:
+def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh that the settings `ring` and `placement` leave to be chosen. Raises UserError for a ring that ranks and
     heads do not allow."""
     head_bytes = costs_of(config).head_bytes(config, work.head_dim, work.itemsize)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.kernels.lossless import Cut
 from cocodiff.planning.memory import ModelShape
@@ -47,10 +47,10 @@ class CodecChoice(NamedTuple):
         return f"codec auto: {self.codec}; predicted ms a layer: {listed}"
 
 
-def choose_codec(topology: Topology, work: Work, settings: Any, width: Callable[[str], int]) -> CodecChoice:
+def choose_codec(topology: Topology, work: AttentionWork, settings: Any, width: Callable[[str], int]) -> CodecChoice:
     """The finest codec that is as fast as any. settings: of the engine, with ring, placement, predictor and arrival.
     width: of a codec, bytes of one head of one token on the wire."""
-    if topology.size == 1 or topology.machine.untold:
+    if topology.size == 1 or topology.machine.missing_rates:
         return CodecChoice(FROM_THE_FINEST[0], {})
     mesh = choose(topology, work, settings.ring, settings.placement, prefer_ulysses=True)
     layout = mesh.layouts(work.segments, work.heads)[0]
@@ -69,7 +69,7 @@ def choose_codec(topology: Topology, work: Work, settings: Any, width: Callable[
     return CodecChoice(next(codec for codec in found if found[codec] <= GAIN * fastest), found)
 
 
-def coding_s(device: Device, work: Work, layout: Layout, predictor: str, codec: str, width: int) -> float:
+def coding_s(device: Device, work: AttentionWork, layout: Layout, predictor: str, codec: str, width: int) -> float:
     """Seconds of the passes that code q, k, v and the output at both ends, on the first rank of a group."""
     ends_of = _lossless_end_s if codec == "lossless" else _residual_end_s
     of_heads, of_rows = (sum(layout.rows), layout.heads[0]), (layout.rows[0], sum(layout.heads))
@@ -78,7 +78,7 @@ def coding_s(device: Device, work: Work, layout: Layout, predictor: str, codec: 
 
 
 def _residual_end_s(
-    device: Device, work: Work, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
+    device: Device, work: AttentionWork, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
 ) -> float:
     """Seconds of one tensor's pass at one end. shape: its tokens and heads."""
     linear, codec, width = how
@@ -91,7 +91,7 @@ def _residual_end_s(
 
 
 def _lossless_end_s(
-    device: Device, work: Work, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
+    device: Device, work: AttentionWork, shape: tuple[int, int], sends: bool, how: tuple[bool, str, int]
 ) -> float:
     linear, _, width = how
     if work.itemsize != 2:
@@ -104,7 +104,9 @@ def _lossless_end_s(
     return found_s + _pass_s(device, "decode_lossless", x, (code, numbers, numbers, None, known, factor, cut))
 
 
-def _at_an_end(work: Work, shape: tuple[int, int], linear: bool, width: int) -> tuple[Tensor, Tensor, Reconstructions]:
+def _at_an_end(
+    work: AttentionWork, shape: tuple[int, int], linear: bool, width: int
+) -> tuple[Tensor, Tensor, Reconstructions]:
     """A tensor, its code, and what is known of it."""
     dtype = torch.bfloat16 if work.itemsize == 2 else torch.float32
     x = torch.empty(work.batch, *shape, work.head_dim, device="meta", dtype=dtype)

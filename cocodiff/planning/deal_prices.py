@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.assemble import Work, chunking, exchange_table, mesh_of, settled
+from cocodiff.assemble import AttentionWork, chunking, exchange_table, mesh_of, with_codec_chosen
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
@@ -60,9 +60,9 @@ class Workload:
         """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
         return self.load.branches == 2 or self.shape.rows_per_image == 2
 
-    def settled(self, topology: Topology) -> Workload:
+    def with_codec_chosen(self, topology: Topology) -> Workload:
         """With the codec that `codec: auto` is on the ranks of a branch."""
-        config = settled(self.config, topology, Work(self.shape.heads, self.shape.head_dim))[0]
+        config = with_codec_chosen(self.config, topology, AttentionWork(self.shape.heads, self.shape.head_dim))[0]
         return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
 
     def of_branch(self, guidance: int, branch: int) -> Workload:
@@ -97,7 +97,7 @@ class Part:
         """Of Ulysses and Ring. Raises UserError where ranks and heads do not allow the ring that the settings ask for,
         and for `chunks: auto` and `exchange: auto` without a measured table."""
         shape, config = self.work.shape, self.work.config
-        mesh = mesh_of(config, self.topology, Work(shape.heads, shape.head_dim))
+        mesh = mesh_of(config, self.topology, AttentionWork(shape.heads, shape.head_dim))
         for group in mesh.parts:
             chunking(config, group)
         if mesh.ulysses > 1:
@@ -115,7 +115,7 @@ class Part:
     def alike(self) -> Hashable:
         """The same for parts that take alike: whose ranks sit alike, and share NICs alike where they are on several
         nodes."""
-        return self.topology.seats, self.topology.nics if self.topology.nodes > 1 else ()
+        return self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
 
 
 class DealStep(NamedTuple):
@@ -128,7 +128,7 @@ class DealStep(NamedTuple):
 
 def untimed(machine: Machine) -> str | None:
     """Why there are no times for a machine; None where there are."""
-    lacking = machine.untold
+    lacking = machine.missing_rates
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
@@ -137,7 +137,7 @@ def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]
     axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
     return [
         [
-            Part(ranks, part := topology.part(ranks), work.of_branch(deal.guidance, branch).settled(part))
+            Part(ranks, part := topology.part(ranks), work.of_branch(deal.guidance, branch).with_codec_chosen(part))
             for branch, ranks in enumerate(of_replica)
         ]
         for of_replica in axes.branches
@@ -166,7 +166,7 @@ class Pricer:
 
     def check_same_bits(self, work: Workload, deal: Deal) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
-        seats = {tuple(part.topology.seats for part in parts) for parts in self._parts(work, deal)}
+        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, deal)}
         config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
         by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):

@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 
-from cocodiff.assemble import Work, build_strategy, mesh_of
+from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
@@ -99,11 +99,11 @@ def handling_s(run: Topology, sharing: int, config: Config, shape: ModelShape) -
         return 0.0
     topology, heads, head_dim = run.part(range(sharing)), shape.heads, shape.head_dim
     config = config.with_(selection="full", codec="none", arrival="now")
-    mesh, segments = mesh_of(config, topology, Work(heads, head_dim)), image_and_text(2 * topology.size, 1)
+    mesh, segments = mesh_of(config, topology, AttentionWork(heads, head_dim)), image_and_text(2 * topology.size, 1)
     spent = [0.0, 0.0]
 
     def work(transport: Transport) -> None:
-        group, slot = mesh.seat(transport.rank)
+        group, slot = mesh.group_and_slot(transport.rank)
         strategy = build_strategy(config, mesh, transport, Trace(transport.rank), Kernels("torch"))
         x_BLHD = torch.ones(1, mesh.layouts(segments, heads)[group].rows[slot], heads, head_dim)
         qkv = LazyQKV(lambda: x_BLHD, lambda: x_BLHD, lambda: x_BLHD, segments, heads)

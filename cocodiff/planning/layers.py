@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import Work, build_strategy, mesh_of
+from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
@@ -66,7 +66,9 @@ class Case:
     @cached_property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring."""
-        return self.known_mesh or mesh_of(self.config, self.topology, Work(self.shape.heads, self.shape.head_dim))
+        return self.known_mesh or mesh_of(
+            self.config, self.topology, AttentionWork(self.shape.heads, self.shape.head_dim)
+        )
 
 
 class Kind(NamedTuple):
@@ -155,7 +157,7 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
 
     def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, float], Program]]:
         rank = transport.rank
-        group, slot = case.mesh.seat(rank)
+        group, slot = case.mesh.group_and_slot(rank)
         trace = VirtualTrace(transport.recorder)
         pricing = Pricing(transport.recorder, case.topology.machine.device)
         with pricing:

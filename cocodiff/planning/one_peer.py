@@ -11,8 +11,10 @@ class SerialTransport:
     the rank s before."""
 
     def __init__(self, transport: Any) -> None:
-        self._inner, self.rank, self.size = transport, transport.rank, transport.size
-        self.lane, self.control, self.world = transport.lane, transport.control, SerialGroup(transport.world)
+        self._inner, self.world = transport, SerialGroup(transport.world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def group(self, ranks: Sequence[int]) -> Any:
         return SerialGroup(self._inner.group(ranks))
@@ -25,11 +27,10 @@ class SerialGroup:
         self._inner, self.ranks, self.index = group, group.ranks, group.index
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
-        size = len(self.ranks)
+        size, pending = len(self.ranks), self._inner.send_recv([], [])
         for step in range(1, size):
             to, source = (self.index + step) % size, (self.index - step) % size
             sent, received = ([one for one in some if one[1] == peer] for some, peer in ((sends, to), (recvs, source)))
-            self._inner.send_recv(sent, received).wait()
-        from cocodiff.comm.transport import Done  # torch: only on ranks
-
-        return Done()
+            pending = self._inner.send_recv(sent, received)
+            pending.wait()
+        return pending

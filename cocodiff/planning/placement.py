@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.planning.traffic import Traffic, Wires, busiest_node
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
@@ -92,7 +92,7 @@ class Priced:
         return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
 
 
-def price(mesh: Mesh, work: Work) -> Priced:
+def price(mesh: Mesh, work: AttentionWork) -> Priced:
     layouts = mesh.layouts(work.segments, work.heads)
     wires = Wires(mesh.topology)
     ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
@@ -130,7 +130,7 @@ def price(mesh: Mesh, work: Work) -> Priced:
     )
 
 
-def stages_of(mesh: Mesh, layout: Layout, work: Work, own: Traffic, others: Traffic) -> InStages | None:
+def stages_of(mesh: Mesh, layout: Layout, work: AttentionWork, own: Traffic, others: Traffic) -> InStages | None:
     """None where a call does not go in stages. layout: of the first group."""
     chunking = work.chunking(mesh.parts[0])
     chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
@@ -150,7 +150,7 @@ class Around:
         ranks_GU = np.array(mesh.groups)
         every, grids = range(mesh.ring), rounds_of(mesh)
         for slot, grid in enumerate(grids):
-            sizes_MG = 2 * layouts[0].heads[slot] * cell * rows_G[grid.held(every)[:-1]]
+            sizes_MG = 2 * layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
             for level in LEVELS:
                 chosen_MG = sizes_MG[grid.levels_M == level]
                 if len(chosen_MG):
@@ -167,7 +167,9 @@ def best_of_degree(priced: Sequence[Priced]) -> Priced:
     return min(priced, key=lambda one: (one.busiest_node, one.node_bytes, one.seconds))
 
 
-def by_degree(topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto") -> list[list[Priced]]:
+def by_degree(
+    topology: Topology, work: AttentionWork, ring: int | str = "auto", placement: str = "auto"
+) -> list[list[Priced]]:
     """All meshes, priced, in lists of one Ring degree each, ascending; the default placement of each comes first."""
     found: dict[int, list[Priced]] = {}
     for mesh in meshes(topology, work.heads, ring, placement):
@@ -179,7 +181,11 @@ def by_degree(topology: Topology, work: Work, ring: int | str = "auto", placemen
 
 
 def choose(
-    topology: Topology, work: Work, ring: int | str = "auto", placement: str = "auto", prefer_ulysses: bool = False
+    topology: Topology,
+    work: AttentionWork,
+    ring: int | str = "auto",
+    placement: str = "auto",
+    prefer_ulysses: bool = False,
 ) -> Mesh:
     """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
     alone, a ring is only looked at on machines whose file tells the tiles' rate.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cocodiff.routes.rounds import Whole
+from cocodiff.routes.rounds import Integers
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
 
@@ -30,11 +30,11 @@ class Wires:
                 self.server_CP[card, plane] = topology.server(card, plane)
         self.rates = 1e9 * np.array([links.sibling_gb_s, links.plane_gb_s, links.nic_gb_s, links.nic_gb_s])
 
-    def link(self, kind: int, a_N: Whole, b_N: Whole) -> Whole:
+    def link(self, kind: int, a_N: Integers, b_N: Integers) -> Integers:
         """A number for the link of this kind that two numbers name: its ends, or a node and its NIC."""
         return (kind * self.size + a_N) * self.size + b_N
 
-    def seconds(self, link_N: Whole, bytes_N: Whole) -> float:
+    def seconds(self, link_N: Integers, bytes_N: Integers) -> float:
         """Of the fullest link."""
         if not len(link_N):
             return 0.0
@@ -50,9 +50,9 @@ class Traffic:
         self._wires = wires
         self.bytes = dict.fromkeys(LINK_CLASSES, 0)
         self.out_of = np.zeros(wires.node_P.max() + 1, dtype=np.int64)  # by node
-        self._links: list[tuple[Whole, Whole]] = []
+        self._links: list[tuple[Integers, Integers]] = []
 
-    def send(self, sender_N: Whole, receiver_N: Whole, bytes_N: Whole) -> None:
+    def send(self, sender_N: Integers, receiver_N: Integers, bytes_N: Integers) -> None:
         """Any number of messages; those of a rank to itself take no link."""
         leaves_N = sender_N != receiver_N
         a, b, count = sender_N[leaves_N], receiver_N[leaves_N], bytes_N[leaves_N]
@@ -80,7 +80,7 @@ class Traffic:
         links, counts = zip(*self._links, strict=True)
         return self._wires.seconds(np.concatenate(links), np.concatenate(counts))
 
-    def _load(self, kind: int, a_N: Whole, b_N: Whole, bytes_N: Whole) -> None:
+    def _load(self, kind: int, a_N: Integers, b_N: Integers, bytes_N: Integers) -> None:
         if len(a_N):
             self._links.append((self._wires.link(kind, a_N, b_N), bytes_N))
 

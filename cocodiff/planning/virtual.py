@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.health import Alone
-from cocodiff.comm.transport import LanePending, PeerGroup, Pending
+from cocodiff.comm.health import Health
+from cocodiff.comm.transport import Group, LanePending, Pending, Transport
 from cocodiff.errors import PeerLost
 from cocodiff.planning.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
 from cocodiff.trace import Trace
@@ -120,7 +120,7 @@ class Arrivals:
         self._numbers, self._real = [], []
 
 
-class VirtualGroup(PeerGroup):
+class VirtualGroup(Group):
     def __init__(self, world: VirtualWorld, recorder: Recorder, context: int, ranks: tuple[int, ...]) -> None:
         self._world, self._recorder, self._context = world, recorder, context
         self.ranks, self.index = ranks, ranks.index(recorder.rank)
@@ -153,9 +153,6 @@ class VirtualGroup(PeerGroup):
         if leaving or coming:
             self._recorder.write(POST, leaving, coming)
         return Arrivals(world, self._recorder, leaving + coming, real)
-
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1)).wait()
 
 
 class VirtualPending(LanePending[T]):
@@ -193,19 +190,19 @@ class VirtualLane:
         return
 
 
-class VirtualTransport:
+class VirtualTransport(Transport):
     """One rank of a VirtualWorld. `recorder` holds what it did."""
 
     def __init__(self, world: VirtualWorld, rank: int) -> None:
         self.rank, self.size = rank, world.size
-        self.run_ranks, self.run_size, self.closed = tuple(range(world.size)), world.size, False
         self.device = torch.device("meta")
-        self.health = Alone()
+        self.health = Health()
         self.recorder = Recorder(rank)
         self._world = world
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self._objects = 0
-        self.control, self.world = self.lane("control"), self.group(range(world.size))
+        self.control = self.lane("control")
+        self.world = self.group(range(world.size))
 
     def group(self, ranks: Sequence[int]) -> VirtualGroup:
         key = tuple(ranks)

@@ -1,0 +1,4 @@
+"""The routes of tokens between ranks, as pure data: which rank sends which blocks to which, in which phase.
+
+Others use `plans` (exchanges), `chunks` (an exchange in stages), `rounds` (a ring) and `choice` (by size).
+"""

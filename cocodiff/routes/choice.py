@@ -13,7 +13,7 @@ class ExchangeTable:
 
     rows: tuple[tuple[float, str], ...]
 
-    def choose(self, megabytes: float) -> str:
+    def exchange_for(self, megabytes: float) -> str:
         return next(name for limit, name in self.rows if megabytes <= limit)
 
 

@@ -18,7 +18,7 @@ from cocodiff.topology.machine import Topology
 
 T = TypeVar("T")
 Chunks = tuple[tuple[int, ...], ...]
-Parts = tuple[Plan, Plan, Plan]
+StageParts = tuple[Plan, Plan, Plan]
 Messages = dict[int, tuple[Block, ...]]
 
 
@@ -53,7 +53,7 @@ def sequence_of(topology: Topology, rank: int, chunks: int) -> tuple[int, ...]:
     return tuple(other for ranks in found for other in ranks) if len(found) > 1 else ()
 
 
-def cut(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]:
+def cut_by_stage(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]:
     """One plan for each stage, with the blocks of that stage alone: the same blocks over the same routes."""
 
     def only(messages: Messages, stage: int) -> Messages:
@@ -66,7 +66,7 @@ def cut(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]
     ]
 
 
-def split_by_dependency(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> Parts:
+def split_by_dependency(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> StageParts:
     """The plan in three: what leaves at once, what is passed on, and what comes over a slow link before it is passed
     on. late: of a block and the rank that passes it on."""
 
@@ -108,9 +108,9 @@ class Stages:
         numbers = [of[self._rank] for of in self._stage]
         return [tuple(r for r, n in enumerate(numbers) if n == number) for number in range(len(self.chunks))]
 
-    def of(self, plan: Plan, way: str) -> list[Parts]:
+    def of(self, plan: Plan, way: str) -> list[StageParts]:
         """plan: forward, whole. way: "forward" or "back"."""
-        stages = cut(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))
+        stages = cut_by_stage(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))
         return [split_by_dependency(stage, partial(self._is_late, way), self._rank) for stage in stages]
 
     def _of_block(self, block: Block) -> int:

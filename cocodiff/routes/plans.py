@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """What one rank sends and receives before the next phase: peer -> blocks of the message, in their order in it.
+    """The messages of one rank before the next phase: peer -> blocks of the message, in their order in it.
 
     lane: the link group that carries it, "sibling" or "plane" (planes and nodes).
     hop: 0 for blocks that go straight to their owner, 1 for those that another rank will pass on, 2 when it does.
@@ -135,7 +135,7 @@ def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], 
 
 
 def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Phase, Phase]:
-    """What a rank sends and receives for blocks that are passed on: the first hop and the second."""
+    """The messages of a rank with blocks that are passed on: the first hop and the second."""
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
         found: dict[int, tuple[Block, ...]] = {}

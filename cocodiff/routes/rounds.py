@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Place
 
-Whole = NDArray[np.int64]
+Integers = NDArray[np.int64]
 LEVELS = (0, 1, 2)  # node, card, tile
 
 
-class Onward(NamedTuple):
+class Move(NamedTuple):
     """The block at hand goes to one member while the next one comes from another."""
 
     to: int
@@ -33,10 +33,10 @@ class Onward(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What a member attends to, one after the other: a block by the member that it is of, and where it goes on to."""
+    """A block that a member attends to: the member that it is of, and where it goes on to."""
 
     member: int
-    onward: Onward | None
+    onward: Move | None
 
 
 @dataclass(frozen=True)
@@ -61,31 +61,31 @@ class Grid:
         return cls(shape, _to_and_fro(places))
 
     @cached_property
-    def levels_M(self) -> Whole:
+    def levels_M(self) -> Integers:
         """Along which level all blocks go on, move by move: round the card, and after each round a card on; after all
         cards a node on. Where a round ends the next one begins: it is a full one from there as well."""
         _, cards, tiles = self.shape
         number_M = np.arange(1, len(self.members))
         return np.where(number_M % tiles != 0, 2, np.where(number_M // tiles % cards != 0, 1, 0))
 
-    def held(self, members: Sequence[int]) -> Whole:
+    def blocks_at_hand(self, members: Sequence[int]) -> Integers:
         """Whose block each of some members has at hand, visit by visit (visits x members): after each move the one of
         its neighbour."""
         steps_ML = np.zeros((len(self.members), len(LEVELS)), dtype=np.int64)
         steps_ML[1:] = -np.cumsum(np.eye(len(LEVELS), dtype=np.int64)[self.levels_M], 0)
         return self._from(members, steps_ML)
 
-    def neighbours(self, members: Sequence[int], level: int, step: int) -> Whole:
+    def neighbours(self, members: Sequence[int], level: int, step: int) -> Integers:
         """The members that are so many steps on from these along a level."""
         return self._from(members, step * np.eye(len(LEVELS), dtype=np.int64)[level : level + 1])[0]
 
     def visits(self, member: int) -> tuple[Visit, ...]:
         """All of a member's, its own block first."""
         to, before = ([int(self.neighbours([member], level, step)[0]) for level in LEVELS] for step in (1, -1))
-        moves = [*(Onward(to[level], before[level]) for level in self.levels_M), None]
-        return tuple(Visit(int(n), move) for n, move in zip(self.held([member])[:, 0], moves, strict=True))
+        moves = [*(Move(to[level], before[level]) for level in self.levels_M), None]
+        return tuple(Visit(int(n), move) for n, move in zip(self.blocks_at_hand([member])[:, 0], moves, strict=True))
 
-    def _from(self, members: Sequence[int], steps_ML: Whole) -> Whole:
+    def _from(self, members: Sequence[int], steps_ML: Integers) -> Integers:
         """Who is so many steps along every level from each of some members."""
         members_G = np.array(self.members)
         places_NL = np.stack(np.unravel_index(np.argsort(members_G)[list(members)], self.shape), 1)
@@ -117,5 +117,5 @@ def rounds_of(mesh: Mesh) -> tuple[Grid, ...]:
 
 def visits_of(mesh: Mesh, rank: int) -> tuple[Visit, ...]:
     """The blocks that a rank attends to, group by group, and where each goes on to."""
-    group, slot = mesh.seat(rank)
+    group, slot = mesh.group_and_slot(rank)
     return Grid.of([mesh.topology.places[ranks[slot]] for ranks in mesh.groups]).visits(group)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from cocodiff.errors import UserError
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Place, Topology
-from cocodiff.topology.segments import Part, Segment, deal, slices
+from cocodiff.topology.segments import DealtSegment, Segment, deal, slices
 
 PLACEMENTS = ("topology", "usp")
 AXES = ("card", "plane")
@@ -69,12 +69,12 @@ class Mesh:
         """Ulysses degree: ranks of a group, and rings."""
         return len(self.groups[0])
 
-    def seat(self, rank: int) -> tuple[int, int]:
+    def group_and_slot(self, rank: int) -> tuple[int, int]:
         """The group and the slot of a rank."""
-        return self._seats[rank]
+        return self._slots[rank]
 
     @cached_property
-    def _seats(self) -> dict[int, tuple[int, int]]:
+    def _slots(self) -> dict[int, tuple[int, int]]:
         return {rank: (g, u) for g, group in enumerate(self.groups) for u, rank in enumerate(group)}
 
     @cached_property
@@ -107,8 +107,10 @@ class Mesh:
         of_slots = self.heads(heads)
         dealt = [(segment, slices(segment.shares(self.topology))) for segment in segments]
 
-        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> Part:
-            return Part(segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group))
+        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> DealtSegment:
+            return DealtSegment(
+                segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group)
+            )
 
         return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)
 

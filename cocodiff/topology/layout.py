@@ -8,7 +8,7 @@ from functools import cached_property
 
 from cocodiff.errors import UserError
 from cocodiff.topology.machine import Topology
-from cocodiff.topology.segments import Part, Segment, deal, slices
+from cocodiff.topology.segments import DealtSegment, Segment, deal, slices
 
 Segments = tuple[Segment, ...]
 
@@ -24,7 +24,7 @@ class Layout:
     sequence: the ranks in another order for this rank's sequence, as Torus has them; empty for that one.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[DealtSegment, ...]
     heads: tuple[int, ...]
     sequence: tuple[int, ...] = ()
 
@@ -40,12 +40,12 @@ class Layout:
                 f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
                 f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
             )
-        parts = tuple(Part(segment, segment.shares(topology)) for segment in segments)
+        parts = tuple(DealtSegment(segment, segment.shares(topology)) for segment in segments)
         return cls(parts, deal(heads, topology.deal_order))
 
     def of_rows(self, rows: Sequence[int]) -> Layout:
         """The layout in which every rank has so many rows of no segment in particular, where only some are sent."""
-        return Layout((Part(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
+        return Layout((DealtSegment(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def next_hops(
     return hops
 
 
-class Way(NamedTuple):
+class DirectedLink(NamedTuple):
     """A physical link in one direction: its kind ("sibling", "plane", "nic out" or "nic in"), ends, and rate in GB/s.
 
     Of a NIC the ends are its node and its number.
@@ -90,11 +90,11 @@ class Network:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         joined = wires(topology)
-        self.links = [Way(w.kind, *ends, w.gb_s) for w in joined for ends in ((w.a, w.b), (w.b, w.a))]
+        self.links = [DirectedLink(w.kind, *ends, w.gb_s) for w in joined for ends in ((w.a, w.b), (w.b, w.a))]
         rate = topology.machine.links.nic_gb_s
         nics = sorted({(place.node, topology.nics[place.rank]) for place in topology.places})
         if topology.nodes > 1:
-            self.links += [Way(kind, node, nic, rate) for node, nic in nics for kind in ("nic out", "nic in")]
+            self.links += [DirectedLink(kind, node, nic, rate) for node, nic in nics for kind in ("nic out", "nic in")]
         self._index = {way[:3]: index for index, way in enumerate(self.links)}
         self._neighbours = neighbours_of(joined)
         self._hops: dict[int, dict[int, int]] = {}

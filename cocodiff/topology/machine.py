@@ -106,8 +106,8 @@ class Machine:
         return None if self.cards is None else self.cards * self.tiles
 
     @property
-    def untold(self) -> list[str]:
-        """What the file does not say the rates of."""
+    def missing_rates(self) -> list[str]:
+        """The things that the file gives no rates for."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
         return device + (["its links"] if self.links == Links() else [])
 
@@ -178,7 +178,7 @@ class Topology:
         )
 
     @property
-    def seats(self) -> tuple[tuple[int, int, int], ...]:
+    def relative_places(self) -> tuple[tuple[int, int, int], ...]:
         """Of every rank its node, card and plane, each numbered in the order in which ranks first sit there: the same
         for ranks that sit alike, wherever that is."""
         kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)

@@ -60,7 +60,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Part:
+class DealtSegment:
     """A segment in one attention call: the tokens of each of the call's ranks.
 
     starts: where every rank's tokens begin in the segment; empty where they lie one behind the other.

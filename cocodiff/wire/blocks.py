@@ -18,13 +18,13 @@ Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
 Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
 
 
-class Streams:
-    """What travels in a tensor's place where every block was encoded by itself: the blocks [B, rows, heads, W]."""
+class EncodedBlocks:
+    """A tensor of which every block was encoded by itself: the blocks [B, rows, heads, W]."""
 
     def __init__(self, blocks: Sequence[Tensor]) -> None:
         self._blocks = blocks
 
-    def held_tensors(self) -> Sequence[Tensor]:
+    def contained_tensors(self) -> Sequence[Tensor]:
         return self._blocks
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
@@ -47,7 +47,7 @@ class BlockSet:
         self._batch, self._width = len(self.like), self.like.shape[-1]
         self._itemsize = self.like.new_empty(0).element_size()
 
-    def held_tensors(self) -> list[Payload]:
+    def contained_tensors(self) -> list[Payload]:
         return [payload for payloads in self.blocks.values() for payload in payloads]
 
     @property
@@ -64,7 +64,7 @@ class BlockSet:
         return self.numel(message) * self._itemsize
 
     def whole_bytes(self, message: Sequence[Block]) -> int:
-        """What a message would be if tensors travelled as they are."""
+        """Bytes of a message if tensors travelled as they are."""
         if self.whole is None:
             return self.bytes(message)
         layout, cell = self.whole
@@ -99,7 +99,7 @@ class Target:
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
         self.tensors, self._places, self._kernels = tensors, places, kernels
 
-    def held_tensors(self) -> Sequence[Tensor]:
+    def contained_tensors(self) -> Sequence[Tensor]:
         return self.tensors
 
     def place(self, blocks: Blocks) -> None:

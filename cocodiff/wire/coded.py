@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Payload, Streams
+from cocodiff.wire.blocks import EncodedBlocks, Payload
 
 
 class Encoded(NamedTuple):
-    """What travels in the place of some tensors: payloads [B, L, H, W] of one dtype, and the layout that tells how many
-    rows L of every rank they have."""
+    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that tells how many rows L of
+    every rank they have."""
 
-    payloads: Sequence[Payload | Streams]
+    payloads: Sequence[Payload | EncodedBlocks]
     layout: Layout
 
 
@@ -39,7 +39,7 @@ class CodedCall:
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        """What travels in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
+        """The payloads in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
         return Encoded(list(tensors_BLHD.values()), self.layout)
 
     def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
@@ -47,8 +47,8 @@ class CodedCall:
         coded: the layout of what `encode` gave. Runs on the thread that attends."""
         return list(received_BSGW.values())
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
-        """What travels back in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
+        """The payload in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
         Runs on a lane."""
         return out_BTGD
 
@@ -70,5 +70,5 @@ class CodedCall:
         """Told once the call has begun: these tensors are not waited for."""
 
     def operand(self, name: str, last: Tensor) -> Tensor:
-        """What stands for a displaced tensor, of which the last call left `last`."""
+        """The operand for a displaced tensor, of which the last call left `last`."""
         return last

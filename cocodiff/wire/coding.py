@@ -36,7 +36,7 @@ class AllRanks(NamedTuple):
 
 
 class StepNotes(Protocol):
-    """What a coding notes of one step, over a rank's sites."""
+    """Notes of a coding about one step, over a rank's sites."""
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
 
 
 class Coding:
-    """What all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
+    """Decides what all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded

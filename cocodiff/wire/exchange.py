@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
 from cocodiff.kernels import Kernels
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
-from cocodiff.routes.chunks import Stages
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, Plan, reverse, split_plan
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.cargo import Cargo
 from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
-from cocodiff.wire.staged import StagedExchange
+from cocodiff.wire.outgoing import Outgoing
+
+if TYPE_CHECKING:
+    from cocodiff.wire.staged import StagedExchange
 
 T = TypeVar("T")
 
@@ -68,77 +69,79 @@ class Exchange:
                 self.lanes[link] = transport.lane(link)
         self.staged: StagedExchange | None = None
         if chunking is not None and chunking.chunks > 1:
-            stages = Stages(topology, self.rank, chunking.chunks)
-            if len(stages.chunks) > 1:
-                self.staged = StagedExchange(self, transport, stages, chunking.from_mb)
+            from cocodiff.wire.staged import staged_exchange
 
-    def name_of(self, held: BlockSet) -> str:
+            self.staged = staged_exchange(self, transport, chunking)
+
+    def name_of(self, blocks: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""
         if self._table is None:
             return self._name
-        return self._table.choose(megabytes_per_rank(held.layout, held.cell_bytes))
+        return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def both_phases(self) -> tuple[Phase, ...]:
         """TAPA's forward phases, also those without messages for this rank."""
         return self.plans[self._name]
 
-    def submit(self, cargo: Cargo, wait_next: bool = False) -> LanePending[Target]:
-        """Sends a cargo on its way: encoded, packed, sent and put in place by the lanes."""
+    def submit(self, outgoing: Outgoing, wait_next: bool = False) -> LanePending[Target]:
+        """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
-            return self._on_lane("plane", self._all_phases, cargo, wait_next)
+            return self._on_lane("plane", self._all_phases, outgoing, wait_next)
         earlier: LanePending[BlockSet] | None = None
-        *early, last = self._routes[self._name][cargo.way]
+        *early, last = self._routes[self._name][outgoing.way]
         for phase in early:
-            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), cargo, wait_next)
-        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), cargo, wait_next)
+            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing, wait_next)
+        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing, wait_next)
 
-    def _on_lane(self, name: str, job: Callable[[Cargo], T], cargo: Cargo, wait_next: bool) -> LanePending[T]:
+    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing, wait_next: bool) -> LanePending[T]:
         lane, job = self.lanes[name], partial(self._in_order.run, job)
-        return lane.submit_inline(job, cargo) if wait_next else lane.submit(job, cargo)
+        return lane.submit_inline(job, outgoing) if wait_next else lane.submit(job, outgoing)
 
-    def _all_phases(self, cargo: Cargo) -> Target:
+    def _all_phases(self, outgoing: Outgoing) -> Target:
         """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
         another, and a phase packs all its messages in one launch."""
-        held = cargo.blocks()
-        name = self.name_of(held)
-        plan = self._routes[name][cargo.way]
+        blocks = outgoing.blocks()
+        name = self.name_of(blocks)
+        plan = self._routes[name][outgoing.way]
         if name == "tapa":
             for phase in plan:
-                self._run_phase(phase, cargo, held)
-            return _placed(cargo, held)
-        with self.trace.span(f"{cargo.label} plane", "plane", cargo.layer, self._set_apart(cargo, plan, held)):
-            target = cargo.target(held)
-            run_pipelined(self.port, plan, held, self.groups, target)
+                self._run_phase(phase, outgoing, blocks)
+            return _placed(outgoing, blocks)
+        with self.trace.span(
+            f"{outgoing.label} plane", "plane", outgoing.layer, self._set_apart(outgoing, plan, blocks)
+        ):
+            target = outgoing.target(blocks)
+            run_pipelined(self.port, plan, blocks, self.groups, target)
             return target
 
-    def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, cargo: Cargo) -> BlockSet:
-        """One phase on its own lane, after the one before it, or of a cargo that has not been encoded. Returns the
+    def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
+        """One phase on its own lane, after the one before it, or of tensors that have not been encoded. Returns the
         blocks that are here then."""
-        held = cargo.blocks() if earlier is None else earlier.wait()
-        self._run_phase(phase, cargo, held)
-        return held
+        blocks = outgoing.blocks() if earlier is None else earlier.wait()
+        self._run_phase(phase, outgoing, blocks)
+        return blocks
 
-    def last_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> Target:
-        """The last phase of blocks that are held; then what is here is put in place."""
-        self._run_phase(phase, cargo, held)
-        return _placed(cargo, held)
+    def last_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> Target:
+        """The last phase of these blocks; then those that are here are put in place."""
+        self._run_phase(phase, outgoing, blocks)
+        return _placed(outgoing, blocks)
 
-    def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, cargo: Cargo) -> Target:
-        return self.last_phase(phase, cargo, cargo.blocks() if earlier is None else earlier.wait())
+    def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> Target:
+        return self.last_phase(phase, outgoing, outgoing.blocks() if earlier is None else earlier.wait())
 
-    def _run_phase(self, phase: Phase, cargo: Cargo, held: BlockSet) -> None:
+    def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
         if phase.sends or phase.receives:
-            apart, lane = self._set_apart(cargo, [phase], held), phase.lane
-            with self.trace.span(f"{cargo.label} {lane}", lane, cargo.layer, apart):
-                run_phase(self.port, phase, held, self.groups[phase.lane])
+            apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
+            with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
+                run_phase(self.port, phase, blocks, self.groups[phase.lane])
 
-    def _set_apart(self, cargo: Cargo, phases: Sequence[Phase], held: BlockSet) -> int:
-        """Counts what this rank sends in some phases of a cargo that has a purpose of its own; how much it is."""
-        if cargo.purpose is None:
+    def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
+        """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""
+        if outgoing.purpose is None:
             return 0
-        sent = [(peer, held.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
+        sent = [(peer, blocks.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
         for peer, count in sent:
-            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=cargo.purpose)
+            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=outgoing.purpose)
         return sum(count for _, count in sent)
 
 
@@ -148,7 +151,7 @@ def _both_ways(plan: Plan) -> dict[str, Plan]:
     return {"forward": forward, "back": reverse(forward)}
 
 
-def _placed(cargo: Cargo, held: BlockSet) -> Target:
-    target = cargo.target(held)
-    target.place(held.blocks)
+def _placed(outgoing: Outgoing, blocks: BlockSet) -> Target:
+    target = outgoing.target(blocks)
+    target.place(blocks.blocks)
     return target

@@ -120,7 +120,7 @@ class InFlight:
         self._phases: list[dict[int, PendingReceive]] = []
         self._bringing: dict[Block, PendingReceive] = {}
 
-    def held_tensors(self) -> list[Tensor]:
+    def contained_tensors(self) -> list[Tensor]:
         """What comes. What is sent is the `BlockSet`'s that this was made of."""
         return [receive.buffer for receives in self._phases for receive in receives.values()]
 

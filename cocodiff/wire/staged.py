@@ -1,32 +1,32 @@
 """An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
 
-q, v and k are queued in this order (v before q where v is made first), each stage by stage. Three lanes serve all
-tensors and all chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes
-over fast links, and a third one what comes from another node before it is passed on, so that it keeps nothing else
-waiting. Chunks are put in place by a fourth, in the order in which attention will need them.
+Tensors are queued in the order in which they are sent, each stage by stage. Three lanes serve all tensors and all
+chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes over fast links,
+and a third one what comes from another node before it is passed on, so that it keeps nothing else waiting. Chunks are
+put in place by a fourth, in the order in which attention will need them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
-from cocodiff.routes.choice import megabytes_per_rank
-from cocodiff.routes.chunks import Parts, Stages
+from cocodiff.routes.choice import Chunking, megabytes_per_rank
+from cocodiff.routes.chunks import StageParts, Stages
 from cocodiff.routes.plans import Block, Plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.cargo import Back, Cargo, End, Forward
 from cocodiff.wire.messages import Groups, InFlight, Port, Sent
+from cocodiff.wire.outgoing import CallEnd, Outgoing, OutputToRows, TensorsToHeads
 
-QUEUE = "qvk"  # of tensors that are there together: q first, for Pull Q has work while k and v are on their way
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
 
 
@@ -40,7 +40,7 @@ class Unstaged(Protocol):
     plans: dict[str, Plan]
     groups: dict[str, Group]
 
-    def name_of(self, held: BlockSet) -> str: ...
+    def name_of(self, blocks: BlockSet) -> str: ...
 
 
 class StagedExchange:
@@ -76,27 +76,39 @@ class StagedExchange:
         where, ranks = layout.row_slices, self.chunks[number]
         return slice(where[ranks[0]].start, where[ranks[-1]].stop)
 
-    def send(self, cargos: Mapping[str, Forward]) -> dict[str, TensorInStages]:
-        """Starts sending tensors, by name, each on its own."""
+    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, Arriving]:
+        """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
+        its chunks come one by one over the links that they share."""
         sent = {}
-        for name, cargo in sorted(cargos.items(), key=lambda item: QUEUE.find(item[0])):
-            started = Started(self, cargo)
-            stages = [self.post(started, number, name == "k") for number in range(len(self.chunks))]
-            sent[name] = TensorInStages(self, cargo, stages)
-        for tensor in sent.values():
-            tensor.expect(0)
-        return {name: sent[name] for name in cargos}
+        for outgoing in tensors:
+            started, in_order = Started(self, outgoing), all_sent and outgoing is tensors[-1]
+            stages = [self.post(started, number, in_order) for number in range(len(self.chunks))]
+            sent[outgoing.label] = self._arriving(outgoing, stages)
+        for arriving in sent.values():
+            arriving.expect(0)
+        return sent
+
+    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> Arriving:
+        landed = cache(lambda number: self.land(stages[number]))
+
+        def wait_for_chunk(number: int) -> Tensor:
+            return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
+
+        return Arriving(outgoing.label, wait_for_chunk, len(stages), landed)
+
+    def output_sender(self, end: CallEnd) -> OutputSender:
+        return OutputSender(self, end)
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
         """Has one stage of a tensor posted and passed on. in_order: after the last stage's messages have left this
-        node, so that chunks come one by one over the links that they share."""
+        node."""
         posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
         return Stage(
             number,
             posted,
             [
                 self._lanes[part].submit(partial(self._pass_on, posted, number, part))
-                for part in self._passed_on[started.cargo.way][number]
+                for part in self._passed_on[started.outgoing.way][number]
             ],
         )
 
@@ -110,10 +122,10 @@ class StagedExchange:
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Posts all receives of a stage, and sends what leaves at once."""
-        exchange, cargo = self.exchange, started.cargo
-        with exchange.trace.span(f"{cargo.label} plane", "plane", cargo.layer):
+        exchange, outgoing = self.exchange, started.outgoing
+        with exchange.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
-            flight = InFlight(exchange.port, started.held)
+            flight = InFlight(exchange.port, started.blocks)
             for plan, groups in zip(parts, self._groups, strict=False):
                 flight.post_receives(plan, groups)
             for pending in started.leaving if in_order else ():
@@ -135,10 +147,10 @@ class StagedExchange:
         for passed_on in stage.passed_on:
             passed_on.wait()
         started, flight = stage.posted.wait()
-        with self.exchange.trace.span(f"{started.cargo.label} plane", "plane", started.cargo.layer):
+        with self.exchange.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
             own = Block(self.exchange.rank, self.exchange.rank)
             if stage.number == 0:  # the block that stays here belongs to the first chunk
-                started.target.place({own: started.held.blocks[own]})
+                started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
         return started.target.tensors[0]
 
@@ -150,60 +162,39 @@ class StagedExchange:
 class Started:
     """A tensor that travels in stages: encoded and allocated by its first stage, on the posting lane."""
 
-    held: BlockSet
+    blocks: BlockSet
     target: Target
 
-    def __init__(self, staged: StagedExchange, cargo: Cargo, first: Started | None = None) -> None:
+    def __init__(self, staged: StagedExchange, outgoing: Outgoing, first: Started | None = None) -> None:
         """first: what was started before and shares its target with this one."""
-        self.cargo, self._staged, self._first = cargo, staged, first
+        self.outgoing, self._staged, self._first = outgoing, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes
-        self._parts: list[Parts] = []
+        self._parts: list[StageParts] = []
 
-    def held_tensors(self) -> tuple[Any, ...]:
-        return (self.held, self.target) if self._parts else (self.cargo,)
+    def contained_tensors(self) -> tuple[Any, ...]:
+        return (self.blocks, self.target) if self._parts else (self.outgoing,)
 
-    def begin(self) -> list[Parts]:
+    def begin(self) -> list[StageParts]:
         """Every stage's plan, for the exchange that the tensor's size calls for."""
         if not self._parts:
-            self.held = self.cargo.blocks()
-            self.target = self.cargo.target(self.held) if self._first is None else self._first.target
-            self._parts = self._staged.plans[self.cargo.way][self._staged.exchange.name_of(self.held)]
+            self.blocks = self.outgoing.blocks()
+            self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
+            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.blocks)]
         return self._parts
 
 
-class Stage:
+class Stage(NamedTuple):
     """One stage of a tensor, posted."""
 
-    def __init__(
-        self, number: int, posted: LanePending[tuple[Started, InFlight]], passed_on: list[LanePending[None]]
-    ) -> None:
-        self.number, self.posted, self.passed_on = number, posted, passed_on
+    number: int
+    posted: LanePending[tuple[Started, InFlight]]
+    passed_on: list[LanePending[None]]
 
 
-class TensorInStages:
-    """One tensor on its way, chunk by chunk; see `Arriving`."""
+class OutputSender:
+    """Sends attention's output to the ranks of its rows, the last chunk first."""
 
-    def __init__(self, staged: StagedExchange, cargo: Forward, stages: list[Stage]) -> None:
-        self._staged, self._cargo, self._stages, self.together = staged, cargo, stages, cargo.names[0]
-        self._landed: dict[int, LanePending[Tensor]] = {}
-
-    def wait(self) -> Tensor:
-        return [self.chunk(number) for number in range(len(self._stages))][-1]
-
-    def expect(self, number: int) -> LanePending[Tensor]:
-        if number not in self._landed:
-            self._landed[number] = self._staged.land(self._stages[number])
-        return self._landed[number]
-
-    def chunk(self, number: int) -> Tensor:
-        received_BSGW = self.expect(number).wait()
-        return self._cargo.decode([received_BSGW], self._staged.rows(self._cargo.layout, number))[0]
-
-
-class OutputInStages:
-    """Attention's output on its way to the ranks of its rows, the last chunk first."""
-
-    def __init__(self, staged: StagedExchange, end: End) -> None:
+    def __init__(self, staged: StagedExchange, end: CallEnd) -> None:
         self._staged, self._end = staged, end
         self._first: Started | None = None
         self._landed: list[LanePending[Tensor]] = []
@@ -211,7 +202,7 @@ class OutputInStages:
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Sends a finished chunk's rows [B, T, G, D]."""
         staged = self._staged
-        started = Started(staged, Back(self._end, out_BTGD, staged.chunks[number]), self._first)
+        started = Started(staged, OutputToRows(self._end, out_BTGD, staged.chunks[number]), self._first)
         self._first = self._first or started
         self._landed.append(staged.land(staged.post(started, number)))
 
@@ -222,7 +213,13 @@ class OutputInStages:
         return self._end.coded.decode_output(out_BLHW)
 
 
-def _parts_in_use(plans: Mapping[str, list[Parts]], number: int) -> list[int]:
+def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
+    """None on machines whose tokens make one chunk."""
+    stages = Stages(exchange.topology, exchange.rank, chunking.chunks)
+    return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
+
+
+def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:
     """Which of a stage's two later parts has messages, in any of the plans."""
     return [
         part

@@ -10,48 +10,35 @@ out_BLHD = transfer.back(out_BSGD)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cocodiff.comm.transport import LanePending
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.blocks import Target
-from cocodiff.wire.cargo import Back, End, Forward
 from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.staged import OutputInStages
+from cocodiff.wire.outgoing import CallEnd, Outgoing, OutputToRows, TensorsToHeads
 
+if TYPE_CHECKING:
+    from cocodiff.wire.staged import OutputSender
 
-class Arriving(Protocol):
-    """One tensor on its way to this rank's heads. together: the names of those that it travels with."""
-
-    together: str
-
-    def wait(self) -> Tensor:
-        """All rows of this rank's heads, [B, S, G, D]."""
-        ...
-
-    def chunk(self, number: int) -> Tensor:
-        """The whole sequence, of which this chunk and those asked for before are here. In ascending order, each chunk
-        once."""
-        ...
-
-    def expect(self, number: int) -> object:
-        """Has a chunk put in place as soon as it is here. Chunks land in the order in which they are expected."""
-        ...
+TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
 
 
 class Transfer:
     """in_stages: whether tensors come chunk by chunk; known once something was sent, the same on all ranks."""
 
     in_stages = False
-    _opened = False
 
     def __init__(self, exchange: Exchange, coded: CodedCall, layer: str = "") -> None:
         """coded: what travels in tensors' place. layer: the kind of layer, for the trace."""
         self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
-        self.end = End(exchange.rank, exchange.kernels, coded, layer)
+        self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
+        self._sent = 0
 
     def send(self, wait_next: bool = False, **tensors_BLHD: Tensor) -> dict[str, Arriving]:
         """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer.
@@ -59,25 +46,37 @@ class Transfer:
         wait_next: the caller waits for them next, so there is nothing to travel behind: the lane's job runs on the
         thread that waits.
         """
-        if not self._opened:
-            self._opened = True
+        if not self._sent:
             self.open(tensors_BLHD)
+        self._sent += len(tensors_BLHD)
         return self.post(tensors_BLHD, wait_next)
 
+    @property
+    def all_sent(self) -> bool:
+        """Whether q, k and v were all given to `send`."""
+        return self._sent == TENSORS
+
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """What is decided once for the call, by the first tensors that are sent."""
-        like_BLHD, staged = next(iter(tensors_BLHD.values())), self.exchange.staged
+        """Decides once for the call, by the first tensors that are sent."""
+        like_BLHD = next(iter(tensors_BLHD.values()))
         self.coded.begin(like_BLHD)
-        self.in_stages = staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        self.in_stages = self.stages_pay(like_BLHD)
+        if self.in_stages:
+            self.coded.comes_in_stages()
+
+    def stages_pay(self, like_BLHD: Tensor) -> bool:
+        """Whether the call goes in stages, as tensors of this form do where they are large enough."""
+        staged = self.exchange.staged
+        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
-        """As `send`, with the coding's `encode` as the lane's first work; in stages where those pay for this size."""
+        """As `send`, with the coding's `encode` as the lane's first work."""
         staged = self.exchange.staged
-        if staged is not None and self.in_stages:
-            self.coded.comes_in_stages()
-            return {**staged.send({name: Forward(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()})}
-        cargo = Forward(self.end, tensors_BLHD)
-        return tensors_of(Whole(cargo, self.exchange.submit(cargo, wait_next)))
+        if staged is None or not self.in_stages:
+            outgoing = TensorsToHeads(self.end, tensors_BLHD)
+            return arriving_whole(outgoing, self.exchange.submit(outgoing, wait_next))
+        one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
+        return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, Arriving]) -> dict[str, Tensor]:
         """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
@@ -90,67 +89,25 @@ class Transfer:
     def back(self, out_BSGD: Tensor) -> Tensor:
         """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
         of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
-        cargo = Back(self.end, out_BSGD)
-        arriving = WholeOutput(cargo, self.exchange.submit(cargo, wait_next=True), self.coded)
-        with self.exchange.trace.span("wait for o", layer=self.layer):
-            return arriving.wait()
+        outgoing = OutputToRows(self.end, out_BSGD)
+        pending = self.exchange.submit(outgoing, wait_next=True)
+        with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
+            return outgoing.decode(pending.wait().tensors)[0]
 
-    def back_in_stages(self) -> OutputInStages:
+    def back_in_stages(self) -> OutputSender:
         """The way back, chunk by chunk."""
         assert self.exchange.staged is not None, "what came in stages goes back in stages"
-        return OutputInStages(self.exchange.staged, self.end)
+        return self.exchange.staged.output_sender(self.end)
 
 
-class Whole:
-    """Tensors that travel together, each whole."""
+def arriving_whole(outgoing: Outgoing, pending: LanePending[Target]) -> dict[str, Arriving]:
+    """By name tensors that travel together, each whole; they are decoded once, together."""
 
-    def __init__(self, cargo: Forward, pending: LanePending[Target]) -> None:
-        self.cargo, self._pending = cargo, pending
-        self._decoded: list[Tensor] = []
+    @cache
+    def decoded() -> Sequence[Tensor]:
+        return outgoing.decode(pending.wait().tensors)
 
-    def received(self) -> Sequence[Tensor]:
-        """What has come, once it is here, as it travels."""
-        return self._pending.wait().tensors
+    def arriving(index: int) -> Arriving:
+        return Arriving("".join(outgoing.names), lambda _chunk: decoded()[index])
 
-    def wait(self) -> list[Tensor]:
-        """The tensors, decoded once."""
-        if not self._decoded:
-            self._decoded = self.cargo.decode(self.received())
-        return self._decoded
-
-
-class OneOf:
-    """One of the tensors that travel together: every chunk is there when all are. See `Arriving`."""
-
-    def __init__(self, whole: Whole, index: int) -> None:
-        self._whole, self._index, self.together = whole, index, "".join(whole.cargo.names)
-
-    def wait(self) -> Tensor:
-        return self._whole.wait()[self._index]
-
-    def chunk(self, number: int) -> Tensor:
-        return self.wait()
-
-    def expect(self, number: int) -> None:
-        return
-
-
-def tensors_of(whole: Whole) -> dict[str, Arriving]:
-    """By name those that travel together."""
-    return {name: OneOf(whole, index) for index, name in enumerate(whole.cargo.names)}
-
-
-class WholeOutput:
-    """Attention's output on its way to the ranks of its rows, whole."""
-
-    def __init__(self, cargo: Back, pending: LanePending[Target], coded: CodedCall) -> None:
-        self.cargo, self._pending, self._coded = cargo, pending, coded
-
-    def received(self) -> Tensor:
-        """What has come, once it is here, as it travels."""
-        (received_BLHW,) = self._pending.wait().tensors
-        return received_BLHW
-
-    def wait(self) -> Tensor:
-        """All heads of this rank's rows, [B, L, H, D]."""
-        return self._coded.decode_output(self.received())
+    return {name: arriving(index) for index, name in enumerate(outgoing.names)}

@@ -26,7 +26,7 @@ from cocodiff.processes.emulated import emulated
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology
-from cocodiff.topology.segments import Part, Segment
+from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff.trace import Span, Trace
 from cocodiff_bench import common, oneccl
 from cocodiff_bench.common import Benchmark, Row, Values
@@ -153,7 +153,7 @@ def random_blocks(size_mb: float, transport: Any) -> Blocks:
 
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
-    layout = Layout((Part(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
+    layout = Layout((DealtSegment(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
     generator = torch.Generator().manual_seed(transport.rank)
     packed = torch.randn(ranks, L, HEAD_DIM, generator=generator)
     x_BLHD = packed.transpose(0, 1).contiguous()[None]

@@ -27,7 +27,8 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace, save_traces
+from cocodiff.trace import Trace
+from cocodiff.trace_files import save_traces
 from cocodiff.trace_summary import first_phase, summarise
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values, meet

@@ -34,7 +34,8 @@ from cocodiff.planning.one_peer import SerialTransport
 from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace, save_traces
+from cocodiff.trace import Trace
+from cocodiff.trace_files import save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.step_rows import OUTPUTS, Late, Measured, config_of, key_of, measured_kinds, more_words, rows_of

@@ -40,7 +40,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
-    from cocodiff.assemble import Work, settled
+    from cocodiff.assemble import AttentionWork, with_codec_chosen
     from cocodiff.models.tokens import image_and_text
     from cocodiff.planning.calibrate import Constants
     from cocodiff.planning.here import measure_device, rank_share
@@ -54,8 +54,8 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
         mine = None if transport.rank else measure_device(share, shape, load, topology.size)
         slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
         topology = replace(topology, machine=replace(slowed, device=transport.broadcast_object(mine)))
-    work = Work(values["heads"], HEAD_DIM, segments, itemsize=load.itemsize)
-    found = {name: settled(config, topology, work) for name, config in configs.items()}
+    work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=load.itemsize)
+    found = {name: with_codec_chosen(config, topology, work) for name, config in configs.items()}
     where = f" (links {scale:g} times slower, arithmetic as measured on this host)" if scale else ""
     for name, (_, line) in found.items():
         if line and not transport.rank:

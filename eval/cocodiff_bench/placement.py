@@ -29,7 +29,7 @@ from cocodiff_bench.common import Benchmark, Row, Values, meet
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
     from cocodiff.attention.strategy import Strategy
     from cocodiff_bench.waiting import WaitingAttention
 
@@ -102,12 +102,12 @@ def check(values: Values, ranks: int | None) -> None:
         named_cases(values, common.topology_of(values, ranks), 0.0)
 
 
-def work_of(values: Values, attention_s: float | None = None) -> Work:
+def work_of(values: Values, attention_s: float | None = None) -> AttentionWork:
     """attention_s: of a wait, in seconds of the emulated machine where there is one."""
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
 
     scale = float(emulated().get("scale", 1.0))
-    return Work(
+    return AttentionWork(
         values["heads"],
         values["head_dim"],
         image_and_text(values["image_tokens"], values["text_tokens"]),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.placement import MESSAGE_S, Priced, by_degree, choose, price, table
@@ -37,9 +37,9 @@ def priced(nodes: int, tiles: int, heads: int, ring: int, placement: str) -> Pri
     return of_degree[0]
 
 
-def even_work(ranks: int, heads: int) -> Work:
+def even_work(ranks: int, heads: int) -> AttentionWork:
     """One byte for each token and head; tokens divide by all ranks."""
-    return Work(heads, head_dim=1, segments=image_and_text(4 * ranks, 0), itemsize=1)
+    return AttentionWork(heads, head_dim=1, segments=image_and_text(4 * ranks, 0), itemsize=1)
 
 
 def blhd(one: Priced) -> Fraction:
@@ -98,7 +98,7 @@ def test_a_ring_through_a_node_stays_on_cards_and_planes(machine, size, ring):
 
 def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
     """The links that a rank's blocks go on over, one for each."""
-    ranks = [group[mesh.seat(rank)[1]] for group in mesh.groups]
+    ranks = [group[mesh.group_and_slot(rank)[1]] for group in mesh.groups]
     onward = [visit.onward for visit in visits_of(mesh, rank) if visit.onward is not None]
     return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
 
@@ -202,7 +202,7 @@ def test_priced_bytes_are_those_of_all_messages(topology, heads, data):
 @pytest.mark.parametrize("placement", ["topology", "usp"])
 def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, placement):
     """Move by move with all messages of it, where prices take every level's largest blocks; here blocks are alike."""
-    topology, work = topology_of("aurora", size), Work(24, segments=image_and_text(64 * size, 0))
+    topology, work = topology_of("aurora", size), AttentionWork(24, segments=image_and_text(64 * size, 0))
     mesh = Mesh.build(topology, ring, placement)
     layouts, wires = mesh.layouts(work.segments, 24), Wires(topology)
     of_ranks = [visits_of(mesh, rank) for rank in range(size)]
@@ -211,7 +211,7 @@ def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, pl
     for number, seconds in enumerate(found):
         sent = []
         for rank, visits in enumerate(of_ranks):
-            slot, visit = mesh.seat(rank)[1], visits[number]
+            slot, visit = mesh.group_and_slot(rank)[1], visits[number]
             count = 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * work.cell
             sent.append((rank, mesh.groups[visit.onward.to][slot], count))
         traffic = Traffic(wires)
@@ -241,23 +241,23 @@ def test_a_message_on_the_links_it_takes():
 
 def test_a_mesh_for_128_nodes():
     """1,536 ranks have millions of messages: their prices are sums over arrays."""
-    mesh = choose(topology_of("aurora", 1536), Work(24))
+    mesh = choose(topology_of("aurora", 1536), AttentionWork(24))
     assert (mesh.ulysses, mesh.ring) == (24, 64)
 
 
 def test_what_auto_takes():
     aurora = topology_of("aurora", 96)
-    mesh = choose(aurora, Work(24))
+    mesh = choose(aurora, AttentionWork(24))
     assert (mesh.ulysses, mesh.ring, mesh.placement) == (24, 4, "topology")
-    assert choose(topology_of("aurora", 12), Work(24)).ring == 1
-    assert choose(topology_of("local", 24), Work(24)).ring == 1
-    assert choose(topology_of("local", 5), Work(4)).ring == 5  # a prime number of ranks
-    assert choose(topology_of("local", 48), Work(24)).ulysses == 24
-    large = Work(38, segments=image_and_text(65536, 512))
+    assert choose(topology_of("aurora", 12), AttentionWork(24)).ring == 1
+    assert choose(topology_of("local", 24), AttentionWork(24)).ring == 1
+    assert choose(topology_of("local", 5), AttentionWork(4)).ring == 5  # a prime number of ranks
+    assert choose(topology_of("local", 48), AttentionWork(24)).ulysses == 24
+    large = AttentionWork(38, segments=image_and_text(65536, 512))
     uneven = choose(aurora, large)
-    assert price(uneven, Work(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
+    assert price(uneven, AttentionWork(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
     assert uneven.ulysses > 2
-    assert choose(aurora, Work(24), prefer_ulysses=True).ring == 4
+    assert choose(aurora, AttentionWork(24), prefer_ulysses=True).ring == 4
     assert choose(topology_of("aurora", 24), large).ring > 1  # the idle heads cost most there
     assert choose(topology_of("aurora", 24), large, prefer_ulysses=True).ring == 1
 
@@ -265,7 +265,7 @@ def test_what_auto_takes():
 def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
     """12 MB of q, k and v per rank on two nodes, attention as long as they travel."""
     topology = topology_of("aurora", 24)
-    whole = Work(12, 128, image_and_text(15624, 0), itemsize=4, attention_s=1e-3)
+    whole = AttentionWork(12, 128, image_and_text(15624, 0), itemsize=4, attention_s=1e-3)
     staged, too_small = (replace(whole, chunking=lambda _, mb=mb: Chunking(2, mb)) for mb in (4, 100))
     for mesh in (Mesh.build(topology, 2, placement) for placement in ("topology", "usp")):
         alone, ours = price(mesh, whole), price(mesh, staged)
@@ -278,12 +278,12 @@ def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
 
 
 def test_what_uneven_heads_cost():
-    one = price(choose(topology_of("aurora", 24), Work(38), ring=1), Work(38))
+    one = price(choose(topology_of("aurora", 24), AttentionWork(38), ring=1), AttentionWork(38))
     assert sorted(set(one.heads)) == [1, 2] and one.idle == pytest.approx(2 * 24 / 38)
 
 
 def test_a_table_of_all_meshes():
-    topology, work = topology_of("aurora", 24), Work(38)
+    topology, work = topology_of("aurora", 24), AttentionWork(38)
     every, taken = by_degree(topology, work), choose(topology, work)
     lines = table(every, taken)
     assert len(lines) == 1 + sum(map(len, every)) and len({len(line.split("<-")[0].rstrip()) for line in lines}) == 1
@@ -300,7 +300,7 @@ def test_a_table_of_all_meshes():
 )
 def test_rings_that_cannot_be(size, heads, ring, message):
     with pytest.raises(UserError, match=message):
-        choose(topology_of("local", size), Work(heads), ring)
+        choose(topology_of("local", size), AttentionWork(heads), ring)
 
 
 def test_a_layer_with_too_few_heads():

@@ -55,7 +55,7 @@ def strategy(
     v_major: tuple[Any, str, str] | None = None,
 ) -> Any:
     """One rank's attention on a mesh, as the engine wires it. v_major: its schedule, scoring and reference."""
-    group, slot = mesh.seat(transport.rank)
+    group, slot = mesh.group_and_slot(transport.rank)
     members, ring, ours = Part(transport, mesh.groups[group]), None, None
     if mesh.ring > 1:
         ring = Ring(mesh, transport, trace, sequences=[sequence_of(part, slot, chunks) for part in mesh.parts])
@@ -166,12 +166,12 @@ def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchan
 def sent_round(mesh: Mesh, rank: int) -> dict[int, list[int]]:
     """Whose blocks a rank of a full grid sends to whom, played through: everybody's hand goes to the same place of the
     next tile, after all tiles of the next card, after all cards of the next node."""
-    slot = mesh.seat(rank)[1]
+    slot = mesh.group_and_slot(rank)[1]
     shape = _, cards, tiles = rounds_of(mesh)[slot].shape
     at = mesh.topology.places
     ranks = sorted((ranks[slot] for ranks in mesh.groups), key=lambda one: (at[one].node, at[one].card, at[one].plane))
     rank_at = dict(zip(product(*map(range, shape)), ranks, strict=True))
-    hand, sent = {place: mesh.seat(one)[0] for place, one in rank_at.items()}, {}
+    hand, sent = {place: mesh.group_and_slot(one)[0] for place, one in rank_at.items()}, {}
     for move in range(1, len(ranks)):
         level = 2 if move % tiles else 1 if move % (tiles * cards) else 0
         after = {place: (*place[:level], (place[level] + 1) % shape[level], *place[level + 1 :]) for place in hand}
@@ -228,7 +228,7 @@ def test_at_most_two_foreign_blocks_are_here(machine, size, ring):
         watched = ForeignBlocks(transport)
         around = Ring(mesh, watched, Trace())
         layouts = mesh.layouts(image_and_text(image, text), heads)
-        group, slot = mesh.seat(transport.rank)
+        group, slot = mesh.group_and_slot(transport.rank)
         here = [row for rank in mesh.groups[group] for row in rows_of(topology, rank, image, text)]
         parts = [x[:, here][:, :, layouts[group].head_slices[slot]].contiguous() for x in whole]
         qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image_and_text(image, text), heads)

@@ -37,10 +37,6 @@ def all_to_all(group: Any) -> None:
     group.all_to_all(sends, [torch.empty_like(one) for one in sends]).wait()
 
 
-def all_reduce(group: Any) -> None:
-    group.all_reduce(torch.ones(5)).wait()
-
-
 def errors_of(call: Any, number: int, through_host: bool = False) -> list[PeerLost]:
     """Every rank's error where the given message from rank 1 to rank 2 has a bit flipped."""
 
@@ -64,7 +60,6 @@ def errors_of(call: Any, number: int, through_host: bool = False) -> list[PeerLo
         (send_to_next, "18 bytes, bfloat16 [9]"),
         (all_gather, "84 bytes, float32 [7, 3]"),
         (all_to_all, "12 bytes, float32 [3]"),
-        (all_reduce, "20 bytes, float32 [5]"),
     ],
 )
 @pytest.mark.parametrize("through_host", [False, True])

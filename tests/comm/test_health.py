@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from watches import awaited_error, close_all, lost_while_waiting, open_all, process_rank, survivors_and
 
-from cocodiff.comm.health import Alone, Watch
+from cocodiff.comm.health import Health, Watch
 from cocodiff.errors import PeerLost, UserError
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
@@ -193,7 +193,7 @@ def test_blame_leaves_other_errors_alone():
     watches = open_all(range(2), 2)
     error = RuntimeError("of its own")
     assert watches[0].blame(error) is error
-    assert Alone().blame(error) is error
+    assert Health().blame(error) is error
     close_all(watches)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.transport import Lane, LanePending
 from cocodiff.device import HandedOver
@@ -31,13 +31,13 @@ class DoneTooLate(Future):
 
 def test_a_job_that_ends_as_a_wait_gives_up_has_its_result():
     ended = DoneTooLate(lambda future: future.set_result(HandedOver(5, CPU)))
-    assert LanePending(ended, Alone()).wait() == 5
+    assert LanePending(ended, Health()).wait() == 5
 
 
 def test_a_job_that_itself_times_out_says_so():
     late = TimeoutError("no answer from the store")
     with pytest.raises(TimeoutError, match="no answer from the store"):
-        LanePending(DoneTooLate(lambda future: future.set_exception(late)), Alone()).wait()
+        LanePending(DoneTooLate(lambda future: future.set_exception(late)), Health()).wait()
 
 
 def test_a_closed_lane_refuses_jobs_that_nobody_would_run():
@@ -54,7 +54,7 @@ def test_a_closed_lane_refuses_jobs_that_nobody_would_run():
 SOON_S = 20.0  # a test that waits longer for a thread has failed
 
 
-class Watched(Alone):
+class Watched(Health):
     """Knows when a thread is blocked in a wait, and ends a wait that has no end."""
 
     def __init__(self):

@@ -28,10 +28,7 @@ def test_messages_go_by_the_parts_numbers():
         received = torch.empty(1)
         group.send_recv([(torch.tensor([float(part.rank)]), following)], [(received, before)]).wait()
         assert received.item() == before
-        total = torch.tensor([float(part.rank)])
-        group.all_reduce(total).wait()
         group.barrier()
-        assert total.item() == 3
         two = part.group([2, 0]) if part.rank != 1 else part.group([1])
         assert two.ranks[two.index] == part.rank
 

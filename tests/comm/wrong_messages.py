@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.launch import Launch
-from cocodiff.comm.transport import Group, PeerGroup, Pending, Transport
+from cocodiff.comm.transport import Group, Pending, Transport
 from cocodiff.config import Config
 from cocodiff.processes.ranks import run_ranks
 
@@ -18,7 +18,7 @@ RANKS, CALLS = 3, 4
 SENDER, RECEIVER = 1, 2
 
 
-class Faulty(PeerGroup):
+class Faulty(Group):
     """A group whose n-th message to a peer comes with one bit flipped, or not at all, nor does its checksum."""
 
     def __init__(self, group: Group, fault: str, peer: int, number: int) -> None:

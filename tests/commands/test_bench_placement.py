@@ -11,7 +11,7 @@ from cocodiff_bench.placement import BENCHMARK, check_alike, named_cases
 from launching import with_options
 from warm import forked
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.cli.main import main
 from cocodiff.config import load_machine
 from cocodiff.models.tokens import image_and_text
@@ -43,7 +43,9 @@ def test_every_mesh_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((out / "bench.json").read_text())["rows"]
     topology = Topology.build(load_machine("local"), 4)
-    defaults = [of_degree[0] for of_degree in by_degree(topology, Work(3, 8, image_and_text(40, 4), itemsize=4))]
+    defaults = [
+        of_degree[0] for of_degree in by_degree(topology, AttentionWork(3, 8, image_and_text(40, 4), itemsize=4))
+    ]
     of_case = [row for row in rows if row["case"].endswith("attention 0.01 s")]
     assert len(rows) == 2 * len(of_case) and len(defaults) == 2
     by_name = {row["variant"]: row for row in of_case}

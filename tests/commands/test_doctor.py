@@ -15,7 +15,7 @@ from launching import mpiexec, run
 from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.gather import environment
 from cocodiff.cli.main import main
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.errors import OwnRankError
 
 pytestmark = pytest.mark.processes
@@ -97,7 +97,7 @@ def test_what_doctor_writes_gives_access_to_nothing(monkeypatch):
 def test_a_step_that_fails_is_named(tmp_path):
     with (
         pytest.raises(OwnRankError, match="all-to-alls: a message of 45 bytes"),
-        doctor.patience(60, 0, Alone(), "all-to-alls"),
+        doctor.patience(60, 0, Health(), "all-to-alls"),
     ):
         raise ValueError("a message of 45 bytes is no value of ours")
 
@@ -114,13 +114,13 @@ def test_a_step_that_hangs_is_named(monkeypatch):
     said: list[bytes] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(os, "write", lambda _, text: said.append(text))
-    with doctor.patience(0.01, 3, Alone(), "all-to-alls"):
+    with doctor.patience(0.01, 3, Health(), "all-to-alls"):
         for _ in range(500):
             if ended:
                 break
             time.sleep(0.01)
     assert ended == [1] and b"rank 3 hangs since 0.01 s at all-to-alls" in said[0]
-    with doctor.patience(60, 3, Alone(), "nothing"):
+    with doctor.patience(60, 3, Health(), "nothing"):
         pass
     assert ended == [1]
 

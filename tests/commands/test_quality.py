@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from killed_runs import Killed, results
 from warm import forked
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.cli.main import main
 from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
@@ -101,7 +101,7 @@ def test_the_ladder_suits_the_links_and_ends_exactly(machine, ranks, codecs, tmp
         machine = str(tmp_path / "slow.yaml")
         Path(machine).write_text(yaml.safe_dump(slow))
     topology = Topology.build(load_machine(machine), ranks)
-    quality = asked("50dB").for_links(topology, Work(heads=24))
+    quality = asked("50dB").for_links(topology, AttentionWork(heads=24))
     assert [config.exact for config in quality.rungs.values()] == [False] * (len(quality.rungs) - 1) + [True]
     assert {config.codec for config in quality.rungs.values()} == codecs
     assert [*quality.changes] == [*quality.rungs]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.transport import Group, PeerGroup, Pending
+from cocodiff.comm.transport import Group, Pending
 from cocodiff.engine import parallelize
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def chosen(values: Iterable[Any], *some: Any) -> list[Any]:
     return [pytest.param(value, marks=() if value in some else left_out) for value in values]
 
 
-class Late(PeerGroup):
+class Late(Group):
     """A group of the CPU's whose messages leave and arrive late, by a random time, and that keeps the stream of whoever
     waits busy meanwhile."""
 

@@ -16,7 +16,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import Cut, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Streams
+from cocodiff.wire.blocks import EncodedBlocks
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.staged import StagedExchange
@@ -24,7 +24,7 @@ from cocodiff.wire.staged import StagedExchange
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 
 
-class Decides(Protocol):
+class Codec(Protocol):
     """What a call asks of its coding, see `Lossless`."""
 
     kept: int
@@ -57,7 +57,7 @@ class LosslessCall(CodedCall):
     rooms: Mapping[str, int]
     noted: Noted | None = None
 
-    def __init__(self, coding: Decides, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
+    def __init__(self, coding: Codec, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
         super().__init__(layout)
         self._coding, self.state, self._exchange, self._layer = coding, state, exchange, layer
         self._kernels, self._trace, self.rooms = exchange.kernels, exchange.trace, {}
@@ -91,7 +91,7 @@ class LosslessCall(CodedCall):
         ]
         return Encoded(payloads, layout)
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | Streams:
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
         ranks: Sequence[int] = self.layout.in_sequence
         if self._staged is not None:  # the last chunk goes first
             ranks = self._staged.chunks[-1 - self._stage_of("o")]
@@ -100,7 +100,7 @@ class LosslessCall(CodedCall):
 
     def _encoded(
         self, name: str, x_BTHD: Tensor, rows: slice, length: int, cut: Cut, ranks: Sequence[int]
-    ) -> Tensor | Streams:
+    ) -> Tensor | EncodedBlocks:
         """What travels in the place of `rows` of a tensor's `length` rows, a block for each of `ranks`."""
         if not self.codes:
             return x_BTHD
@@ -126,7 +126,7 @@ class LosslessCall(CodedCall):
             self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
             shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
             found.append(stream[: room * count].view(shape))
-        return Streams(found)
+        return EncodedBlocks(found)
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 

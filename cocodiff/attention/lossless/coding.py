@@ -35,7 +35,7 @@ MARGIN = 0.125  # bits for a number that the first part has room for beyond what
 CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 
 
-class Held(NamedTuple):
+class LosslessKind(NamedTuple):
     """A kind of call, for recordings. anew: it follows no other. share: what the first part takes of a whole tensor."""
 
     anew: bool
@@ -46,7 +46,7 @@ class Lossless(Coding):
     """Sends streams. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
-    held: Held | None = None
+    fixed_kind: LosslessKind | None = None
 
     def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
         """ranks: of the Ulysses group. everyone: those that share the sequence, who agree on sizes."""
@@ -81,7 +81,7 @@ class Lossless(Coding):
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
-                self.notes.settle()
+                self.notes.hand_out()
             self.notes.clear()
         self._sites.clear()
 
@@ -98,8 +98,8 @@ class Lossless(Coding):
         """Decides how a call is coded, alike on all ranks."""
         assert self.notes is not None, "one rank alone codes nothing"
         state, head_dim = call.state, like_BLHD.shape[-1]
-        self.notes.settle()
-        state.begin(like_BLHD, call.layout, self.moment, self.held is not None and self.held.anew)
+        self.notes.hand_out()
+        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
         call.number, call.factor = state.follows, state.factor * self.factor or None
         call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
         if call.codes and state.follows:
@@ -108,15 +108,15 @@ class Lossless(Coding):
             call.rooms |= dict.fromkeys("qkv", of_three)
             call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
             call.noted = self.notes.of_call(like_BLHD.device, largest=True)
-            call.noted.settle.append(state.settle)
+            call.noted.takers.append(state.take_notes)
         call.noted_step.add(bool(call.rooms), len(TENSORS) * call.share)
 
     def _room(self, state: SiteState, name: str, head_dim: int) -> int:
         """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
         the noise level moves farther now than it did then, as a bit more holds twice the difference."""
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
-        if self.held is not None:
-            room = self.held.share * whole
+        if self.fixed_kind is not None:
+            room = self.fixed_kind.share * whole
         elif not needed:
             room = FIRST_ROOM * whole
         else:

@@ -41,7 +41,7 @@ class SiteState(SiteCalls):
     def begin_anew(self) -> None:
         self.needed, self.sent, self.received = {}, {}, {}
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
 
     def bytes_held(self) -> int:

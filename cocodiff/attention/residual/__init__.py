@@ -1,0 +1,1 @@
+"""The residual codec: tensors travel as their differences from a prediction. Its face is `coding.Residual`."""

@@ -1,4 +1,4 @@
-"""What travels is what a tensor differs by from its prediction: the residual codec, in 2, 4 or 8 bits a channel.
+"""The residual codec: a tensor travels as its difference from a prediction, in 2, 4 or 8 bits a channel.
 
 Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
 sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
@@ -10,27 +10,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, SharedNotes, is_fine
-from cocodiff.attention.residual.call import ResidualCall
-from cocodiff.attention.residual.state import CodedStep, SiteState
+from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, is_fine
+from cocodiff.attention.residual.state import CodedStep, End, SiteState, kept
 from cocodiff.attention.strategy import Site
-from cocodiff.kernels.residual import GROUP, Prediction
+from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coded import CodedCall
+from cocodiff.trace import Trace
+from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
 FIRST_BITS = 4  # times the bits: of a first call, which has nothing to predict by; whole above FINEST
+# The operand of a displaced tensor goes half as far as the prediction that codes are made against: what it errs by is
+# not corrected within the call.
+DAMPING = 0.5
 
 
-class Held(NamedTuple):
+class ResidualKind(NamedTuple):
     """A kind of call. anew: it follows no other. fine: with the bits of the last steps."""
 
     anew: bool
@@ -41,7 +47,7 @@ class Residual(Coding):
     """Sends residuals. On one rank nothing travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
-    held: Held | None = None  # in the place of what calls are decided by, for recordings of one kind of them
+    fixed_kind: ResidualKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps and
@@ -79,7 +85,7 @@ class Residual(Coding):
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
-                self.notes.settle()
+                self.notes.hand_out()
             self.notes.clear()
         self._sites.clear()
 
@@ -97,19 +103,19 @@ class Residual(Coding):
     @property
     def fine(self) -> bool:
         """Whether this is one of the last steps, whose errors no later step corrects."""
-        return is_fine(self.moment, self._settings.fine_steps) if self.held is None else self.held.fine
+        return is_fine(self.moment, self._settings.fine_steps) if self.fixed_kind is None else self.fixed_kind.fine
 
     def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
         """Decides how a call is coded, alike on all ranks."""
         assert self.notes is not None, "one rank alone codes nothing"
         state = call.state
-        self.notes.settle()
-        state.begin(like_BLHD, call.layout, self.moment, self.held is not None and self.held.anew)
+        self.notes.hand_out()
+        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
         call.number, call.bits, call.predictions = state.follows, self.bits(state), self.predictions(state)
         if call.bits is not None:
             call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
             call.noted = self.notes.of_call(like_BLHD.device)
-            call.noted.settle.append(state.settle)
+            call.noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.predictions.values(), call.share)
 
     def bits(self, state: SiteState) -> int | None:
@@ -130,6 +136,134 @@ class Residual(Coding):
         factor, predictor = state.factor, self._settings.predictor
         linear = factor > 0 and (predictor == "taylor" or name in state.linear)
         return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures and state.follows > 0)
+
+
+class ResidualCall(CodedCall):
+    """number, bits and predictions are known once the call has begun. number: of the call among those that follow one
+    another, 0 for the first. bits: of a channel; None where tensors travel as they are. predictions: by name, none in a
+    call that is not coded. noted: where its encoding notes how it went, if it is coded. displaced: the tensors that no
+    call waits for."""
+
+    number: int
+    bits: int | None
+    predictions: Mapping[str, Prediction]
+    noted: Noted | None = None
+    measures = True
+    displaced: frozenset[str] = frozenset()
+
+    def __init__(self, coding: Residual, state: SiteState, kernels: Kernels, trace: Trace, layout: Layout, layer: str):
+        super().__init__(layout)
+        self._coding, self.state, self._kernels, self._trace, self._layer = coding, state, kernels, trace, layer
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
+        self._coding.begin_call(self, like_BLHD)
+
+    @property
+    def coded(self) -> bool:
+        return self.bits is not None
+
+    def width(self, x_BLHD: Tensor) -> int:
+        """Bytes of one head of one token on the wire."""
+        return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        return len(x_BLHD) * self.width(x_BLHD)
+
+    # Where calls do not wait for what they send: see `DisplacedCall` --------------------------------------------------
+
+    def continues(self, name: str) -> bool:
+        """Whether a displaced tensor's operand is a continuation."""
+        return name in self.predictions and self.predictions[name].linear
+
+    def displace(self, names: frozenset[str]) -> None:
+        """These tensors are displaced. Of those that are continued the operand is written in the pass in which what
+        the last call left is decoded."""
+        self.displaced, self.state.wanted = names, {}
+        for name in names:
+            if self.continues(name):
+                newest_BTHD = self.state.received[name].newest(self.number)
+                factor = DAMPING * self.predictions[name].factor
+                self.state.wanted[name] = Onward(factor, torch.empty_like(newest_BTHD))
+        self._operands = dict(self.state.wanted)
+
+    def operand(self, name: str, last: Tensor) -> Tensor:
+        """The operand that attention, or the model, takes in a displaced tensor's place. last: what the last call
+        left."""
+        onward = self._operands.pop(name, None)  # what is in flight keeps this call until the next one, and not these
+        if onward is None:
+            return last
+        if self.state.wanted.pop(name, None) is not None:  # nothing was decoded since
+            last_BTHD, before_BTHD = self.state.received[name].known(self.number, slice(None))
+            assert before_BTHD is not None, "what is continued has one before"
+            self._kernels.continue_linearly(last_BTHD, before_BTHD, onward)
+        return onward.out_BLHD
+
+    # On the wire ------------------------------------------------------------------------------------------------------
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
+        return Encoded(payloads, self.layout)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        return [self._received(name, x, rows) for name, x in received_BSGW.items()]
+
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
+        return self._sent("o", out_BTGD, rows, sum(self.layout.rows))
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
+
+    def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
+        """Encodes `rows` of a tensor's `length` rows."""
+        ends = self.state.sent
+        if name not in ends:
+            ends[name] = self._end(x_BTHD, length)
+        if self.bits is None:
+            ends[name].written(self.number)[:, rows] = x_BTHD
+            return x_BTHD
+        assert self.noted is not None, "a coded call has notes"
+        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
+        known = ends[name].known(self.number, rows)
+        with self._span("encode", name):
+            how, notes_N = self.predictions[name], self.noted.of(name)
+            self._kernels.encode_residual(x_BTHD, known, how, self.bits, code_BTHW, notes_N)
+        return code_BTHW
+
+    def _end(self, like_BTHW: Tensor, length: int) -> End:
+        """The reconstructions of a tensor of so many rows, in a first call: where it is coded, what it is predicted by
+        is zero."""
+        B, _, H, _ = like_BTHW.shape
+        new = like_BTHW.new_zeros if self.coded else like_BTHW.new_empty
+        last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
+        return End([*(torch.empty_like(last_BTHD) for _ in range(self._coding.kept - 1)), last_BTHD])
+
+    def _span(self, work: str, name: str) -> AbstractContextManager[None]:
+        """Of a pass over a tensor. Those of displaced ones are the main thread's work: nobody waits for a lane's."""
+        return self._trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self._layer)
+
+    def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
+        """All rows of a tensor, of which `rows` have just come."""
+        ends = self.state.received
+        if self.bits is None:
+            if name not in ends:  # else these are more rows of the same memory
+                ends[name] = kept(x_BSGW, self._coding.kept)
+            return x_BSGW
+        if name not in ends:
+            ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
+        how, known = self.predictions[name], ends[name].known(self.number, rows)
+        code_BTGW = x_BSGW[:, rows]
+        onward = self.state.wanted.pop(name, None)
+        assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
+        with self._span("decode", name):
+            factor = how.factor if how.linear else None
+            self._kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
+        return ends[name].written(self.number)
+
+
+def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:
+    """Bytes of one head of one token on the wire; bits None: of a tensor that travels as it is."""
+    return head_dim * itemsize if bits is None else coded_width(head_dim, bits)
 
 
 def codes_first_calls(codec: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a site keeps between calls: of q, k, v and the output, the reconstructions that both ends have alike."""
+"""The state of a site between calls: of q, k, v and the output, the reconstructions that both ends have alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class End:
     buffers: list[Tensor]
 
     def newest(self, call: int) -> Tensor:
-        """What the call of this number, from 1, finds as the newest."""
+        """The newest one that the call of this number, from 1, finds."""
         return self.buffers[(call - 1) % len(self.buffers)]
 
     def known(self, call: int, rows: slice) -> Reconstructions:
@@ -29,7 +29,7 @@ class End:
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:
-        """What that call's reconstruction is written to."""
+        """The buffer that that call's reconstruction is written to."""
         return self.buffers[call % len(self.buffers)]
 
 
@@ -50,8 +50,8 @@ class SiteState(SiteCalls):
     def begin_anew(self) -> None:
         self.plain, self.linear, self.sent, self.received = not self.fits, frozenset(), {}, {}
 
-    def settle(self, notes: Sequence[Sequence[int]]) -> None:
-        super().settle(notes)
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        super().take_notes(notes)
         compared = dict(zip(TENSORS, (of_tensor[1] for of_tensor in notes), strict=True))
         self.linear = frozenset(name for name, better in compared.items() if better < 0)
 

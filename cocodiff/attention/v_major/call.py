@@ -16,14 +16,15 @@ from cocodiff.attention.v_major.selection import Cards, Schedule, Selection
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import Moment
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Transfer
+from cocodiff.wire.transfer import Transfer
 
 
-class Decides(Protocol):
-    """What a call asks of its coding, see `VMajor`."""
+class Selector(Protocol):
+    """The part of `VMajor` that a call uses."""
 
     schedule: Schedule
     reference: str
@@ -43,7 +44,7 @@ class Decides(Protocol):
 
 @dataclass
 class SiteCache:
-    """What a site keeps between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
+    """The state of a site between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
     inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
 
     shape: tuple[int, ...] = ()
@@ -60,14 +61,14 @@ class SelectiveCall(CodedCall, ABC):
 
     full = True
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(layout)
         self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
         self.kernels = exchange.kernels
 
     @abstractmethod
     def selection(self) -> Selection:
-        """What travels in a selective call; waits for the choice."""
+        """The rows that travel in a selective call; waits for the choice."""
 
     def begin(self, like_BLHD: Tensor) -> None:
         cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()

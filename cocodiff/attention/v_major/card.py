@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.call import Decides, SelectiveCall, SelectiveTransfer, SiteCache, travelling_rows
+from cocodiff.attention.v_major.call import SelectiveCall, SelectiveTransfer, Selector, SiteCache, travelling_rows
 from cocodiff.attention.v_major.selection import Selection, scored_blocks, staying
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.layout import Layout
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.blocks import BlockSet, Payload, Target
-from cocodiff.wire.cargo import Forward
 from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving, Whole, tensors_of
+from cocodiff.wire.outgoing import TensorsToHeads
+from cocodiff.wire.transfer import arriving_whole
 
 
 class CardTransfer(SelectiveTransfer):
@@ -29,64 +30,64 @@ class CardTransfer(SelectiveTransfer):
 
     coded: CardCall
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(exchange, CardCall(coding, exchange, layout, site, cache), site.kind)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others, wait_next)
-        cargo, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.both_phases()
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), cargo)
-        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), cargo)
-        v = tensors_of(Whole(cargo, landed))
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
+        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
+        v = arriving_whole(outgoing, landed)
         return v | super().post(others, False) if others else v
 
 
 class CardCall(SelectiveCall):
     """One attention call whose v decides between its two phases what of q, k and v travels on."""
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(coding, exchange, layout, site, cache)
         self.chosen: Future[LanePending[Selection]] = Future()
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], cargo: Forward) -> Target:
-        held = swapped.wait()
+    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], outgoing: TensorsToHeads) -> Target:
+        on_card = swapped.wait()
         if self.full:
-            self._update_at_full_step(held)
+            self._update_at_full_step(on_card)
         else:
-            held = self._active_rows(held)
-            cargo.layout = held.layout
-        return self.exchange.last_phase(phase, cargo, held)
+            on_card = self._active_rows(on_card)
+            outgoing.layout = on_card.layout
+        return self.exchange.last_phase(phase, outgoing, on_card)
 
-    def _scored_rows(self, held: BlockSet) -> Tensor | None:
+    def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
         card, heads = scored_blocks(self.exchange.topology, self.coding.rank)
         if card[0] != self.coding.rank:
             return None
         rows = [
             torch.cat(
-                [dense(held.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+                [dense(on_card.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
             )
             for rank in card
         ]
         return torch.cat(rows, 1)
 
-    def _update_at_full_step(self, held: BlockSet) -> None:
-        scored_BNHD = self._scored_rows(held)
+    def _update_at_full_step(self, on_card: BlockSet) -> None:
+        scored_BNHD = self._scored_rows(on_card)
         if scored_BNHD is not None:
             if self.cache.reference is not None:
                 self.score(scored_BNHD)
             self.update_reference(scored_BNHD, None)
 
-    def _active_rows(self, held: BlockSet) -> BlockSet:
+    def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
-            self.chosen.set_result(self.coding.transport.control.submit(self._choose, held))
+            self.chosen.set_result(self.coding.transport.control.submit(self._choose, on_card))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
@@ -94,15 +95,15 @@ class CardCall(SelectiveCall):
         served = topology.served_planes[self.coding.rank]
         blocks = {
             block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
-            for block, parts in held.blocks.items()
+            for block, parts in on_card.blocks.items()
             if topology.places[block.heads].plane in served
         }
-        return BlockSet(blocks, selection.layout, held.whole)
+        return BlockSet(blocks, selection.layout, on_card.whole)
 
-    def _choose(self, held: BlockSet) -> Selection:
+    def _choose(self, on_card: BlockSet) -> Selection:
         coding, layout, topology = self.coding, self.layout, self.exchange.topology
-        scored_BNHD = self._scored_rows(held)
-        some = dense(next(iter(held.blocks.values()))[0])
+        scored_BNHD = self._scored_rows(on_card)
+        some = dense(next(iter(on_card.blocks.values()))[0])
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)
@@ -122,7 +123,7 @@ class CardCall(SelectiveCall):
         return Selection.build(active_BS, layout)
 
 
-class WholeFirst(Forward):
+class WholeFirst(TensorsToHeads):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:

@@ -33,7 +33,7 @@ class DriftNotes:
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}  # seen, with the tokens that were chosen among
         self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._settled: dict[tuple[str, int], float] = defaultdict(float)
+        self._on_host: dict[tuple[str, int], float] = defaultdict(float)
 
     def ensure_step(self, step: int) -> None:
         self._steps.setdefault(step, 0)
@@ -53,17 +53,17 @@ class DriftNotes:
     def sync_to_host(self) -> None:
         """Reads what was noted, between two runs, so that notes of many runs take no more memory than one's."""
         for key, sums in self._sums.items():
-            self._settled[key] += sum(torch.stack(sums).tolist())
+            self._on_host[key] += sum(torch.stack(sums).tolist())
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
         self.sync_to_host()
         found = {}
         for step, tokens in self._steps.items():
-            change, norm, active = (self._settled.get((name, step), 0.0) for name in ("change", "norm", "active"))
+            change, norm, active = (self._on_host.get((name, step), 0.0) for name in ("change", "norm", "active"))
             found[step] = Drift(change, norm, tokens, tokens - round(active))
         return found
 
     def clear(self) -> None:
-        for notes in (self._steps, self._sums, self._settled):
+        for notes in (self._steps, self._sums, self._on_host):
             notes.clear()

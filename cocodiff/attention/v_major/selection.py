@@ -151,7 +151,7 @@ class Selection:
     of_rank: tuple[Tensor, ...]
     arriving: Tensor
 
-    def held_tensors(self) -> tuple[Tensor, ...]:
+    def contained_tensors(self) -> tuple[Tensor, ...]:
         return (*self.of_rank, self.arriving)
 
     @classmethod
@@ -190,8 +190,8 @@ def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """What scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and the ranks
-    whose heads are of that tile's plane."""
+    """The blocks that scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and
+    the ranks whose heads are of that tile's plane."""
     card = sorted(topology.cards[topology.places[rank].card])
     plane = topology.places[card[0]].plane
     return card, [place.rank for place in topology.places if place.plane == plane]

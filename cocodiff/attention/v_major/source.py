@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.call import Decides, SelectiveCall, SelectiveTransfer, SiteCache
+from cocodiff.attention.v_major.call import SelectiveCall, SelectiveTransfer, Selector, SiteCache
 from cocodiff.attention.v_major.selection import Selection
 from cocodiff.comm.transport import LanePending
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
+from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coded import Encoded
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Arriving
 
 
 class SourceTransfer(SelectiveTransfer):
     coded: SourceCall
 
-    def __init__(self, coding: Decides, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(self, coding: Selector, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
         super().__init__(exchange, SourceCall(coding, exchange, layout, site, cache), site.kind)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:

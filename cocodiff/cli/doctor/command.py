@@ -177,14 +177,14 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.assemble import Work
+    from cocodiff.assemble import AttentionWork
     from cocodiff.loading.model_shapes import load_shape
     from cocodiff.planning.memory import Load, size_run
     from cocodiff.planning.placement import choose
 
     shape = load_shape(values["model"])
     load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
-    mesh = choose(topology, Work(shape.heads, shape.head_dim))
+    mesh = choose(topology, AttentionWork(shape.heads, shape.head_dim))
     return max(need.total for need in size_run(shape, topology, load, mesh))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocodiff.cli.doctor.facts import AllToAll, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
-from cocodiff.comm.health import Alone
+from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, Transport
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -55,7 +55,7 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    checked = CheckedGroup(group, Alone())
+    checked = CheckedGroup(group, Health())
     trial = _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
     with_sums = _trial(transport, TRANSPORT, size, lambda: checked.all_to_all(sends, recvs), recvs, expected)
     return replace(trial, wrong=trial.wrong or with_sums.wrong)

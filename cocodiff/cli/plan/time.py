@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import Work, settled
+from cocodiff.assemble import AttentionWork, with_codec_chosen
 from cocodiff.config import Config, preset_names
 from cocodiff.console.options import engine_record
 from cocodiff.console.terminal import say
@@ -40,7 +40,7 @@ def add_times(
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
     first = parts_of(topology, work, deal)[0][0]
     chosen, config = pricer.step(work, deal), first.work.config
-    codec = settled(work.config, first.topology, Work(work.shape.heads, work.shape.head_dim))[1]
+    codec = with_codec_chosen(work.config, first.topology, AttentionWork(work.shape.heads, work.shape.head_dim))[1]
     if codec is not None:
         say(codec)
     say("\n".join(summary(chosen)))
@@ -199,11 +199,11 @@ def messages(case: Case) -> list[str]:
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
     head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
-    work = Work(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
+    work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     work = replace(work, head_bytes=head_bytes)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
     lines += table(by_degree(case.topology, work), case.mesh)
-    group, slot = case.mesh.seat(0)
+    group, slot = case.mesh.group_and_slot(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:
         return lines

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cocodiff.attention.calls import TENSORS
-from cocodiff.attention.lossless.coding import Held, Lossless, values_kept
+from cocodiff.attention.lossless.coding import Lossless, LosslessKind, values_kept
 from cocodiff.kernels.lossless import least_room
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout
@@ -42,9 +42,9 @@ class LosslessCosts(Costs):
 
     @staticmethod
     def hold_at(coding: Lossless, kind: CallKind) -> None:
-        coding.held = Held(kind.whole, TYPICAL)
+        coding.fixed_kind = LosslessKind(kind.whole, TYPICAL)
 
     @staticmethod
     def agree(coding: Lossless) -> None:
         if coding.notes is not None:
-            coding.notes.settle()
+            coding.notes.hand_out()

@@ -9,8 +9,7 @@ from cocodiff.attention import arrival
 from cocodiff.attention.arrival import SAMPLING, Displaced
 from cocodiff.attention.calls import TENSORS
 from cocodiff.attention.lossless.coding import Lossless
-from cocodiff.attention.residual.call import width_of
-from cocodiff.attention.residual.coding import BITS, FINEST, Held, Residual, reconstructions
+from cocodiff.attention.residual.coding import BITS, FINEST, Residual, ResidualKind, reconstructions, width_of
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.planning.costs.lossless import LosslessCosts
 from cocodiff.topology.layout import Layout
@@ -59,17 +58,17 @@ class ResidualCosts(Costs):
     @staticmethod
     def hold_at(coding: Residual | Displaced, kind: CallKind) -> None:
         if isinstance(coding, Displaced):
-            coding.held = arrival.Held(kind.whole, frozenset(kind.displaced))
+            coding.fixed_kind = arrival.DisplacedKind(kind.whole, frozenset(kind.displaced))
         inner = coding.inner if isinstance(coding, Displaced) else coding
         if isinstance(inner, Residual):
-            inner.held = Held(kind.whole, kind.fine)
+            inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
         elif isinstance(inner, Lossless):
             LosslessCosts.hold_at(inner, kind)
 
     @staticmethod
     def agree(coding: Residual | Displaced) -> None:
         if coding.notes is not None:
-            coding.notes.settle()
+            coding.notes.hand_out()
 
     @staticmethod
     def catch_up(coding: Residual | Displaced) -> None:

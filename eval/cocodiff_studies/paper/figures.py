@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cocodiff.assemble import Work
+from cocodiff.assemble import AttentionWork
 from cocodiff.config import Config
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planning.costs import state_sizes
@@ -98,7 +98,7 @@ class Paper:
 
     def _mesh(self, run: Run) -> Mesh:
         shape, topology = self._shape_of(run.model), self._topology(run)
-        return choose(topology, Work(shape.heads, shape.head_dim), topology.size // self.degree(run))
+        return choose(topology, AttentionWork(shape.heads, shape.head_dim), topology.size // self.degree(run))
 
     def batch(self, run: Run) -> int:
         shape, topology = self._shape_of(run.model), self._topology(run)

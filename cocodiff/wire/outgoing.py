@@ -1,0 +1,131 @@
+"""Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
+
+Either is encoded and cut into blocks by the lane that sends it first, and tells where blocks go that are here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from cocodiff.kernels import Kernels
+from cocodiff.routes.plans import Block
+from cocodiff.topology.layout import Layout
+from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.coded import CodedCall, Encoded
+
+OUTPUT = "o"  # the name of attention's output among the tensors of a call
+
+
+class CallEnd(NamedTuple):
+    """One rank's end of an attention call. layer: the kind of layer, for the trace."""
+
+    rank: int
+    kernels: Kernels
+    coded: CodedCall
+    layer: str
+
+
+class Outgoing(ABC):
+    """Tensors that travel together. label: of their spans in the trace. layout: of what travels, once it was encoded.
+    purpose: the one that their bytes are counted for besides attention, if any."""
+
+    way: ClassVar[str]  # "forward" or "back"
+
+    def __init__(self, end: CallEnd, tensors: Mapping[str, Tensor], purpose: str | None = None) -> None:
+        self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
+        self.names, self._tensors = tuple(tensors), tensors
+        self.label = " ".join(filter(None, (purpose, "".join(tensors))))
+        self.layout: Layout = end.coded.layout
+        self._whole = self.layout, whole_cell(tensors.values())
+        self._encoded: Encoded | None = None
+
+    def contained_tensors(self) -> Sequence[object]:
+        """The tensors that `blocks` is made of."""
+        return (*self._tensors.values(), *(() if self._encoded is None else self._encoded.payloads))
+
+    def encode_now(self) -> None:
+        """On the thread that calls, so that only the code waits for the lane."""
+        self._encoded, self._tensors = self.encoded(), {}
+
+    def blocks(self) -> BlockSet:
+        (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
+        return BlockSet(self.cut(payloads), self.layout, self._whole)
+
+    @abstractmethod
+    def encoded(self) -> Encoded:
+        """The payloads that travel in the tensors' place."""
+
+    @abstractmethod
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        """The payloads as blocks."""
+
+    @abstractmethod
+    def target(self, here: BlockSet) -> Target:
+        """Allocates the tensors that blocks like these fill."""
+
+    @abstractmethod
+    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        """The tensors, of what came in their place. rows: those that have just arrived, None for all."""
+
+
+class TensorsToHeads(Outgoing):
+    """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
+
+    way = "forward"
+
+    def encoded(self) -> Encoded:
+        return self.coded.encode(self._tensors)
+
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
+
+    def target(self, here: BlockSet) -> Target:
+        own, layout = self.end.rank, here.layout
+        shape = (len(here.like), sum(layout.rows), layout.heads[own], here.like.shape[-1])
+        received_BSGW = [here.like.new_empty(shape) for _ in range(here.tensors)]
+        of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
+        places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
+        return Target(received_BSGW, places, self.end.kernels)
+
+    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        by_name = dict(zip(self.names, received_BSGW, strict=True))
+        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
+
+
+class OutputToRows(Outgoing):
+    """Rows of attention's output [B, T, G, D] on their way from the ranks of its heads to the ranks of its rows."""
+
+    way = "back"
+
+    def __init__(
+        self, end: CallEnd, out_BTGD: Tensor, ranks: Sequence[int] | None = None, purpose: str | None = None
+    ) -> None:
+        """ranks: whose rows these are, consecutive in the sequence; None for all."""
+        super().__init__(end, {OUTPUT: out_BTGD}, purpose)
+        self._ranks = self.layout.in_sequence if ranks is None else ranks
+
+    def encoded(self) -> Encoded:
+        where, (out_BTGD,) = self.layout.row_slices, self._tensors.values()
+        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        return Encoded([self.coded.encode_output(out_BTGD, rows)], self.layout)
+
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
+        return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
+
+    def target(self, here: BlockSet) -> Target:
+        own, layout = self.end.rank, here.layout
+        shape = (len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1])
+        out_BLHW = here.like.new_empty(shape)
+        parts = out_BLHW.split_with_sizes(layout.heads, 2)
+        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
+        return Target([out_BLHW], places, self.end.kernels)
+
+    def decode(self, received_BLHW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        """All heads of this rank's rows, [B, L, H, D]."""
+        return [self.coded.decode_output(*received_BLHW)]
