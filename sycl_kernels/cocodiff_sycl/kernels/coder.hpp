@@ -186,11 +186,11 @@ template <typename Type, bool WORDS> struct Coder {
   void decode(Part<Bits> part) const {
     if (part.count <= 0) return;
     const int32_t byte = *part.scale;
+    const float step = Scale(byte, byte != BAD).step();
     const Floats newest = load_first<Type, WORDS>(part.last, part.count);
     const Floats predicted = linear ? continuation(newest, part.before, part.count) : limited(newest);
     Words codes;
     by_bits([&](auto bits) { codes = load_codes<bits>(part.code, part.count, places); });
-    const float step = Scale(byte, byte != BAD).step();
     const Floats next = renew(part.target, part.count, predicted, __builtin_bit_cast(Ints, codes), step);
     if (of.out) go_on(part.out, rounded<Type>(next), newest, part.count);
   }
