@@ -24,7 +24,7 @@ ACTIONS = {
 GPU = "pvc"  # what ocloc calls GPU Max
 OCLOC = Option("ocloc", "folder that launch/ocloc filled; by default $COCODIFF_OCLOC, else the system's ocloc", None)
 OPTIONS = (
-    Option("ahead_of_time", "compile by icpx for this GPU, which need not be here: intel_gpu_pvc", None),
+    Option("ahead_of_time", "the same as --device pvc, by the name that icpx has for it: intel_gpu_pvc", None),
     OCLOC,
     LOG_LEVEL,
 )
@@ -45,14 +45,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     quiet_libraries(values["log_level"])
     from cocodiff.device import rank_device
     from cocodiff.kernels import sycl_ops
-    from cocodiff.kernels.offline import compile_ahead
 
     if values["ahead_of_time"] is not None:
-        if launch.speaks:
-            say(f"kernels for {values['ahead_of_time']}: {compile_ahead(values['ahead_of_time'])}")
-        return 0
+        return _build_native(values["ahead_of_time"], values["ocloc"], launch)
     if values["device"] == GPU:
-        return _build_native(values["ocloc"], launch)
+        return _build_native(GPU, values["ocloc"], launch)
     device = rank_device(values["device"], launch.local_rank)
     started = time.perf_counter()
     ops = sycl_ops(device, required=True)
@@ -64,14 +61,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
     return 0
 
 
-def _build_native(ocloc: str | None, launch: Launch) -> int:
+def _build_native(gpu: str, ocloc: str | None, launch: Launch) -> int:
     from cocodiff.kernels.offline import compile_native_for
 
     if launch.speaks:
         started = time.perf_counter()
-        path, fresh = compile_native_for(GPU, ocloc)
+        path, fresh = compile_native_for(gpu, ocloc)
         done = f"made in {time.perf_counter() - started:.1f} s" if fresh else "there already"
-        say(f"binaries for {GPU}: {path}, {done}; ranks on such a tile take them from there")
+        say(f"binaries for {gpu}: {path}, {done}; ranks on such a tile take them from there")
     return 0
 
 

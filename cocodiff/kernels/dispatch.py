@@ -9,38 +9,34 @@ from __future__ import annotations
 
 import logging
 import os
-from bisect import bisect
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.errors import UserError
-from cocodiff.kernels.choices import PATHS, switches_of
+from cocodiff.kernels.choices import OPS, PATHS, begins_of
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
+from cocodiff.kernels.residual import Reconstructions
 
 if TYPE_CHECKING:
     from cocodiff_sycl import SyclOps
 
-    from cocodiff.kernels.lossless import Cut
-
+# Which argument tells an operation's size, where it is not the first: of what is written, or of what is known.
+SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream_lengths": 2, "decode_lossless": 4}
+STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
 STREAM_GROUP = 16  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 
 
 class Choice:
-    """What a path means for tensors of one device and dtype: sizes at which operations switch, and SYCL's operations.
-
-    Every operation asks, so this is part of what a launch costs.
-    """
+    """What a path means for tensors of one device and dtype: the sizes from which on SYCL runs, and its operations."""
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.switches = switches_of(path, device.type, dtype, torch.get_num_threads())
+        self.begins = begins_of(path, device.type, dtype)
         self._open = partial(sycl_ops, device, path == "sycl")
 
     @cached_property
@@ -49,7 +45,7 @@ class Choice:
         return self._open()
 
 
-class Kernels:
+class Kernels(TorchOps):
     """The operations of `TorchOps`, each by the path that was asked for or, with `auto`, the one measured as faster."""
 
     def __init__(self, path: str = "auto", note: Callable[[str, str], None] | None = None) -> None:
@@ -66,95 +62,18 @@ class Kernels:
         self._note = note
         self._torch = TorchOps()
 
-    def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
-        self._run("pack", buffers, messages, buffers)
-
-    def gather_pack(self, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]) -> None:
-        self._run("gather_pack", buffers, messages, buffers)
-
-    def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
-        self._run("unpack", targets, parts, targets)
-
-    def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
-        self._run("scatter_rows", rows, rows, index_K, caches)
-
-    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        return self._run("l1_score", (v_BLHD,), v_BLHD, reference_BLHD, renew)
-
-    def select(self, score_BN: Tensor, k: int) -> Tensor:
-        return self._run("select", (score_BN,), score_BN, k)
-
-    def qk_norm_rope(
-        self,
-        x_BLHD: Tensor,
-        weight_D: Tensor | None,
-        epsilon: float | None,
-        rotary: Sequence[Tensor],
-        layout: str,
-        round_before_weight: bool = True,
-    ) -> Tensor:
-        return self._run("qk_norm_rope", (x_BLHD,), x_BLHD, weight_D, epsilon, rotary, layout, round_before_weight)
-
-    def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
-        self._run("merge_partials", (out_BLHD,), out_BLHD, lse_BLH, part_BLHD, part_lse_BLH)
-
-    def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
-    ) -> None:
-        self._run("encode_residual", (x_BLHD,), x_BLHD, known, how, bits, code_BLHW, notes_N)
-
-    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-        self._run("note_change", (x_BLHD,), x_BLHD, last_BLHD, notes_N)
-
-    def decode_residual(
-        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
-    ) -> None:
-        self._run("decode_residual", (known.last,), code_BLHW, known, factor, bits, onward)
-
-    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
-        self._run("continue_linearly", (last_BLHD,), last_BLHD, before_BLHD, onward)
-
-    def encode_lossless(
-        self,
-        x_BLHD: Tensor,
-        known: Reconstructions,
-        factor: float | None,
-        cut: Cut,
-        streams: Tensor,
-        lengths_N: Tensor,
-        needed_1: Tensor,
-    ) -> None:
-        given = x_BLHD, known, factor, cut, streams, lengths_N, needed_1
-        self._run("encode_lossless", (x_BLHD,), *given, kernels=x_BLHD.shape[-1] % STREAM_GROUP == 0)
-
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
-        given = code_BLHW, cut, like_BLHD, lengths_N
-        return self._run("stream_lengths", (like_BLHD,), *given, kernels=like_BLHD.shape[-1] % STREAM_GROUP == 0)
-
-    def decode_lossless(
-        self,
-        code_BLHW: Tensor,
-        rests: Tensor,
-        lengths_N: Tensor,
-        found: Tensor | None,
-        known: Reconstructions,
-        factor: float | None,
-        cut: Cut,
-    ) -> None:
-        given = code_BLHW, rests, lengths_N, found, known, factor, cut
-        # torch's form has found no more than the lengths, and what decodes is what has found them
-        self._run("decode_lossless", (known.last,), *given, kernels=found is not None)
-
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
         """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
         return self._sycl(op, moved) is not None
 
-    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any, kernels: bool = True) -> Any:
-        """moved: the tensors whose size decides. kernels: whether there are any for these."""
-        sycl = self._sycl(op, moved) if moved and kernels else None
+    def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
+        told = arguments[SIZED.get(op, 0)]
+        moved = (told.last,) if isinstance(told, Reconstructions) else (told,) if isinstance(told, Tensor) else told
+        whole = op not in STREAMED or moved[0].shape[-1] % STREAM_GROUP == 0
+        sycl = self._sycl(op, moved) if whole and len(moved) else None
         if self._note is not None:
             self._note(op, "torch" if sycl is None else "sycl")
-        return getattr(sycl or self._torch, op)(*arguments)
+        return getattr(sycl or self._torch, op)(*arguments, **named)
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
         """Ranks have nearly equal shares, so the first tensor tells the size of all."""
@@ -163,7 +82,11 @@ class Kernels:
         choice = self._choices.get(kind)
         if choice is None:
             choice = self._choices[kind] = Choice(self.path, *kind)
-        return choice.sycl if bisect(choice.switches[op], first.nbytes * len(moved)) & 1 else None
+        return choice.sycl if first.nbytes * len(moved) >= choice.begins[op] else None
+
+
+for _op in OPS:
+    setattr(Kernels, _op, partialmethod(Kernels._run, _op))
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:

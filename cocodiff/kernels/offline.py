@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cocodiff_sycl.build import build_ahead
 from cocodiff_sycl.find import Unavailable
 from cocodiff_sycl.library import GPU_LANES
 from cocodiff_sycl.native import build_native
@@ -16,18 +15,12 @@ from cocodiff_sycl.report import report, table_of
 from cocodiff.errors import UserError
 
 
-def compile_ahead(gpu: str) -> Path:
-    """The library of kernels that icpx compiled for a GPU: what -fsycl-targets calls it, such as intel_gpu_pvc. Runs on
-    it take them from there. Raises UserError where that is not possible here."""
-    with _told(f"no kernels ahead of time for {gpu}"):
-        return build_ahead(gpu, GPU_LANES)
-
-
 def compile_native_for(gpu: str, ocloc: str | Path | None) -> tuple[Path, bool]:
-    """The file of binaries that Intel's offline compiler made for a GPU (pvc), and whether it was made now. Runs on the
-    GPU take them from there. ocloc: see `find_ocloc`. Raises UserError where that is not possible here."""
+    """The file of binaries that Intel's offline compiler made for a GPU (pvc, or icpx's intel_gpu_pvc), and whether it
+    was made now. Runs on the GPU take them from there. ocloc: see `find_ocloc`. Raises UserError where that is not
+    possible here."""
     with _told(f"no binaries for {gpu}"):
-        return build_native(gpu, GPU_LANES, find_ocloc(ocloc))
+        return build_native(gpu.removeprefix("intel_gpu_"), GPU_LANES, find_ocloc(ocloc))
 
 
 def report_on(gpu: str, ocloc: str | Path | None) -> list[str]:

@@ -13,15 +13,8 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.residual import (
-    Onward,
-    Prediction,
-    Reconstructions,
-    continue_linearly,
-    decode_residual,
-    encode_residual,
-    note_change,
-)
+from cocodiff.kernels import residual
+from cocodiff.kernels.residual import Reconstructions
 
 if TYPE_CHECKING:
     from cocodiff.kernels.lossless import Cut
@@ -121,28 +114,11 @@ class TorchOps:
         out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
         lse_BLH.copy_(merged)
 
-    def encode_residual(
-        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
-    ) -> None:
-        """Writes x's code and its next reconstruction: `cocodiff.kernels.residual` defines both. x and the
-        reconstructions may be views of any stride but the last; code is uint8."""
-        encode_residual(x_BLHD, known, how, bits, code_BLHW, notes_N)
-
-    def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-        """Adds to the notes, which are `encode_residual`'s, how much x differs from the last values; last becomes x.
-        Both may be views of any stride but the last."""
-        note_change(x_BLHD, last_BLHD, notes_N)
-
-    def decode_residual(
-        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
-    ) -> None:
-        """Writes the next reconstruction from a code, with the bits that `encode_residual` wrote; with `onward` the
-        operand of a call that does not wait as well, in the same pass."""
-        decode_residual(code_BLHW, known, factor, bits, onward)
-
-    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
-        """Writes that operand from two reconstructions."""
-        continue_linearly(last_BLHD, before_BLHD, onward)
+    # x and reconstructions may be views of any stride but the last.
+    encode_residual = staticmethod(residual.encode_residual)
+    note_change = staticmethod(residual.note_change)
+    decode_residual = staticmethod(residual.decode_residual)
+    continue_linearly = staticmethod(residual.continue_linearly)
 
     def encode_lossless(
         self,

@@ -1,8 +1,8 @@
 """Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
 
-The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, what a CPU's
-kernels were compiled to (`kept.py`), what icpx made for a GPU if it was asked to, and SYCL's own cache. One process
-builds under a lock; others wait and load. All of it is executed, so the folder is this user's own (`private.py`).
+The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, binaries for
+a GPU if they were asked for (`native.py`), and SYCL's own cache. One process builds under a lock; others wait and load.
+All of it is executed, so the folder is this user's own (`private.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,19 +20,8 @@ from pathlib import Path
 from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 from cocodiff_sycl.private import private_folder
 
-__all__ = [
-    "Unavailable",
-    "ahead_library",
-    "build_ahead",
-    "cache_folder",
-    "host_library",
-    "kernel_options",
-    "kernel_source",
-    "lock",
-]
 HERE = Path(__file__).parent
-AHEAD = "ahead.cpp"
-HOST = (AHEAD, "host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "saved.hpp", "tensors.hpp")
+HOST = ("host.cpp", "level_zero.hpp", "moves.hpp", "tensors.hpp")
 SOURCES = (
     "common.hpp",
     "movement.cpp",
@@ -42,16 +30,11 @@ SOURCES = (
     "norm_rope.cpp",
     "merge.cpp",
     "codes.hpp",
-    "batch.hpp",
     "coder.hpp",
     "residual.cpp",
     "lossless.cpp",
 )
-PAST_CACHE = "move_rows_past_cache"  # of one work-item a row alone
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
-# The codec is defined to the bit, and icpx would fuse and reorder: with these it may not.
-EXACT_OPTIONS = ("-fp-model=precise", "-ffp-contract=off")
-AHEAD_OPTIONS = ("-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fsycl", *EXACT_OPTIONS)
 LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
 
 
@@ -112,70 +95,29 @@ def host_library(runtime: Runtime, folder: Path) -> Path:
     return target
 
 
-def ahead_library(folder: Path, lanes: int) -> Path:
-    """Where the kernels are that were compiled ahead of time for so many work-items a row."""
-    return folder / f"ahead-{lanes}.so"
-
-
-def build_ahead(gpu: str, lanes: int) -> Path:
-    """Compiles the kernels by icpx for a GPU that need not be here: a name that its -fsycl-targets knows, such as
-    intel_gpu_pvc. Raises Unavailable."""
-    runtime, folder = runtime_and_folder()
-    if not shutil.which("icpx"):
-        raise Unavailable(
-            "no icpx found: load the oneAPI compiler, or let the first use on the GPU compile the kernels"
-        )
-    host_library(runtime, folder)
-    target = ahead_library(folder, lanes)
-    with lock(folder):
-        source, fresh = target.with_suffix(".cpp"), target.with_suffix(f".{os.getpid()}")
-        source.write_text(ahead_source(lanes))
-        _run(["icpx", *AHEAD_OPTIONS, f"-fsycl-targets={gpu}", str(source), "-o", str(fresh)], "the kernels")
-        if f"libsycl.so.{runtime.major}".encode() not in fresh.read_bytes():
-            fresh.unlink()
-            raise Unavailable(f"icpx does not link libsycl.so.{runtime.major}, which is used here ({runtime.library})")
-        fresh.replace(target)
-    return target
-
-
-def ahead_source(lanes: int) -> str:
-    """The kernels, then what gives them by their names."""
-    kernels = kernel_source(lanes, gpu=True)
-    names = " ".join(f"X({name})" for name in kernel_names(lanes))
-    return f'{kernels}\n#define COCODIFF_KERNELS(X) {names}\n#line 1 "{AHEAD}"\n{(HERE / AHEAD).read_text()}'
+def native_file(folder: Path, device: str, lanes: int) -> Path:
+    """Where binaries of the kernels are for a GPU, of so many work-items a row."""
+    return folder / f"native-{device}-{lanes}.bin"
 
 
 def kernel_names(lanes: int) -> list[str]:
-    """The kernels of so many work-items a row."""
-    named = dict.fromkeys(re.findall(r"^KERNEL\((\w+)\)", kernel_source(lanes), re.MULTILINE))
-    return [name for name in named if lanes == 1 or name != PAST_CACHE]
+    return re.findall(r"^KERNEL\((\w+)\)", kernel_source(lanes), re.MULTILINE)
 
 
 def _compile(runtime: Runtime, target: Path) -> None:
-    fresh = target.with_suffix(f".{os.getpid()}")
-    command = [
-        find_compiler(),
-        *COMPILE_OPTIONS,
-        f"-I{runtime.include}",
-        str(HERE / "host.cpp"),
-        "-o",
-        str(fresh),
-        str(runtime.library),
-        "-ldl",
-    ]
-    _run(command, "the SYCL host library")
-    fresh.replace(target)
-
-
-def _run(command: list[str], what: str) -> None:
+    fresh, source = target.with_suffix(f".{os.getpid()}"), str(HERE / "host.cpp")
+    words = [*COMPILE_OPTIONS, f"-I{runtime.include}", source, "-o", str(fresh), str(runtime.library), "-ldl"]
+    command = [find_compiler(), *words]
     try:
         # Without a limit: how long a compiler takes is a matter of what else the machine does.
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise Unavailable(f"{command[0]} did not compile {what}: {error}") from error
+        raise Unavailable(f"{command[0]} did not compile the SYCL host library: {error}") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
-        raise Unavailable(f"{command[0]} could not compile {what}: {errors[0] if errors else 'no word'}")
+        first = errors[0] if errors else "no word"
+        raise Unavailable(f"{command[0]} could not compile the SYCL host library: {first}")
+    fresh.replace(target)
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:

@@ -84,24 +84,3 @@ def find_compiler() -> str:
         if name and shutil.which(name):
             return name
     raise Unavailable("no C++ compiler found: install g++ (Debian: apt install g++) or set CXX")
-
-
-def cpu_features() -> str:
-    """The instructions that this machine's first processor has; nothing where the system does not tell."""
-    listed = Path("/proc/cpuinfo")
-    if not listed.exists():
-        return ""
-    with listed.open() as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("flags")), "")
-
-
-def cache_share(cores: int) -> int:
-    """Bytes of the last cache for so many of the cores that share it; 0 where the system does not tell."""
-    caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
-    try:
-        size = caches[-1].joinpath("size").read_text().strip()
-        sharers = int(caches[-1].joinpath("shared_cpu_map").read_text().replace(",", ""), 16).bit_count()
-    except (OSError, ValueError, IndexError):
-        return 0
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}
-    return int(size[:-1]) * unit[size[-1]] * min(cores, sharers) // sharers if size[-1:] in unit else 0

@@ -17,7 +17,6 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <dlfcn.h>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -25,8 +24,6 @@
 
 #include "level_zero.hpp"
 #include "moves.hpp"
-#include "opencl.hpp"
-#include "saved.hpp"
 #include "tensors.hpp"
 
 namespace syclexp = sycl::ext::oneapi::experimental;
@@ -98,17 +95,8 @@ private:
 // A device's queue and what was built for its context.
 struct Device {
   sycl::queue queue;
-  bool reads_host_memory; // a kernel may follow any pointer of this process
-  uint32_t units;         // compute units that kernels run on
-  std::optional<sycl::queue> of_this_thread; // beside a CPU queue of our own: takes what no other core would share
+  uint32_t units; // compute units that kernels run on
   TableRing tables;
-
-  // small: not worth another core.
-  sycl::queue &queue_for(sycl::queue *callers, const sycl::nd_range<1> &range, bool small) {
-    if (callers) return *callers;
-    const bool alone = small || units == 1 || range.get_group_range()[0] == 1;
-    return of_this_thread && alone ? *of_this_thread : queue;
-  }
 };
 
 // What launches of a kernel on tensors of one layout have in common, as Python packs it: the kernel's struct begins with
@@ -120,27 +108,26 @@ struct Launch {
   const int64_t *numbers() const { return reinterpret_cast<const int64_t *>(this + 1); }
 };
 
-// The same of movement launches. kernels: of units of 16, 4 and 2 bytes, and past the cache. look: whether indices are
-// read and checked. chunk, cache: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group. `count`
-// pieces follow.
+// The same of movement launches. kernels: of units of 16, 4 and 2 bytes. look: whether indices are read and checked.
+// chunk: bytes; units: cores (see MoveTable). packed: groups of lanes in a work-group. `count` pieces follow.
 struct MoveLaunch {
   Device *device;
-  sycl::kernel *kernels[4];
-  int64_t flags, itemsize, look, lanes, chunk, units, cache, packed, count;
+  sycl::kernel *kernels[3];
+  int64_t flags, itemsize, look, lanes, chunk, units, packed, count;
   const Piece *pieces() const { return reinterpret_cast<const Piece *>(this + 1); }
 };
 
-constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for the kernel; copy the table even where it could be read
+constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for a CPU's kernel; copy the table even where it could be read
 
 // Starts a kernel that takes one struct of `bytes` by value.
 //
 // table: null, or bytes that the kernel reads through the struct's first member, which is set here. They are copied
-//        unless the device reads the host's memory and the launch is waited for.
+//        unless the launch is waited for: a CPU reads the host's memory.
 void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, const sycl::nd_range<1> &range,
-           void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags, bool small) {
-  sycl::queue &on = device.queue_for(callers, range, small);
+           void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags) {
+  sycl::queue &on = callers ? *callers : device.queue;
   size_t slot = 0;
-  const bool copied = table && (!device.reads_host_memory || !(flags & WAIT) || (flags & COPY_TABLE));
+  const bool copied = table && (!(flags & WAIT) || (flags & COPY_TABLE));
   if (table) {
     const void *seen = copied ? device.tables.put(on, table, table_bytes, slot) : table;
     std::memcpy(arguments, &seen, sizeof seen);
@@ -154,14 +141,11 @@ void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, con
   if (flags & WAIT) done.wait_and_throw();
 }
 
-// Compiled kernels, of source, of what an earlier process saved, of a library that icpx compiled (ahead.cpp), or of
-// binaries that ocloc made, which are programs on OpenCL and modules on Level Zero.
+// Compiled kernels, of source or of binaries that ocloc made.
 struct Module {
   std::optional<Bundle> bundle;
-  saved::Programs programs;
-  sycl::queue queue;
-  void *(*ahead)(void *queue, const char *name) = nullptr;
-  level_zero::Modules modules = {};
+  level_zero::Modules binaries;
+  sycl::context context;
 };
 
 // What ocloc calls a device that it was used for; "" for any other.
@@ -187,13 +171,11 @@ void *cocodiff_open(void *queue, int threads) {
                             : sycl::queue(sycl::device(sycl::cpu_selector_v), sycl::property::queue::in_order{});
     const sycl::device where = own.get_device();
     const uint32_t units = where.get_info<sycl::info::device::max_compute_units>();
-    return new Device{own, where.has(sycl::aspect::usm_system_allocations),
-                      where.is_cpu() ? std::min<uint32_t>(units, threads) : units,
-                      queue ? std::nullopt : queue_of_this_thread(own), {}};
+    return new Device{own, where.is_cpu() ? std::min<uint32_t>(units, threads) : units, {}};
   });
 }
 
-// "NAME; DRIVER; BACKEND; TYPE; UNITS; reads host memory 0|1; ARCHITECTURE" into text. Returns 0.
+// "NAME; DRIVER; BACKEND; TYPE; UNITS; ARCHITECTURE" into text. Returns 0.
 int cocodiff_describe(void *device, char *text, size_t size) {
   return guarded(1, [&] {
     auto *of = static_cast<Device *>(device);
@@ -201,9 +183,8 @@ int cocodiff_describe(void *device, char *text, size_t size) {
     std::string backend = of->queue.get_backend() == sycl::backend::opencl ? "opencl" : "level_zero";
     std::string about = where.get_info<sycl::info::device::name>() + "; " +
                         where.get_info<sycl::info::device::driver_version>() + "; " + backend + "; " +
-                        (where.is_cpu() ? "cpu" : "gpu") + "; " +
-                        std::to_string(of->units) + "; " +
-                        (of->reads_host_memory ? "1" : "0") + "; " + architecture(where);
+                        (where.is_cpu() ? "cpu" : "gpu") + "; " + std::to_string(of->units) + "; " +
+                        architecture(where);
     std::strncpy(text, about.c_str(), size - 1);
     text[size - 1] = 0;
     return 0;
@@ -226,56 +207,24 @@ void *cocodiff_build(void *device, const char *source, const char *options) {
     auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
                                                           std::string(source));
     auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}});
-    return new Module{built, {}, queue};
+    return new Module{built, {}, queue.get_context()};
   });
 }
 
-// What cocodiff_load takes, of a module that cocodiff_build made for an OpenCL device: null for `to` asks for the size.
-int cocodiff_save(void *module, char *to, size_t *size) {
-  return guarded(1, [&] {
-    const std::string all = saved::bytes(*static_cast<Module *>(module)->bundle);
-    if (to) std::memcpy(to, all.data(), std::min(*size, all.size()));
-    *size = all.size();
-    return 0;
-  });
-}
-
-// The caller answers for the bytes: drivers do not survive any.
-void *cocodiff_load(void *device, const char *from, size_t size) {
+// Binaries of the device's kernels (native.py), on Level Zero. The caller answers for the device they are for.
+void *cocodiff_native(void *device, const char *from, size_t size) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto &queue = static_cast<Device *>(device)->queue;
-    return new Module{std::nullopt, saved::programs(queue, from, size), queue};
-  });
-}
-
-// Binaries of the device's kernels (native.py). The caller answers for the bytes, and for the device they are for.
-void *cocodiff_native(void *device, const char *from, size_t size) {
-  auto &queue = static_cast<Device *>(device)->queue;
-  if (queue.get_backend() != level_zero::BACKEND) return cocodiff_load(device, from, size);
-  return guarded<void *>(nullptr, [&]() -> void * {
-    return new Module{std::nullopt, {}, queue, nullptr, level_zero::modules(queue, from, size)};
-  });
-}
-
-// The library at a path, which stays loaded: its kernels are the module's.
-void *cocodiff_ahead(void *device, const char *path) {
-  return guarded<void *>(nullptr, [&]() -> void * {
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    void *found = library ? dlsym(library, "cocodiff_ahead_kernel") : nullptr;
-    if (!found) throw std::runtime_error(dlerror());
-    auto ahead = reinterpret_cast<void *(*)(void *, const char *)>(found);
-    return new Module{std::nullopt, {}, static_cast<Device *>(device)->queue, ahead};
+    if (queue.get_backend() != level_zero::BACKEND) throw std::runtime_error("the device is not one of Level Zero");
+    return new Module{std::nullopt, level_zero::modules(queue, from, size), queue.get_context()};
   });
 }
 
 void *cocodiff_kernel(void *module, const char *name) {
   return guarded<void *>(nullptr, [&]() -> void * {
     auto *of = static_cast<Module *>(module);
-    if (of->ahead) return of->ahead(&of->queue, name);
-    if (!of->modules.empty())
-      return new sycl::kernel(level_zero::kernel(of->modules, saved::PREFIX + std::string(name), of->queue.get_context()));
     return new sycl::kernel(of->bundle ? of->bundle->ext_oneapi_get_kernel(std::string(name))
-                                       : saved::kernel(of->programs, name, of->queue.get_context()));
+                                       : level_zero::kernel(of->binaries, name, of->context));
   });
 }
 
@@ -293,7 +242,7 @@ int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses)
     std::memcpy(own.data(), addresses, before * sizeof(int64_t));
     std::memcpy(own.data() + before, launch->numbers(), count * sizeof(int64_t));
     start(*device, static_cast<sycl::queue *>(queue), *kernel, sycl::nd_range<1>(global, local), own.data(),
-          (before + count) * sizeof(int64_t), nullptr, 0, flags, false);
+          (before + count) * sizeof(int64_t), nullptr, 0, flags);
     return 0;
   });
 }
@@ -303,20 +252,19 @@ int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresse
   const MoveLaunch &how = *launch;
   std::optional<MoveTable> table;
   try {
-    table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units,
-                  how.cache);
+    table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
   } catch (const std::exception &error) {
     last_error = error.what();
     return 2;
   }
   return guarded(1, [&] {
     if (table->moves.empty()) return 0;
-    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk, table->abreast};
+    int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk};
     const int unit = table->unit == 16 ? 0 : table->unit == 4 ? 1 : 2;
-    const sycl::kernel &kernel = *how.kernels[table->past_cache ? 3 : unit];
+    const sycl::kernel &kernel = *how.kernels[unit];
     const int64_t groups = (table->chunks + how.packed - 1) / how.packed, local = how.packed * how.lanes;
     start(*how.device, static_cast<sycl::queue *>(queue), kernel, sycl::nd_range<1>(groups * local, local), arguments,
-          sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags, table->small);
+          sizeof arguments, table->moves.data(), table->moves.size() * sizeof(Move), how.flags);
     return 0;
   });
 }

@@ -3,6 +3,7 @@
 //
 // Level Zero's loader is the one that the SYCL runtime has opened, so nothing is linked and no header of it is needed.
 #pragma once
+#include <cstring>
 #include <dlfcn.h>
 #include <stdexcept>
 #include <string>
@@ -39,29 +40,23 @@ template <typename Function> Function *function(const char *name) {
   return reinterpret_cast<Function *>(found);
 }
 
-inline void demand(int code, const char *what) {
-  if (code) throw std::runtime_error(std::string(what) + ": Level Zero error " + std::to_string(code));
-}
-
 using Modules = std::vector<ze_module_handle_t>;
 
-// Of bytes as saved.hpp has programs. A driver that the binary does not suit refuses it.
+// Of binaries: a size in 8 bytes each, then the bytes. A driver that one does not suit refuses it.
 inline Modules modules(const sycl::queue &queue, const char *from, size_t size) {
   auto create = function<int(ze_context_handle_t, ze_device_handle_t, const ModuleDescription *, ze_module_handle_t *,
                              void **)>("zeModuleCreate");
   Modules found;
   for (const char *end = from + size; from < end;) {
     uint64_t count = 0;
-    if (size_t(end - from) < sizeof count) throw std::runtime_error("binaries end early");
-    std::memcpy(&count, from, sizeof count);
-    from += sizeof count;
-    if (count > size_t(end - from)) throw std::runtime_error("binaries end early");
+    if (size_t(end - from) >= sizeof count) std::memcpy(&count, from, sizeof count), from += sizeof count;
+    if (!count || count > size_t(end - from)) throw std::runtime_error("binaries end early");
     ModuleDescription description;
     description.size = count, description.bytes = reinterpret_cast<const uint8_t *>(from);
     ze_module_handle_t made = nullptr;
-    demand(create(sycl::get_native<BACKEND>(queue.get_context()), sycl::get_native<BACKEND>(queue.get_device()),
-                  &description, &made, nullptr),
-           "a module of a binary");
+    const int code = create(sycl::get_native<BACKEND>(queue.get_context()),
+                            sycl::get_native<BACKEND>(queue.get_device()), &description, &made, nullptr);
+    if (code) throw std::runtime_error("a module of a binary: Level Zero error " + std::to_string(code));
     found.push_back(made);
     from += count;
   }
@@ -70,8 +65,9 @@ inline Modules modules(const sycl::queue &queue, const char *from, size_t size) 
 
 inline sycl::kernel kernel(const Modules &modules, const std::string &name, const sycl::context &context) {
   auto create = function<int(ze_module_handle_t, const KernelDescription *, ze_kernel_handle_t *)>("zeKernelCreate");
+  const std::string whole = "__sycl_kernel_" + name; // as the compiler calls kernels of ours
   KernelDescription description;
-  description.name = name.c_str();
+  description.name = whole.c_str();
   for (ze_module_handle_t module : modules) {
     ze_kernel_handle_t made = nullptr;
     if (create(module, &description, &made)) continue; // of another module

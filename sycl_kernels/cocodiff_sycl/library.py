@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-from cocodiff_sycl.build import ahead_library, host_library, kernel_options, kernel_source, lock, runtime_and_folder
-from cocodiff_sycl.find import Runtime, Unavailable, cache_share, loaded_major
-from cocodiff_sycl.kept import Kept
+from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, native_file, runtime_and_folder
+from cocodiff_sycl.find import Runtime, Unavailable, loaded_major
 from cocodiff_sycl.layouts import look_of, numbers_of
-from cocodiff_sycl.native_file import native_file, read_native
 
 CPU_LANES, GPU_LANES = 1, 16
 WAIT, COPY_TABLE = 1, 2
@@ -46,11 +44,8 @@ class Library:
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
             raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
-        self.device_name, driver, self.backend, kind, units, _, self.architecture = self.describe()
+        self.device_name, driver, self.backend, kind, units, self.architecture = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
-        # Three quarters of it, from which on glibc's copies go past it as well.
-        self.cache_bytes = 3 * cache_share(self.compute_units) // 4 if self.is_cpu else 0
-        self._keeps = self.is_cpu and self.backend == "opencl"
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
         self._kernels: dict[str, int] = {}
@@ -58,8 +53,7 @@ class Library:
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
     def describe(self) -> list[str]:
-        """Name, driver, backend, "cpu" or "gpu", compute units, "1" where kernels read the host's memory, and
-        what ocloc calls the device ("" for most)."""
+        """Name, driver, backend, "cpu" or "gpu", compute units, and what ocloc calls the device ("" for most)."""
         text = ctypes.create_string_buffer(1024)
         if self._c.cocodiff_describe(self._device, text, len(text)):
             raise Unavailable(f"the SYCL device does not describe itself: {self._error()}")
@@ -68,71 +62,34 @@ class Library:
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
         """Takes the kernels from the cache, or compiles them while other processes wait.
 
-        What icpx or ocloc compiled ahead of time comes first: somebody asked for it. A CPU's kernels are kept as what
-        they were compiled to. Elsewhere, or where a driver does not take that back, libsycl's own cache has them, which
-        the marker tells.
+        Binaries of `build_native` come first: somebody asked for them. Else libsycl's own cache has the kernels once
+        they are compiled, which a marker tells.
         """
-        name = "".join(c if c.isalnum() else "_" for c in about)
-        marker, kept = self.folder / f"built-{name}", Kept(self.folder / f"saved-{name}", about)
-        module = self._ahead() or self._native() or self._load(kept)
+        marker = self.folder / f"built-{''.join(c if c.isalnum() else '_' for c in about)}"
+        module = self._native()
         if module is None and not marker.exists():
             with lock(self.folder):
-                module = self._load(kept)  # of a process that was first
-                if module is None and not marker.exists():
-                    compiled = self._compile(runtime)
-                    module = self._save(compiled, kept)
-                    if module is None:
-                        # libsycl keeps a source's compiled form at the first build and the device's code at the
-                        # second, so that later processes find both.
-                        self._compile(runtime)
-                        marker.touch()
+                if not marker.exists():
+                    # libsycl keeps a source's compiled form at the first build and the device's code at the second, so
+                    # that later processes find both.
+                    self._compile(runtime)
+                    module = self._compile(runtime)
+                    marker.touch()
         return module or self._compile(runtime)
 
-    def _ahead(self) -> c_void_p | None:
-        """Kernels of `build_ahead`, if there are any and they are for this device."""
-        path = ahead_library(self.folder, self.lanes)
-        if not path.exists():
+    def _native(self) -> c_void_p | None:
+        """Kernels of `build_native`, if there are any for this device and its driver takes them."""
+        path = native_file(self.folder, self.architecture, self.lanes)
+        if not self.architecture or not path.exists():
             return None
-        module = c_void_p(self._c.cocodiff_ahead(self._device, str(path).encode()))
+        binaries = path.read_bytes().partition(b"\n")[2]
+        module = c_void_p(self._c.cocodiff_native(self._device, binaries, len(binaries)))
         if module and self._c.cocodiff_kernel(module, b"select_largest"):
             return module
-        log.warning("kernels of %s are not used on %s: %s", path, self.device_name, self._error())
+        log.warning(
+            "binaries of %s are not used on %s, kernels are compiled: %s", path, self.device_name, self._error()
+        )
         return None
-
-    def _native(self) -> c_void_p | None:
-        """Kernels of `build_native`, if there are any and they are for this device and its driver."""
-        path = native_file(self.folder, self.lanes)
-        if self.is_cpu or not path.exists():
-            return None
-        try:
-            about, binaries = read_native(path)
-            if about.device != self.architecture:
-                raise Unavailable(f"they are for {about.device}")
-            module = c_void_p(self._c.cocodiff_native(self._device, binaries, len(binaries)))
-            if not module or not self._c.cocodiff_kernel(module, b"select_largest"):
-                raise Unavailable(self._error())
-        except Unavailable as error:
-            log.warning("binaries of %s are not used on %s, kernels are compiled: %s", path, self.device_name, error)
-            return None
-        return module
-
-    def _save(self, compiled: c_void_p, kept: Kept) -> c_void_p | None:
-        """Keeps compiled kernels, and gives them as a later process will have them; None where that does not work."""
-        if not self._keeps:
-            return None
-        size = c_size_t(0)
-        if self._c.cocodiff_save(compiled, None, ctypes.byref(size)):
-            return None
-        data = ctypes.create_string_buffer(size.value)
-        if self._c.cocodiff_save(compiled, data, ctypes.byref(size)):
-            return None
-        kept.write(data.raw)
-        return self._load(kept)
-
-    def _load(self, kept: Kept) -> c_void_p | None:
-        data = kept.read() if self._keeps else None
-        module = c_void_p(self._c.cocodiff_load(self._device, data, len(data))) if data else None
-        return module or None
 
     def _compile(self, runtime: Runtime) -> c_void_p:
         source, options = (
@@ -168,10 +125,9 @@ class Library:
         are cores to share the work. packed: groups of lanes in a work-group.
         """
         units = self.compute_units if self.is_cpu else 0
-        kinds = "16", "4", "2", "past_cache" if self.lanes == 1 else "16"
-        kernels = [self._kernel(f"move_rows_{kind}") for kind in kinds]
-        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, self.cache_bytes, packed, count
-        return numbers_of(14).pack(self._device.value, *kernels, *values) + pieces
+        kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
+        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed, count
+        return numbers_of(12).pack(self._device.value, *kernels, *values) + pieces
 
     def move(self, op: str, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
         """Moves pieces in one launch. addresses: of the tensors that they name. Raises ValueError for a mistake."""
@@ -236,10 +192,7 @@ def _bind(path: Path, runtime: Runtime) -> ctypes.CDLL:
         ("open", c_void_p, (c_void_p, c_int)),
         ("describe", c_int, (c_void_p, c_char_p, c_size_t)),
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
-        ("save", c_int, (c_void_p, c_char_p, c_void_p)),
-        ("load", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("native", c_void_p, (c_void_p, c_char_p, c_size_t)),
-        ("ahead", c_void_p, (c_void_p, c_char_p)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_char_p, c_void_p, c_char_p)),
         ("move", c_int, (c_char_p, c_void_p, c_char_p)),

@@ -26,20 +26,13 @@ struct Move {
 
 class MoveTable {
 public:
-  // 50 us of one core. A second one takes 10 off, but where the host gives both no more than one core's speed it adds
-  // 25.
-  static constexpr int64_t SMALL_BYTES = 3 << 19;
   std::vector<Move> moves;
   int64_t unit = 16, chunks = 0, chunk = 0;
-  int64_t abreast = 0;     // runs of each move where all have as many and are read side by side; else 0
-  bool past_cache = false; // whether what is moved is more than the cache has room for
-  bool small = false;      // whether it is so little that another core is of no use
 
   // addresses: of the launch's tensors. look: whether the numbers of indices are read. most: bytes of a chunk at most;
-  // units: cores to share the work, 0 for a device that is given chunks of `most`. cache: bytes that the cores have
-  // for reads and writes together, 0 for a device where all go through the cache.
+  // units: cores to share the work, 0 for a device that is given chunks of `most`.
   MoveTable(const Piece *pieces, size_t count, const int64_t *addresses, int64_t itemsize, bool look, int64_t lanes,
-            int64_t most, int64_t units, int64_t cache)
+            int64_t most, int64_t units)
       : tensors_(addresses) {
     moves.reserve(count);
     for (size_t n = 0; n < count; ++n) {
@@ -47,38 +40,24 @@ public:
       add(pieces[n], itemsize);
     }
     while (unit > 2 && (addresses_ & (unit - 1))) unit = unit == 16 ? 4 : 2;
-    small = bytes_ < SMALL_BYTES;
-    past_cache = lanes == 1 && cache && unit == 16 && 2 * bytes_ >= cache && !(targets_ & 63);
     if (units) most = std::min(most, std::max<int64_t>(4096, bytes_ / (4 * units)));
-    // A CPU's work-item takes 16 words at an access, a GPU's sub-group 16 bytes a work-item.
-    const bool walks = lanes == 1;
-    const int64_t block = walks ? (unit > 2 ? 64 : 32) : 16 * lanes;
+    const int64_t block = lanes == 1 ? 64 : 16 * lanes; // bytes of an access
     chunk = std::max<int64_t>(1, most / block);
-    int64_t row = 0; // bytes of one run of each move
-    abreast = walks && units && apart_ && moves.size() > 1 ? moves[0].total : 0;
     for (Move &move : moves) {
       const int64_t run = move.blocks, count = move.total; // as `add` leaves them: bytes of a run, runs in all
-      if (count != abreast) abreast = 0;
-      row += run;
       move.blocks = run / block;
       move.left = (run - move.blocks * block) / unit;
-      move.accesses = move.blocks + (walks ? move.left : move.left > 0);
+      move.accesses = move.blocks + (move.left > 0);
       move.total = move.accesses * count;
       move.first_chunk = chunks;
       chunks += (move.total + chunk - 1) / chunk;
-    }
-    if (abreast) { // a chunk is so many runs of each move
-      chunk = std::max<int64_t>(1, most / row);
-      chunks = (abreast + chunk - 1) / chunk;
     }
   }
 
 private:
   const int64_t *tensors_;
   int64_t addresses_ = 0; // all addresses, strides and lengths of runs or-ed: what is common to them is the unit
-  int64_t targets_ = 0;   // the same of what is written
   int64_t bytes_ = 0;     // what is moved, counted once
-  bool apart_ = false;    // whether runs lie apart where they are read
   struct Index {
     int64_t address, count, rows;
   };
@@ -111,12 +90,11 @@ private:
     move.source_run = piece.from[2] * itemsize, move.target_run = piece.to[2] * itemsize;
     move.reference_row = piece.kept[1] * itemsize, move.reference_run = piece.kept[2] * itemsize;
     move.runs = heads, move.blocks = numbers * itemsize, move.total = count * heads;
-    targets_ |= move.target | move.blocks | move.target_row;
-    addresses_ |= targets_ | move.source | move.reference | move.source_row | move.reference_row;
-    if (!one_stride) targets_ |= move.target_outer, addresses_ |= move.source_outer | move.target_outer;
-    if (heads > 1) targets_ |= move.target_run, addresses_ |= move.source_run | move.target_run | move.reference_run;
+    addresses_ |= move.source | move.target | move.reference | move.blocks;
+    addresses_ |= move.source_row | move.target_row | move.reference_row;
+    if (!one_stride) addresses_ |= move.source_outer | move.target_outer;
+    if (heads > 1) addresses_ |= move.source_run | move.target_run | move.reference_run;
     bytes_ += move.blocks * move.total;
-    apart_ = apart_ || move.source_index || move.source_row != move.blocks;
     moves.push_back(move);
   }
 

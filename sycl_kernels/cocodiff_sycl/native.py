@@ -1,16 +1,17 @@
-"""Binaries of the kernels for a GPU that need not be here: made by ocloc, for ranks on that GPU to take."""
+"""Binaries of the kernels for a GPU that need not be here: made by ocloc, for ranks on that GPU to take.
+
+They are one file in the cache: a line that names the compiler, then for each binary its size in 8 bytes and its bytes.
+"""
 
 from __future__ import annotations
 
+import os
 import struct
 import tempfile
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-from cocodiff_sycl.build import host_library, kernel_source, lock, runtime_and_folder
+from cocodiff_sycl.build import host_library, kernel_source, lock, native_file, runtime_and_folder
 from cocodiff_sycl.find import Unavailable
-from cocodiff_sycl.native_file import Native, native_file, read_native, write_native
 from cocodiff_sycl.ocloc import Ocloc, Usage
 from cocodiff_sycl.spirv import spirv_of
 
@@ -39,14 +40,16 @@ def build_native(device: str, lanes: int, ocloc: Ocloc) -> tuple[Path, bool]:
         raise Unavailable(f"unknown device {device!r}: choose from {', '.join(DEVICES)}")
     runtime, folder = runtime_and_folder()
     host_library(runtime, folder)
-    path, wanted = native_file(folder, lanes), Native(device, lanes, f"ocloc {ocloc.version()}")
+    path, compiler = native_file(folder, device, lanes), f"ocloc {ocloc.version()}"
     with lock(folder):
-        with suppress(Unavailable):
-            if replace(read_native(path)[0], digest="") == wanted:
-                return path, False
+        if path.exists() and path.read_bytes().startswith(compiler.encode() + b"\n"):
+            return path, False
         binaries, usage = compile_native(kernel_source(lanes, gpu=True), device, ocloc)
         spilling = [one.name for one in usage if one.spill]
         if spilling:
-            raise Unavailable(f"{', '.join(spilling)} would spill registers on {device} ({wanted.compiler})")
-        write_native(path, wanted, b"".join(struct.pack("=q", len(one)) + one for one in binaries))
+            raise Unavailable(f"{', '.join(spilling)} would spill registers on {device} ({compiler})")
+        fresh = path.with_suffix(f".{os.getpid()}")
+        framed = [struct.pack("=q", len(one)) + one for one in binaries]
+        fresh.write_bytes(b"".join([compiler.encode() + b"\n", *framed]))
+        fresh.replace(path)
     return path, True

@@ -116,18 +116,15 @@ class SyclOps:
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         plan, addresses = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
-        change_BL, norm_BL = plan.new(), plan.new()
-        if plan.groups:
-            self._launch(plan, addresses, change_BL, norm_BL)
-        else:
-            change_BL.zero_(), norm_BL.zero_()
+        make = torch.empty if plan.groups else torch.zeros
+        change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
+        self._launch(plan, addresses, change_BL, norm_BL)
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
         plan, addresses = self._plans.of("select", (score_BN,), k)
-        chosen_BK = plan.new()
-        if plan.groups:
-            self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
+        chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
+        self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
@@ -157,15 +154,13 @@ class SyclOps:
         plan, addresses = self._plans.of(
             "qk_norm_rope", (x_BLHD, weight_D, cosine, sine), epsilon, layout, round_before_weight
         )
-        out_BLHD = plan.new()
-        if plan.groups:
-            self._launch(plan, addresses, out_BLHD)
+        out_BLHD = torch.empty(x_BLHD.shape, dtype=x_BLHD.dtype, device=self.device)
+        self._launch(plan, addresses, out_BLHD)
         return out_BLHD
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
         plan, addresses = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
-        if plan.groups:
-            self._launch(plan, addresses)
+        self._launch(plan, addresses)
 
     def encode_residual(
         self,
@@ -176,16 +171,11 @@ class SyclOps:
         code_BLHW: Tensor,
         notes_N: Tensor,
     ) -> None:
-        factor, linear, compare, measure = how
-        tensors = x_BLHD, *known, code_BLHW, None, notes_N
-        plan, addresses = self._plans.of("encode_residual", tensors, bits, linear, compare, measure)
-        if plan.groups:
-            self._launch(plan, addresses + FACTOR.pack(factor) + NOWHERE)
+        factor, *words = how
+        self._residual("encode_residual", (x_BLHD, *known, code_BLHW, None, notes_N), (bits, *words), factor)
 
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-        plan, addresses = self._plans.of("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N))
-        if plan.groups:
-            self._launch(plan, addresses + 2 * NOWHERE)
+        self._residual("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N), (8, False, False, True))
 
     def decode_residual(
         self,
@@ -196,16 +186,19 @@ class SyclOps:
         onward: tuple[float, Tensor] | None = None,
     ) -> None:
         further, out_BLHD = onward or (0.0, None)
-        plan, addresses = self._plans.of("decode_residual", (*known, code_BLHW, out_BLHD), bits, factor is not None)
-        if plan.groups:
-            factors = FACTOR.pack(factor or 0.0) + FACTOR.pack(further)
-            self._launch(plan, NOWHERE + addresses + NOWHERE + factors)
+        tensors = None, *known, code_BLHW, out_BLHD, None
+        self._residual("decode_residual", tensors, (bits, factor is not None), factor or 0.0, further)
 
     def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: tuple[float, Tensor]) -> None:
-        factor, out_BLHD = onward
-        plan, addresses = self._plans.of("continue_linearly", (last_BLHD, before_BLHD, None, out_BLHD))
-        if plan.groups:
-            self._launch(plan, NOWHERE + addresses + 2 * NOWHERE + FACTOR.pack(factor))
+        further, out_BLHD = onward
+        self._residual("continue_linearly", (None, last_BLHD, before_BLHD, None, out_BLHD, None), (8,), 0.0, further)
+
+    def _residual(
+        self, op: str, tensors: Tensors, words: tuple[Any, ...], factor: float = 0.0, onward: float = 0.0
+    ) -> None:
+        """tensors: those that struct Residuals of kernels/coder.hpp begins with; factors follow there."""
+        plan, addresses = self._plans.of(op, tensors, *words)
+        self._launch(plan, addresses + FACTOR.pack(factor) + FACTOR.pack(onward))
 
     def encode_lossless(
         self,
@@ -275,6 +268,8 @@ class SyclOps:
 
     def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
         """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""
+        if not plan.groups:
+            return
         for tensor in written:
             addresses += ADDRESS.pack(tensor.data_ptr())
         self.library.launch(plan.launch, addresses, self._queue())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
+RESIDUAL = "encode_residual", "note_change", "decode_residual", "continue_linearly"
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 16, 32, 10  # of the lossless codec: numbers, groups; of its launches
 NOTES = 4  # of a tensor's coding
@@ -31,16 +33,11 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: how many work-groups (0 where there is nothing to do), what the C library takes beside addresses, and
-    what it returns: a tensor like that, which itself has no memory."""
+    """A launch: how many work-groups (0 where there is nothing to do), and what the C library takes beside
+    addresses."""
 
     groups: int
     launch: bytes
-    result: Tensor
-
-    def new(self) -> Tensor:
-        """Memory for what it returns. To make a tensor like another takes half as long as to say what it is like."""
-        return torch.empty_like(self.result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +72,7 @@ class Plans:
             "select": self._select,
             "qk_norm_rope": self._qk_norm_rope,
             "merge_partials": self._merge_partials,
-            "encode_residual": self._encode_residual,
-            "note_change": self._note_change,
-            "decode_residual": self._decode_residual,
-            "continue_linearly": self._continue_linearly,
+            **{op: partial(self._residual, op) for op in RESIDUAL},
             "encode_lossless": self._encode_lossless,
             "stream_lengths": self._stream_lengths,
             "decode_lossless": self._decode_lossless,
@@ -104,7 +98,7 @@ class Plans:
         rows = B * L if H * D else 0
         each = self._rows_each(rows, H * D * v_BLHD.element_size())
         values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
-        return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, each, values, self._like(torch.float32, B, L))
+        return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, each, values)
 
     def _select(self, score_BN: Tensor, k: int) -> Plan:
         op = "select"
@@ -119,7 +113,7 @@ class Plans:
             raise ValueError(f"{op}: k is {k} of {N} scores: give 0 to {N}")
         items = 1 if self._library.lanes == 1 else SELECT_ITEMS
         values = score_BN.stride(0), N, k
-        return self._plan("select_largest", 3, B if k else 0, items, values, self._like(torch.int64, B, k))
+        return self._plan("select_largest", 3, B if k else 0, items, values)
 
     def _qk_norm_rope(
         self,
@@ -150,8 +144,7 @@ class Plans:
         each = self._rows_each(rows, D * x_BLHD.element_size(), H)
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
-        result = self._like(x_BLHD.dtype, *shape)
-        return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values, result)
+        return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values)
 
     def _merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
         op = "merge_partials"
@@ -171,49 +164,7 @@ class Plans:
         each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
         values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
-        return self._of_rows(kernel, 4, rows, each, values, self._like(out_BLHD.dtype))
-
-    def _encode_residual(
-        self,
-        x_BLHD: Tensor,
-        last_BLHD: Tensor,
-        before_BLHD: Tensor | None,
-        code_BLHW: Tensor,
-        _out: None,
-        notes_N: Tensor,
-        bits: int,
-        linear: bool,
-        compare: bool,
-        measure: bool,
-    ) -> Plan:
-        op = "encode_residual"
-        self._check_noted(op, x_BLHD, notes_N)
-        check_no_overlap(op, "code", code_BLHW)
-        known = last_BLHD, before_BLHD
-        return self._residual(op, x_BLHD, known, code_BLHW, None, bits, linear, compare, measure)
-
-    def _decode_residual(
-        self,
-        last_BLHD: Tensor,
-        before_BLHD: Tensor | None,
-        code_BLHW: Tensor,
-        out_BLHD: Tensor | None,
-        bits: int,
-        linear: bool,
-    ) -> Plan:
-        return self._residual("decode_residual", last_BLHD, (last_BLHD, before_BLHD), code_BLHW, out_BLHD, bits, linear)
-
-    def _note_change(
-        self, x_BLHD: Tensor, last_BLHD: Tensor, _before: None, _code: None, _out: None, notes_N: Tensor
-    ) -> Plan:
-        """A launch of the codec's struct, without a code: 8 bits stand for any."""
-        op = "note_change"
-        self._check_noted(op, x_BLHD, notes_N)
-        return self._residual(op, x_BLHD, (last_BLHD, None), None, None, 8, linear=False, measure=True)
-
-    def _continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, _code: None, out_BLHD: Tensor) -> Plan:
-        known = last_BLHD, before_BLHD
-        return self._residual("continue_linearly", last_BLHD, known, None, out_BLHD, 8, linear=False)
+        return self._of_rows(kernel, 4, rows, each, values)
 
     def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
         check_dims(op, "x", x_BLHD, 4)
@@ -228,21 +179,28 @@ class Plans:
     def _residual(
         self,
         op: str,
-        x_BLHD: Tensor,
-        known: tuple[Tensor, Tensor | None],
+        x_BLHD: Tensor | None,
+        last_BLHD: Tensor,
+        before_BLHD: Tensor | None,
         code_BLHW: Tensor | None,
         out_BLHD: Tensor | None,
+        notes_N: Tensor | None,
         bits: int,
-        linear: bool,
+        linear: bool = False,
         compare: bool = False,
         measure: bool = False,
     ) -> Plan:
-        last_BLHD, before_BLHD = known
+        """Of one struct; where there is no code, 8 bits stand for any."""
+        like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
+        if notes_N is not None:
+            self._check_noted(op, like_BLHD, notes_N)
+            if code_BLHW is not None:
+                check_no_overlap(op, "code", code_BLHW)
         check_dims(op, "the last reconstruction", last_BLHD, 4)
-        B, L, H, D = shape = x_BLHD.shape
+        B, L, H, D = shape = like_BLHD.shape
         named = {"last": last_BLHD, "before": before_BLHD, "out": out_BLHD}
         there = {name: tensor for name, tensor in named.items() if tensor is not None}
-        check_rows(op, self._device, x_BLHD.dtype, shape, **there)
+        check_rows(op, self._device, like_BLHD.dtype, shape, **there)
         for name, tensor in there.items():
             check_no_overlap(op, name, tensor)
         if bits not in CODE_BITS:
@@ -252,7 +210,7 @@ class Plans:
         rows = B * L * H if D else 0
         if rows >= 2**32:
             raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
-        each = self._rows_each(rows, max(1, D) * x_BLHD.element_size(), H)
+        each = self._rows_each(rows, max(1, D) * like_BLHD.element_size(), H)
         strides = [
             number
             for tensor in (x_BLHD, last_BLHD, before_BLHD, code_BLHW, out_BLHD)
@@ -260,7 +218,7 @@ class Plans:
         ]
         two = before_BLHD is not None
         values = rows, each, L, H, D, *strides, bits, int(linear and two), int(compare and two), int(measure)
-        return self._of_rows(f"{op}_{DTYPES[x_BLHD.dtype]}", 8, rows, each, values, self._like(torch.uint8))
+        return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, each, values)
 
     def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:
         if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:
@@ -353,23 +311,11 @@ class Plans:
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * library.compute_units)))
 
-    def _of_rows(
-        self, kernel: str, addresses: int, rows: int, each: int, values: tuple[int, ...], result: Tensor
-    ) -> Plan:
+    def _of_rows(self, kernel: str, addresses: int, rows: int, each: int, values: tuple[int, ...]) -> Plan:
         """Work-groups as many as there is work for; kernels know where it ends."""
-        groups = -(-rows // each)
-        return self._plan(
-            kernel, addresses, -(-groups // self.packed), self.packed * self._library.lanes, values, result
-        )
+        groups = -(-rows // (each * self.packed))
+        return self._plan(kernel, addresses, groups, self.packed * self._library.lanes, values)
 
-    def _plan(
-        self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...], result: Tensor
-    ) -> Plan:
+    def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""
-        launch = self._library.launch_of(kernel, groups, items, addresses, values)
-        return Plan(groups, launch, result)
-
-    def _like(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        result = torch.empty(shape, dtype=dtype, device=self._device)
-        result.untyped_storage().resize_(0)
-        return result
+        return Plan(groups, self._library.launch_of(kernel, groups, items, addresses, values))

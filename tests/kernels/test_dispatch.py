@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cocodiff_sycl import SyclOps
-from cocodiff_sycl.build import cache_folder, kernel_source
+from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runtime_and_folder
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
@@ -20,7 +23,7 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Onward, Prediction, Reconstructions, Rows, TorchOps, coded_width, dispatch
-from cocodiff.kernels.choices import CHOICES, OPS
+from cocodiff.kernels.choices import CHOICES, NEVER, OPS
 from cocodiff.kernels.lossless import Cut, least_room, most_bytes
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
@@ -103,21 +106,19 @@ def test_paths_follow_the_table(monkeypatch):
     monkeypatch.delenv("COCODIFF_KERNELS", raising=False)
     monkeypatch.setattr(dispatch, "sycl_ops", lambda *_: "sycl")
 
-    def takes_sycl(path, threads, op, device, size, dtype=torch.bfloat16):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    def takes_sycl(path, op, device, size, dtype=torch.bfloat16):
         half = SimpleNamespace(device=torch.device(device), dtype=dtype, nbytes=size // 2)
         return Kernels(path).by_sycl(op, half, half)
 
-    for kind, of_ops in CHOICES.items():
-        threads, device = 2 if "several" in kind else 1, kind[:3]
-        for op, switches in of_ops.items():
-            for number, size in enumerate(switches):
-                assert takes_sycl("auto", threads, op, device, size) == (number % 2 == 0)
-                assert size == 0 or takes_sycl("auto", threads, op, device, size - 2) == (number % 2 == 1)
-            assert takes_sycl("sycl", threads, op, device, 0)
-            assert not takes_sycl("torch", threads, op, device, 2**40)
-    assert not takes_sycl("auto", 1, "pack", "xpu", 2**30, torch.int64)
-    assert not takes_sycl("auto", 1, "pack", "cuda", 2**30)
+    for device, of_ops in CHOICES.items():
+        for op, begin in of_ops.items():
+            size = 2**40 if begin == NEVER else begin
+            assert takes_sycl("auto", op, device, size) == (begin != NEVER)
+            assert size == 0 or not takes_sycl("auto", op, device, size - 2)
+            assert takes_sycl("sycl", op, device, 0)
+            assert not takes_sycl("torch", op, device, 2**40)
+    assert not takes_sycl("auto", "l1_score", "xpu", 2**30, torch.int64)
+    assert not takes_sycl("auto", "l1_score", "cuda", 2**30)
 
 
 def test_the_environment_says_what_auto_is(monkeypatch):
@@ -147,34 +148,28 @@ def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
     assert cache_folder(runtime) != cache_folder(other)
 
 
-ONE_THREAD = """
-import os, torch
-from pathlib import Path
-from cocodiff.kernels import sycl_ops
-
-def ran_ns():
-    return {task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()}
-
-ops = sycl_ops(torch.device("cpu"), required=True)
-x_BLHD = torch.ones(1, 4000, 8, 64)  # a launch of many work-groups, which cores could share
-buffer = torch.empty(x_BLHD.numel())
-ops.pack([[x_BLHD]], [buffer])
-before = ran_ns()
-for _ in range(100):
-    ops.pack([[x_BLHD]], [buffer])
-after = ran_ns()
-spent = {name: after[name] - before.get(name, 0) for name in after}
-main = spent.pop(str(os.getpid()))
-print(ops.library.compute_units, main > 5 * sum(spent.values()))
-"""
+def test_the_library_outlives_the_environment_that_built_it(sycl_on_cpu, tmp_path):
+    """It is kept beside the user's other caches, and another environment's libsycl serves it as well."""
+    runtime, _ = runtime_and_folder()
+    assert str(runtime.library.parent).encode() not in host_library(runtime, tmp_path).read_bytes()
 
 
-def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sycl: SyclOps):
-    """The CPU device's usual queue has a worker that looks for work as long as kernels come."""
-    environment = {name: value for name, value in os.environ.items() if name != "DPCPP_CPU_NUM_CUS"}
-    words = [sys.executable, "-c", ONE_THREAD]
-    done = subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "True"]
+def test_ranks_that_start_together_compile_once(sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
+    """The first builds under a lock, twice because libsycl keeps one stage at a time; the others take what it left."""
+    compiled: list[int] = []
+    monkeypatch.setattr(Library, "_compile", lambda *_: compiled.append(threading.get_ident()) or time.sleep(0.2) or 1)
+    ranks = [copy.copy(sycl_on_cpu.library) for _ in range(12)]
+    for rank in ranks:
+        rank.folder = tmp_path
+    threads = [threading.Thread(target=rank._build, args=(None, "a device")) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(compiled[:2])) == 1 and len(compiled) == 2 + 11, (
+        "two builds of one rank, then one load of each other"
+    )
+    assert [path.name for path in tmp_path.glob("built-*")] == ["built-a_device"]
 
 
 @pytest.mark.parametrize("which", ["COCODIFF_CACHE", "XDG_CACHE_HOME", "HOME"])

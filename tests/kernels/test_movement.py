@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from cocodiff_sycl import SyclOps
-from cocodiff_sycl.library import Library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import DTYPES, batches, dtypes, forms, head_dims, heads, random_BLHD, seeds, tokens
@@ -69,53 +66,6 @@ def test_gather_and_scatter(sycl: SyclOps, data, dtype, seed, D, rows):
     sycl.scatter_rows([rows_KHD] * 3, unique_K, caches[0])
     TORCH.scatter_rows([rows_KHD] * 3, unique_K, caches[1])
     assert all(map(torch.equal, *caches))
-
-
-@given(data=st.data(), dtype=dtypes, seed=seeds, B=batches, L=st.integers(1, 9), H=heads, form=forms)
-@quick
-def test_what_the_cache_has_no_room_for(sycl_on_cpu: SyclOps, data, dtype, seed, B, L, H, form):
-    """Written past the cache, where targets are whole numbers of 64 bytes; a head more makes another length of move."""
-    D = 64 // dtype.itemsize * data.draw(st.integers(1, 3))
-    uneven = data.draw(st.integers(0, 1))
-    ops = SyclOps(without_cache(sycl_on_cpu.library), sycl_on_cpu.device, lambda: None)
-    x_BLHD, more_BLHD = (random_BLHD(seed, (B, L + n, H, D), dtype, form) for n in (0, uneven))
-    messages = [[x_BLHD, more_BLHD], [more_BLHD[:, :, : H // 2 + 1], x_BLHD]]
-    found, expected = (
-        [torch.zeros(sum(x.numel() for x in message), dtype=dtype) for message in messages] for _ in "12"
-    )
-    ops.pack(messages, found)
-    TORCH.pack(messages, expected)
-    assert all(map(torch.equal, found, expected))
-
-    parts = [piece.clone(memory_format=torch.contiguous_format) for message in messages for piece in message]
-    placed, wanted = (
-        [torch.zeros(B, L + uneven, H, D, dtype=dtype)[:, : part.shape[1]] for part in parts] for _ in "12"
-    )
-    ops.unpack(parts, [x[:, :, : part.shape[2]] for x, part in zip(placed, parts, strict=True)])
-    TORCH.unpack(parts, [x[:, :, : part.shape[2]] for x, part in zip(wanted, parts, strict=True)])
-    assert all(map(torch.equal, placed, wanted))
-
-    index_K = torch.randperm(L, generator=torch.Generator().manual_seed(seed))[: data.draw(st.integers(1, L))]
-    references = [torch.zeros(L, H, D, dtype=dtype) for _ in "12"]
-    rows = [Rows(x_BLHD[0], index_K, reference, index_K.flip(0)) for reference in references]
-    found, expected = ([torch.zeros(len(index_K) * H * D, dtype=dtype)] * 2 for _ in "12")
-    ops.gather_pack([[rows[0]]] * 2, found)
-    TORCH.gather_pack([[rows[1]]] * 2, expected)
-    assert all(map(torch.equal, [*found, references[0]], [*expected, references[1]]))
-    caches = [[torch.zeros(L, H, D, dtype=dtype)] for _ in "12"]
-    chosen_KHD = found[0].view(-1, H, D)
-    ops.scatter_rows([chosen_KHD], index_K, caches[0])
-    TORCH.scatter_rows([chosen_KHD], index_K, caches[1])
-    assert torch.equal(caches[0][0], caches[1][0])
-
-
-def without_cache(library: Library) -> Library:
-    """The same device with no room in its cache. Its other kernels move half of what they are told, so that results
-    are right only where those were not taken."""
-    found = copy.copy(library)
-    found.cache_bytes = 1
-    found._kernels = {f"move_rows_{unit}": library._kernel("move_rows_2") for unit in (16, 4, 2)}
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

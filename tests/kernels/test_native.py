@@ -1,32 +1,28 @@
 """Binaries of the kernels for a GPU that is not here: that none spills, how they are kept, and when they are taken.
 
 The compiler is Intel's ocloc, where COCODIFF_OCLOC names a folder that launch/ocloc filled. What a GPU makes of a
-binary is not tested: where they are taken, the CPU device's own programs stand in for them."""
+binary is not tested: where they are taken, the CPU device's own kernels stand in for them."""
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from cocodiff_sycl import SyclOps, Unavailable, native
-from cocodiff_sycl.build import kernel_names, kernel_source
+from cocodiff_sycl.build import kernel_names, kernel_source, native_file
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import GPU_LANES, Library
 from cocodiff_sycl.native import build_native, compile_native
-from cocodiff_sycl.native_file import Native, native_file, read_native, write_native
 from cocodiff_sycl.ocloc import OCLOC, Usage, find_ocloc
 from cocodiff_sycl.report import Row, hot_loop
 
 from cocodiff.cli.main import main
-from cocodiff.kernels import TorchOps
-
-ABOUT = Native("pvc", 1, "ocloc 1.0")
+from cocodiff.kernels import offline
 
 
 @pytest.mark.processes
@@ -87,12 +83,10 @@ def cache(sycl_on_cpu: SyclOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_binaries_are_made_once_for_a_compiler_and_a_device(cache, tmp_path):
     path, fresh = build_native("pvc", 16, StandIn("1.0"))
-    assert fresh and path == native_file(tmp_path, 16)
-    assert read_native(path)[1] == struct.pack("=q", 6) + b"binary"
+    assert fresh and path == native_file(tmp_path, "pvc", 16)
+    assert path.read_bytes() == b"ocloc 1.0\n" + struct.pack("=q", 6) + b"binary"
     assert build_native("pvc", 16, StandIn("1.0")) == (path, False)
     assert build_native("pvc", 16, StandIn("1.1")) == (path, True), "another compiler"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert build_native("pvc", 16, StandIn("1.1")) == (path, True), "a damaged file"
     with pytest.raises(Unavailable, match="unknown device 'abc': choose from pvc"):
         build_native("abc", 16, StandIn("1.0"))
     before = path.read_bytes()
@@ -100,6 +94,13 @@ def test_binaries_are_made_once_for_a_compiler_and_a_device(cache, tmp_path):
     with pytest.raises(Unavailable, match="l1_score_f32 would spill registers on pvc"):
         build_native("pvc", 16, StandIn("1.2"))
     assert path.read_bytes() == before and {one.name for one in tmp_path.iterdir()} == {path.name, "lock"}
+
+
+def test_both_names_of_a_gpu_make_the_same_binaries(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(offline, "find_ocloc", lambda _: StandIn("1.0"))
+    for words, done in ((["--ahead_of_time", "intel_gpu_pvc"], "made in"), (["--device", "pvc"], "there already")):
+        assert main(["kernels", "build", *words]) == 0
+        assert f"{native_file(tmp_path, 'pvc', GPU_LANES)}, {done}" in capsys.readouterr().out
 
 
 def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
@@ -115,42 +116,34 @@ def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
 def as_gpu(library: Library, folder: Path, architecture: str) -> Library:
     """The CPU device as a GPU of that name, with another cache, and nothing of its own compiled yet."""
     found = copy.copy(library)
-    found.folder, found._kernels, found.is_cpu, found.architecture = folder, {}, False, architecture
+    found.folder, found._kernels, found.architecture = folder, {}, architecture
     return found
 
 
-def programs_of(library: Library) -> bytes:
-    """The device's own compiled kernels, in the form of binaries."""
-    (path,) = library.folder.glob(f"saved-*_{library.lanes}")
-    return path.read_bytes()[32:]
-
-
 def test_a_device_takes_its_binaries(sycl_on_cpu: SyclOps, tmp_path):
-    library = as_gpu(sycl_on_cpu.library, tmp_path, "pvc")
-    write_native(native_file(tmp_path, 1), ABOUT, programs_of(sycl_on_cpu.library))
+    library, given = as_gpu(sycl_on_cpu.library, tmp_path, "pvc"), []
+    path = native_file(tmp_path, "pvc", library.lanes)
+    path.write_bytes(b"ocloc 1.0\nbinaries")
+    ours = sycl_on_cpu.library
+
+    def native(_device: object, binaries: bytes, size: int) -> object:
+        given.append((binaries, size))
+        return ours._module.value
+
+    library._c = SimpleNamespace(cocodiff_native=native, cocodiff_kernel=ours._c.cocodiff_kernel)
     module = library._native()
-    assert module is not None
-    library._module, library.is_cpu = module, True
-    score_BN = torch.rand(2, 99)
-    ops = SyclOps(library, sycl_on_cpu.device, lambda: None)
-    assert torch.equal(ops.select(score_BN, 30), TorchOps().select(score_BN, 30))
+    assert module is not None and module.value == ours._module.value and given == [(b"binaries", 8)]
+    assert as_gpu(ours, tmp_path, "acm-g10")._native() is None, "binaries for another device"
 
 
 def test_what_does_not_fit_is_left_alone_with_one_line(sycl_on_cpu: SyclOps, tmp_path, caplog):
-    path = native_file(tmp_path, 1)
-    assert as_gpu(sycl_on_cpu.library, tmp_path, "pvc")._native() is None and not caplog.messages, "no file, no line"
-    faults = {
-        "they are for pvc": ("", lambda: write_native(path, ABOUT, b"binary")),
-        "the file is damaged": ("pvc", lambda: path.write_bytes(path.read_bytes() + b"1")),
-        "the file cannot be read": ("pvc", lambda: path.write_bytes(bytes(range(256)))),
-        "end early": ("pvc", lambda: write_native(path, ABOUT, b"binary")),  # the driver's answer stands here
-    }
-    for why, (architecture, spoil) in faults.items():
-        spoil()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
-            assert as_gpu(sycl_on_cpu.library, tmp_path, architecture)._native() is None
-        (line,) = caplog.messages
-        assert why in line and "kernels are compiled" in line and str(path) in line
-    assert sycl_on_cpu.library._native() is None, "a CPU compiles its own, and says nothing"
-    assert isinstance(sycl_on_cpu.library._module, ctypes.c_void_p)
+    library = as_gpu(sycl_on_cpu.library, tmp_path, "pvc")
+    path = native_file(tmp_path, "pvc", library.lanes)
+    assert library._native() is None and not caplog.messages, "no file, no line"
+    path.write_bytes(b"ocloc 1.0\n" + struct.pack("=q", 6) + b"binary")
+    with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
+        assert library._native() is None
+    (line,) = caplog.messages
+    assert "not one of Level Zero" in line and "kernels are compiled" in line and str(path) in line
+    caplog.clear()
+    assert sycl_on_cpu.library._native() is None and not caplog.messages, "a CPU compiles its own, and says nothing"

@@ -25,18 +25,13 @@ template <typename T> struct Walk {
   void go(i64 batch, i64 token, i64 head) { at = first + batch * by.batch + token * by.token + head * by.head; }
 };
 
-// What of the linear continuation a launch works out.
-enum Continuation { NOTHING, PREDICTS, COMPARED, ANY };
-
-// One tensor. BITS and WHAT are 0 and ANY on a GPU and where a CPU encodes (batch.hpp): each more is a longer time to
-// compile. A CPU's decoding is bound by instructions and knows them.
-template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
+// One tensor.
+template <typename Type, bool WORDS> struct Coder {
   using Bits = typename Type::Bits;
   const Residuals &of;
   const Place place;
-  const int bits = BITS ? BITS : int(of.bits);
-  const bool linear = WHAT == NOTHING ? false : WHAT == PREDICTS ? true : of.linear;
-  const bool compared = WHAT == ANY ? of.compare : WHAT == COMPARED;
+  const int bits = of.bits;
+  const bool linear = of.linear, compared = of.compare;
   const float factor = sycl::bit_cast<float>(uint32_t(of.factor_bits)), middle = (1 << (bits - 1)) - 0.5f;
   const float onward = sycl::bit_cast<float>(uint32_t(of.onward_bits));
   const i64 width = (of.numbers * bits + 7) / 8; // bytes of a row's codes; scales follow
@@ -57,7 +52,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
     go(batch, token, head);
     for (; row < end; ++row) {
       Bits *const target = of.before ? before.at : last.at;
-      for (i64 group = 0; group < of.numbers; group += LANES == 1 ? GROUP : LANES * WIDTH) {
+      for (i64 group = 0; group < of.numbers; group += LANES * WIDTH) {
         const i64 at = group + place.lane * WIDTH;
         work(Part<Bits>{x.at + at, last.at + at, before.at + at, target + at, out.at + at,
                         code.at + at * bits / 8, code.at + width + at / GROUP, of.numbers - at});
@@ -74,26 +69,6 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   void go(i64 batch, i64 token, i64 head) {
     x.go(batch, token, head), last.go(batch, token, head), before.go(batch, token, head), code.go(batch, token, head);
     out.go(batch, token, head);
-  }
-
-  // work(part), for a CPU's short group with copies, beside which there are zeros.
-  template <typename Work> void staged(Part<Bits> part, Work work) const {
-    if (LANES > 1 || part.count >= GROUP) return work(part);
-    Bits x[GROUP] = {}, last[GROUP] = {}, before[GROUP] = {}, target[GROUP], out[GROUP];
-    uint8_t code[GROUP] = {};
-    const i64 bytes = (part.count * bits + 7) / 8;
-    for (i64 i = 0; i < part.count; ++i) {
-      if (of.x) x[i] = part.x[i];
-      last[i] = part.last[i];
-      if (of.before) before[i] = part.before[i];
-    }
-    if (of.code)
-      for (i64 i = 0; i < bytes; ++i) code[i] = part.code[i];
-    work(Part<Bits>{x, last, before, target, out, code, part.scale, part.count});
-    for (i64 i = 0; i < part.count; ++i) {
-      if (of.code || of.notes) part.target[i] = target[i];
-      if (of.out) part.out[i] = out[i];
-    }
   }
 
   Floats continuation(Floats newest, const Bits *from, i64 count) const {
@@ -132,8 +107,7 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   }
 
   // In the order of the definition: the upper half of 32 numbers is added to the lower one, and so on.
-  float sum_in_group(const Floats (&own)[PARTS]) const {
-    Floats sum = own[0];
+  float sum_in_group(Floats sum) const {
     if constexpr (SHARING > 1)
       for (int other = SHARING / 2; other; other /= 2)
 #pragma unroll
@@ -142,21 +116,14 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
   }
 
   // The byte of the step with which 2 bits err least. channels: of the group.
-  int32_t byte_of_two_bits(const Floats (&size)[PARTS], float largest, int32_t channels) const {
+  int32_t byte_of_two_bits(Floats size, float largest, int32_t channels) const {
     const float all = sum_in_group(size);
     float total = largest * (13 / 32.0f), count = 1; // the step is their quotient
 #pragma unroll
     for (int round = 0; round < 2; ++round) {
-      Floats large[PARTS];
-      Ints found = 0;
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
-        const Ints is_large = size[i] * count >= total;
-        large[i] = is_large ? size[i] : Floats(0);
-        found -= is_large;
-      }
-      total = 2 * (all + 2 * sum_in_group(large));
-      count = float(channels + 8 * count_in_group(found));
+      const Ints is_large = size * count >= total;
+      total = 2 * (all + 2 * sum_in_group(is_large ? size : Floats(0)));
+      count = float(channels + 8 * count_in_group(-is_large));
     }
     // The quotient need not be exact: products of the middles, which are, decide.
     const int32_t byte = byte_above(total / count, 0x7ffff);
@@ -164,80 +131,55 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
     return byte + (total > above * count) - (total <= below * count);
   }
 
+  static Ints magnitude_of(Floats x) { return __builtin_bit_cast(Ints, x) & 0x7fffffff; }
+
   void encode(Part<Bits> part) {
-    Floats predicted[PARTS], residual[PARTS];
-    Ints largest = 0, largest_of_other = 0, largest_change = 0, largest_of_x = 0;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const i64 from = i * WIDTH, left = part.count - from;
-      const Floats own = load_first<Type, WORDS>(part.x + from, left);
-      const Floats newest = load_first<Type, WORDS>(part.last + from, left);
-      const Floats same = limited(newest);
-      Floats forecast = same;
-      if (linear || compared) forecast = continuation(newest, part.before + from, left);
-      predicted[i] = linear ? forecast : same;
-      residual[i] = own - predicted[i];
-      largest = __builtin_elementwise_max(largest, __builtin_bit_cast(Ints, residual[i]) & 0x7fffffff);
-      if (compared) {
-        const Floats other = own - (linear ? same : forecast);
-        largest_of_other = __builtin_elementwise_max(largest_of_other, __builtin_bit_cast(Ints, other) & 0x7fffffff);
-      }
-      if (of.measure) {
-        largest_change = __builtin_elementwise_max(largest_change, __builtin_bit_cast(Ints, own - newest) & 0x7fffffff);
-        largest_of_x = __builtin_elementwise_max(largest_of_x, __builtin_bit_cast(Ints, own) & 0x7fffffff);
-      }
-    }
-    const int32_t most_bits = largest_in_group(largest);
+    const i64 left = part.count;
+    const Floats own = load_first<Type, WORDS>(part.x, left), newest = load_first<Type, WORDS>(part.last, left);
+    const Floats same = limited(newest);
+    Floats forecast = same;
+    if (linear || compared) forecast = continuation(newest, part.before, left);
+    const Floats predicted = linear ? forecast : same, residual = own - predicted;
+    const int32_t most_bits = largest_in_group(magnitude_of(residual));
     const float most = sycl::bit_cast<float>(most_bits);
     int32_t byte = byte_above(most * (1.0f / (1 << (bits - 1))));
     if (bits == 2) {
-      Floats size[PARTS];
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i) size[i] = __builtin_elementwise_abs(residual[i]);
       const i64 before = place.lane % SHARING * WIDTH; // channels of the group in other work-items
-      byte = byte_of_two_bits(size, most, int32_t(sycl::min(part.count + before, i64(GROUP))));
+      byte = byte_of_two_bits(__builtin_elementwise_abs(residual), most, int32_t(sycl::min(left + before, i64(GROUP))));
     }
     const Scale scale(byte, most_bits < 0x7f800000);
-    const bool tells = this->tells(part.count);
+    const bool tells = this->tells(left);
     if (tells) *part.scale = uint8_t(scale.byte), unfit += !scale.fits;
     if (compared) {
-      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(largest_of_other));
+      const Ints other = magnitude_of(own - (linear ? same : forecast));
+      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(other));
       if (tells) difference += linear ? more : -more;
     }
     if (of.measure) {
-      const int32_t more = size_byte(largest_in_group(largest_change)) - size_byte(largest_in_group(largest_of_x));
+      const int32_t more = change_of(own, newest);
       if (tells) change += more;
     }
-    const float reciprocal = scale.reciprocal(), step = scale.step(), limit = (1 << (bits - 1)) - 1;
+    if (left <= 0) return;
+    const float limit = (1 << (bits - 1)) - 1;
     const int32_t half = 1 << (bits - 1), kept = scale.codes() ? 2 * half - 1 : 0;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const i64 from = i * WIDTH, left = part.count - from;
-      if (LANES > 1 && left <= 0) continue;
-      Floats sized = __builtin_elementwise_abs(residual[i]) * reciprocal;
-      sized = sized < limit ? sized : limit; // of NaN too
-      const Ints magnitude = __builtin_convertvector(sized, Ints) | half;
-      const Ints sign = __builtin_bit_cast(Ints, residual[i]) >> 31;
-      const Ints codes = (magnitude ^ sign) & kept;
-      renew(part.target + from, left, predicted[i], codes, step);
-      by_bits([&](auto bits) {
-        store_codes<bits>(part.code + from * bits / 8, __builtin_bit_cast(Words, codes), left, places);
-      });
-    }
+    Floats sized = __builtin_elementwise_abs(residual) * scale.reciprocal();
+    sized = sized < limit ? sized : limit; // of NaN too
+    const Ints magnitude = __builtin_convertvector(sized, Ints) | half;
+    const Ints codes = (magnitude ^ __builtin_bit_cast(Ints, residual) >> 31) & kept;
+    renew(part.target, left, predicted, codes, scale.step());
+    by_bits([&](auto bits) { store_codes<bits>(part.code, __builtin_bit_cast(Words, codes), left, places); });
+  }
+
+  // By how many eighths of an octave a group's differences to the newest values are larger than x.
+  int32_t change_of(Floats own, Floats newest) const {
+    return size_byte(largest_in_group(magnitude_of(own - newest))) - size_byte(largest_in_group(magnitude_of(own)));
   }
 
   void note_change(Part<Bits> part) {
-    Ints largest = 0, largest_of_x = 0;
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const i64 from = i * WIDTH, left = part.count - from;
-      const Floats own = load_first<Type, WORDS>(part.x + from, left);
-      const Floats residual = own - load_first<Type, WORDS>(part.last + from, left);
-      largest = __builtin_elementwise_max(largest, __builtin_bit_cast(Ints, residual) & 0x7fffffff);
-      largest_of_x = __builtin_elementwise_max(largest_of_x, __builtin_bit_cast(Ints, own) & 0x7fffffff);
-      store_first<Type, WORDS>(part.target + from, own, left);
-    }
-    const int32_t more = size_byte(largest_in_group(largest)) - size_byte(largest_in_group(largest_of_x));
+    const Floats own = load_first<Type, WORDS>(part.x, part.count);
+    const Floats newest = load_first<Type, WORDS>(part.last, part.count);
+    store_first<Type, WORDS>(part.target, own, part.count);
+    const int32_t more = change_of(own, newest);
     if (tells(part.count)) change += more;
   }
 
@@ -245,25 +187,17 @@ template <typename Type, bool WORDS, int BITS, int WHAT> struct Coder {
     if (part.count <= 0) return;
     const int32_t byte = *part.scale;
     const float step = Scale(byte, byte != BAD).step();
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const i64 from = i * WIDTH, left = part.count - from;
-      const Floats newest = load_first<Type, WORDS>(part.last + from, left);
-      const Floats predicted = linear ? continuation(newest, part.before + from, left) : limited(newest);
-      Words codes;
-      by_bits([&](auto bits) { codes = load_codes<bits>(part.code + from * bits / 8, left, places); });
-      const Floats next = renew(part.target + from, left, predicted, __builtin_bit_cast(Ints, codes), step);
-      if (of.out) go_on(part.out + from, rounded<Type>(next), newest, left);
-    }
+    const Floats newest = load_first<Type, WORDS>(part.last, part.count);
+    const Floats predicted = linear ? continuation(newest, part.before, part.count) : limited(newest);
+    Words codes;
+    by_bits([&](auto bits) { codes = load_codes<bits>(part.code, part.count, places); });
+    const Floats next = renew(part.target, part.count, predicted, __builtin_bit_cast(Ints, codes), step);
+    if (of.out) go_on(part.out, rounded<Type>(next), newest, part.count);
   }
 
   void continue_linearly(Part<Bits> part) const {
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      const i64 from = i * WIDTH, left = part.count - from;
-      const Floats older = load_first<Type, WORDS>(part.before + from, left);
-      go_on(part.out + from, load_first<Type, WORDS>(part.last + from, left), older, left);
-    }
+    const Floats older = load_first<Type, WORDS>(part.before, part.count);
+    go_on(part.out, load_first<Type, WORDS>(part.last, part.count), older, part.count);
   }
 
   // The next reconstruction, before it is rounded.

@@ -1,15 +1,14 @@
 // What the residual codec's kernels read and write: numbers of a group, scale bytes and codes, which
 // cocodiff/kernels/residual.py defines.
-constexpr int GROUP = 32;                                // channels of one scale
-constexpr int PARTS = LANES == 1 ? GROUP / WIDTH : 1;    // accesses of a work-item to a group
-constexpr int SHARING = LANES == 1 ? 1 : GROUP / WIDTH;  // work-items that share a group
+constexpr int GROUP = 32;              // channels of one scale
+constexpr int SHARING = GROUP / WIDTH; // work-items that share a group
 constexpr int LOWEST = (127 - 20) << 3, LARGEST = 254, BAD = 255; // LOWEST: the smallest step's exponent, in eighths
 using Ints = Vector<int32_t, WIDTH>;
 using Words = Vector<uint32_t, WIDTH>;
 
-// The first `count` of WIDTH numbers; what is beyond is 0 and is not touched. A CPU's work-item has whole groups.
+// The first `count` of WIDTH numbers; what is beyond is 0 and is not touched.
 template <typename Type, bool WORDS> inline Floats load_first(const typename Type::Bits *from, i64 count) {
-  if (LANES == 1 || count >= WIDTH) return load<Type, WIDTH, WORDS>(from);
+  if (count >= WIDTH) return load<Type, WIDTH, WORDS>(from);
   Floats x = 0;
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i)
@@ -32,7 +31,7 @@ template <typename Type> inline Floats rounded(Floats x) { return Type::template
 template <typename Type, bool WORDS> inline void store_first(typename Type::Bits *to, Floats x, i64 count) {
   using Bits = typename Type::Bits;
   const auto all = narrow<Type>(x);
-  if (LANES == 1 || count >= WIDTH) {
+  if (count >= WIDTH) {
     if constexpr (WORDS)
       reinterpret_cast<Loose<uint32_t, WIDTH / 2> *>(to)->value = __builtin_bit_cast(Vector<uint32_t, WIDTH / 2>, all);
     else
@@ -58,22 +57,12 @@ template <typename Type> inline Floats kept_finite(Floats x) {
     return x;
 }
 
-template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
-template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
 inline int32_t largest_of(Vector<int32_t, 2> x) { return sycl::max(x.x, x.y); }
 template <int N> inline int32_t largest_of(Vector<int32_t, N> x) {
   return largest_of(__builtin_elementwise_max(x.lo, x.hi));
 }
 
-// A CPU's compiler makes vectors across work-items, of which a launch has one, of all that is in a kernel: minutes for
-// these. It leaves functions alone.
-#if LANES == 1
-#define OUT_OF_LINE __attribute__((noinline))
-#else
-#define OUT_OF_LINE inline
-#endif
-
-// Part of a row, of one work-item: a group on a CPU.
+// Part of a row, of one work-item.
 template <typename Bits> struct Part {
   const Bits *x, *last, *before;
   Bits *target, *out;
@@ -136,11 +125,6 @@ template <int BITS, typename Unit, int N> inline Vector<uint32_t, N> load_codes(
   }
 }
 
-#if LANES == 1
-template <int BITS> inline Words load_codes(const uint8_t *from, i64, i64) {
-  return load_codes<BITS, uint8_t, WIDTH>(from);
-}
-#else
 // The first `count` of a work-item's codes; those beyond are 0, and their bytes are not touched. places: an address and
 // strides, or-ed. The outer branches are the same for all work-items.
 template <int BITS> inline void store_codes(uint8_t *to, Words code, i64 count, i64 places) {
@@ -173,4 +157,3 @@ template <int BITS> inline Words load_codes(const uint8_t *from, i64 count, i64 
     if (i < count) code[i] = from[i * BITS / 8] >> i * BITS % 8 & ((1 << BITS) - 1);
   return code;
 }
-#endif

@@ -1,6 +1,6 @@
 // What all kernels share: number types, vectors of WIDTH numbers, and sums over the work-items of a row.
 //
-// LANES work-items share a row of numbers or a chunk of a copy. 1 is for CPU devices, whose vector units take the 16
+// LANES work-items share a row of numbers or a chunk of a copy. 1 is for CPU devices, whose vector units take the 32
 // numbers of one work-item; 16 is for GPUs, where it is a sub-group, which takes a head of 128 numbers in one access.
 // Every kernel takes one struct by value, whose members are 8 bytes each: one argument is set faster than many.
 #include <sycl/sycl.hpp>
@@ -34,7 +34,7 @@ namespace syclexp = sycl::ext::oneapi::experimental;
 
 using i64 = long;
 template <typename T, int N> using Vector = T __attribute__((ext_vector_type(N)));
-constexpr int WIDTH = LANES == 1 ? 16 : 8; // numbers of a work-item's access
+constexpr int WIDTH = LANES == 1 ? 32 : 8; // numbers of a work-item's access
 constexpr int HALF = WIDTH / 2;
 using Floats = Vector<float, WIDTH>;
 using HalfFloats = Vector<float, HALF>;
@@ -119,11 +119,8 @@ template <typename Type> inline void store1(typename Type::Bits *to, float x) {
 inline HalfDoubles low(Floats x) { return __builtin_convertvector(x.lo, HalfDoubles); }
 inline HalfDoubles high(Floats x) { return __builtin_convertvector(x.hi, HalfDoubles); }
 
-inline double total(Vector<double, 4> x) {
-  Vector<double, 2> two = x.lo + x.hi;
-  return two.x + two.y;
-}
-inline double total(Vector<double, 8> x) { return total(x.lo + x.hi); }
+template <typename T> inline T sum_of(Vector<T, 2> x) { return x.x + x.y; }
+template <typename T, int N> inline T sum_of(Vector<T, N> x) { return sum_of<T>(x.lo + x.hi); }
 
 // Where a work-item stands: `row` counts groups of LANES items, `lane` is the item's place among them.
 struct Place {

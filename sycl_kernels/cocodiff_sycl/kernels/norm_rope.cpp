@@ -134,7 +134,7 @@ inline void norm_rope_row(const Heads &of, const typename Type::Bits *x, typenam
     HalfDoubles squares = 0;
     for (i64 at = first; at < pairs; at += step)
       add_squares(squares, load_some<Type, HALVED, WORDS>(x, at, numbers, pairs - at));
-    scale = scale_of(place.sum(total(squares)), numbers, epsilon);
+    scale = scale_of(place.sum(sum_of<double>(squares)), numbers, epsilon);
   }
   for (i64 at = first; at < pairs; at += step) {
     const i64 count = pairs - at;
@@ -184,7 +184,7 @@ template <typename Type, bool HALVED, bool WORDS> inline void norm_rope_rows(con
       if (epsilon >= 0) {
         HalfDoubles squares = 0;
         add_squares(squares, own);
-        const float scale = scale_of(place.sum(total(squares)), of.numbers, epsilon);
+        const float scale = scale_of(place.sum(sum_of<double>(squares)), of.numbers, epsilon);
         own = by_weight ? weighted<Type>(own, scale, weight, of.round_before_weight) : normed<Type>(own, scale);
       }
       if (of.layout != NONE) own = rotated(own, angles);

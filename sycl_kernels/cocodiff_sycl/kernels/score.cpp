@@ -50,7 +50,7 @@ inline void score_row(const Scores &of, i64 row, const Place &place, const Rows 
   for (i64 run = 0; run < of.runs; ++run)
     score_run<Type, RENEW, WORDS>(v + run * of_v.run_stride, reference + run * of_reference.run_stride, of.numbers,
                                   place.lane, changes, norms);
-  double sum = place.sum(total(changes)), length = place.sum(total(norms));
+  double sum = place.sum(sum_of<double>(changes)), length = place.sum(sum_of<double>(norms));
   if (place.lane == 0) {
     of.change[row] = float(sum);
     of.norm[row] = float(length);
