@@ -150,11 +150,12 @@ class Engine:
         self._open()
         self._rule.begin()
         self._check_model(self.model.named_modules())
+        shared = self._shared_vae()
         self._replace_attention()
         self._hook_calls()
         self._hook_tokens()
         self._replace_forward()
-        self._replace_vae()
+        self._replace_vae(shared)
         self.counter = StepCounter()
         self._inside = True
         return self
@@ -200,11 +201,15 @@ class Engine:
         if self._rule.possible:
             self._undo.callback(replace_forward(self.model, self._guided.compute))
 
-    def _replace_vae(self) -> None:
+    def _shared_vae(self) -> Any:
+        """What decodes in the place of the pipeline's VAE; None where it has none."""
         vae = getattr(self._pipe, "vae", None)
-        if vae is not None:
-            self._pipe.vae = shared_vae(vae, self.config.vae, self.transport)
-            self._undo.callback(setattr, self._pipe, "vae", vae)
+        return None if vae is None else shared_vae(vae, self.config.vae, self.transport)
+
+    def _replace_vae(self, shared: Any) -> None:
+        if shared is not None:
+            self._undo.callback(setattr, self._pipe, "vae", self._pipe.vae)
+            self._pipe.vae = shared
 
     def _tell_of(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that this one leaves with, unless it came from them."""

@@ -76,53 +76,38 @@ class Group(ABC):
         torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
 
 
-class Ranks(Protocol):
-    """Ranks that can talk: those of a transport, or some of them."""
+class Ranks(ABC):
+    """Ranks that can talk: those of a transport, or some of them.
 
-    rank: int
-    size: int
-
-    @property
-    def control(self) -> Lane:
-        """The lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs. One
-        of its jobs waits for no other lane."""
-        ...
-
-    @property
-    def world(self) -> Group:
-        """A group of all these ranks, for jobs of the control lane."""
-        ...
-
-    def group(self, ranks: Sequence[int]) -> Group:
-        """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
-        torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
-        ...
-
-    def lane(self, name: str) -> Lane:
-        """The lane of this name, which is made when it is first asked for."""
-        ...
-
-
-class Transport(ABC):
-    """`Ranks`, with a device each and a health. One object per rank.
-
-    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
-    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
+    control: the lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs.
+    One of its jobs waits for no other lane. world: a group of all these ranks, for jobs of the control lane.
     """
 
     rank: int
     size: int
     control: Lane
     world: Group
+
+    @abstractmethod
+    def group(self, ranks: Sequence[int]) -> Group:
+        """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
+        torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
+
+    @abstractmethod
+    def lane(self, name: str) -> Lane:
+        """The lane of this name, which is made when it is first asked for."""
+
+
+class Transport(Ranks):
+    """One object per rank.
+
+    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
+    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
+    """
+
     device: torch.device
     health: Health
     _closed = False
-
-    @abstractmethod
-    def group(self, ranks: Sequence[int]) -> Group: ...
-
-    @abstractmethod
-    def lane(self, name: str) -> Lane: ...
 
     @property
     def closed(self) -> bool:
