@@ -12,8 +12,8 @@ from cocodiff.config import Config, load_machine
 from cocodiff.console.terminal import say
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.files import read_json
-from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
-from cocodiff.models import families, pipelines_of
+from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, transformer_config
+from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
 from cocodiff.topology.axes import Axes
@@ -117,8 +117,7 @@ def guides(request: Request) -> bool:
     """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
     if request.model == EMBEDDED:
         return False
-    index = read_index(request.model)
-    pipelines = pipelines_of(index["_class_name"], request.model)
+    index, pipelines = request.index, request.pipelines
     family = next(one for one in families() if pipelines in one.pipelines)
     if family.rows_per_image == 1 and pipelines.negative is None:
         return False

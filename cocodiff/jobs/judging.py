@@ -17,19 +17,10 @@ from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
 
-from cocodiff.jobs.cost import Cost
 from cocodiff.jobs.items import Drawn
 from cocodiff.jobs.job import Judged
 from cocodiff.jobs.report_pictures import picture
 from cocodiff.jobs.tasks import Task, result_files, slice_name, spread_of
-
-
-@dataclass(frozen=True)
-class Run:
-    """A slice restored in one mode: float32 [Y, X] in [0, 1], and what it took."""
-
-    restored01_YX: np.ndarray
-    cost: Cost
 
 
 class Restored(NamedTuple):
@@ -52,7 +43,7 @@ class Seen:
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
-    def psnr_db(self, run: Run | Drawn) -> float | None:
+    def psnr_db(self, run: Drawn) -> float | None:
         """Against the truth, under the mask; of a sample as of a run with this sample alone."""
         if self.truth_YX is None:
             return None
@@ -119,12 +110,12 @@ def quality(
     return measured.result()
 
 
-def compared(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
+def compared(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
     """What a result says of a run beside the exact one."""
     return {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, run, mask_YX), "bytes_exact": exact.cost.bytes}
 
 
-def psnr_vs_exact_db(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> float | None:
+def psnr_vs_exact_db(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> float | None:
     """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
     distance = ExactDistance(scale)
     distance.add(scale.denormalise(exact.restored01_YX), scale.denormalise(run.restored01_YX), mask_YX)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import Result
@@ -20,7 +19,7 @@ from cocodiff.console.terminal import say
 from cocodiff.engine import Engine
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Job, Judged, Modes
-from cocodiff.jobs.judging import Run, Seen, psnr_vs_exact_db, quality
+from cocodiff.jobs.judging import Seen, psnr_vs_exact_db, quality
 from cocodiff.jobs.modes import EXACT
 from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff.jobs.restoring import Restorer
@@ -159,10 +158,7 @@ class SweepJob(Job[PointRun]):
 
     def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         assert exact is not None, "a sweep compares with the exact run"
-        runs = (
-            Run(drawn[name].restored01_YX.astype(np.float32), drawn[name].cost) for name in (batch.point.name, exact)
-        )
-        return Judged([result_line(self.seen(batch), batch, *runs)])
+        return Judged([result_line(self.seen(batch), batch, drawn[batch.point.name], drawn[exact])])
 
     def write(self, batch: PointRun, place: int, result: None) -> None:
         """The line is all that is written, and the journal's."""
@@ -176,15 +172,15 @@ class SweepJob(Job[PointRun]):
         return f"{count_lines(self._folder)}/{lines}  {key}:{shown} {line['seconds']:.1f} s"
 
 
-def result_line(seen: Seen, one: PointRun, run: Run, exact: Run) -> dict[str, Any]:
+def result_line(seen: Seen, one: PointRun, run: Drawn, exact: Drawn) -> dict[str, Any]:
     """A line of results.jsonl. `bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as
     they are; `bytes_late` those that no call of attention waited for, where `arrival` is not now; `coding` is what
     travels in their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's;
     `exact` is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
     task, mask_YX, config = seen.task, seen.mask_YX, one.point.config
 
-    def judged(of: Run) -> Result:
-        native_YX: np.ndarray = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
+    def judged(of: Drawn) -> Result:
+        native_YX = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
         measured = quality(task.scale, seen.truth_YX, native_YX, mask_YX)
         return Result(one.slice, task.mask.name, one.point.name, **measured, **of.cost.reported())
 

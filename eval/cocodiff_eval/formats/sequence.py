@@ -25,6 +25,7 @@ from cocodiff_eval.formats.volume import (
     is_folder,
     one_line,
     quiet_libraries,
+    reading,
 )
 
 TIFF_SUFFIXES = (".tif", ".tiff")
@@ -130,13 +131,10 @@ def _check_like(file: str, first_file: str, first: RawVolume) -> None:
     import tifffile
 
     check_file(file)
-    with quiet_libraries():
-        try:
-            with tifffile.TiffFile(file) as tiff:
-                page = tiff.pages.first
-                shape, dtype, pages = page.shape, page.dtype, len(tiff.pages)
-        except Exception as error:
-            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
+        page = tiff.pages.first
+        shape, dtype, pages = page.shape, page.dtype, len(tiff.pages)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:

@@ -13,31 +13,28 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.formats.tiff_metadata import read_metadata, stored, tiff_options
+from cocodiff_eval.formats.tiff_metadata import read_metadata, tiff_options
 from cocodiff_eval.formats.volume import (
     Metadata,
     RawVolume,
-    VolumeFile,
+    RowFile,
     as_volume_shape,
     check_memory,
     format_shape,
     one_line,
     quiet_libraries,
+    reading,
     same_channels,
-    write_bytes,
 )
 
 
 def open_tiff(file: str) -> RawVolume:
     import tifffile
 
-    with quiet_libraries() as messages:
-        try:
-            with tifffile.TiffFile(file) as tiff:
-                series = list(tiff.series)
-                metadata = read_metadata(tiff, file) if series else Metadata()
-        except Exception as error:  # tifffile raises many kinds for a damaged file
-            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
+        series = list(tiff.series)
+        metadata = read_metadata(tiff, file) if series else Metadata()
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
     broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
     if broken:
@@ -132,7 +129,7 @@ class _TiffReader:
                 raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
 
 
-class StackFile(VolumeFile):
+class StackFile(RowFile):
     """A TIFF, uncompressed and with all slices in a row, so that any process may write any of them."""
 
     def _create(self) -> None:
@@ -144,22 +141,8 @@ class StackFile(VolumeFile):
         with quiet_libraries(), tifffile.TiffWriter(self.path, bigtiff=big, **opening) as writer:
             writer.write(shape=shape, dtype=self.dtype, **options)
 
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        write_bytes(self.path, self._start + index * self._slice_bytes, image_YX.astype(self._stored).tobytes())
-
-    def read(self, index: int) -> np.ndarray:
-        offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
-        image = np.fromfile(self.path, self._stored, count, offset=offset)
-        return image.reshape(self.shape[1:]).astype(self.dtype)
-
-    @property
-    def _stored(self) -> np.dtype:
-        return stored(self.dtype, self.metadata.byteorder)
-
-    @property
-    def _slice_bytes(self) -> int:
-        return self.shape[1] * self.shape[2] * self.dtype.itemsize
+    def _offset(self, index: int) -> int:
+        return self._start + index * self._slice_bytes
 
     @cached_property
     def _start(self) -> int:

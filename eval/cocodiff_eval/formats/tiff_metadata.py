@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
-
 from cocodiff_eval.formats.units import unit_name, unit_symbol
 from cocodiff_eval.formats.volume import Metadata, VolumeFile, plain
 
@@ -226,8 +224,3 @@ def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element,
     ElementTree.SubElement(value, f"{space}M", K=NOTES).text = text
     if all(one.get("ID") != identity for one in image.findall(f"{space}AnnotationRef")):
         image.append(ElementTree.Element(f"{space}AnnotationRef", ID=identity))
-
-
-def stored(dtype: np.dtype, byteorder: str) -> np.dtype:
-    """A dtype with the byte order of a file."""
-    return dtype.newbyteorder(">" if byteorder == ">" else "<")
