@@ -7,11 +7,11 @@ import pytest
 import torch
 from cocodiff_eval.masks import block_mask, center_mask
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter, schedule_at
-from cocodiff_eval.restore import match_surroundings, plan_slice, restore_slice, restore_slices
+from cocodiff_eval.restore import match_surroundings, plan_slice, restore_slices
 from cocodiff_eval.tiling import steps_at
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from diffusers import StableDiffusion3InpaintPipeline as InpaintPipeline
-from eval_helpers import SmoothInpainter, phantom
+from eval_helpers import SmoothInpainter, phantom, restore_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

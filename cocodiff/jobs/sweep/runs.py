@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
-from cocodiff_eval.metrics import Result
+from cocodiff_eval.metrics import Result, masked_quality
 
 from cocodiff.config import Config
 from cocodiff.console.options import engine_record, engine_settings
@@ -19,7 +19,7 @@ from cocodiff.console.terminal import say
 from cocodiff.engine import Engine
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Job, Judged, Modes
-from cocodiff.jobs.judging import Seen, psnr_vs_exact_db, quality
+from cocodiff.jobs.judging import Seen, psnr_vs_exact_db
 from cocodiff.jobs.modes import EXACT
 from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff.jobs.restoring import Restorer
@@ -181,7 +181,7 @@ def result_line(seen: Seen, one: PointRun, run: Drawn, exact: Drawn) -> dict[str
 
     def judged(of: Drawn) -> Result:
         native_YX = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
-        measured = quality(task.scale, seen.truth_YX, native_YX, mask_YX)
+        measured = masked_quality(task.scale, seen.truth_YX, native_YX, mask_YX)
         return Result(one.slice, task.mask.name, one.point.name, **measured, **of.cost.reported())
 
     return {
