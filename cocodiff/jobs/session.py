@@ -105,37 +105,25 @@ def start_job(
 ) -> int:
     """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
 
-    unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
+    unit: what the job is made of; settings: as of `nothing_left`; compared: what ranks must agree on, beside the
+    options.
     """
+    values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
-    if prepared.values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+    if values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
         return 0
-    return run_job(prepared, launch, work, compared)
-
-
-def run_job(prepared: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
-    """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
-
-    compared: what ranks must agree on, beside the options.
-    """
-    alike = {name: str(value) for name, value in prepared.values.items() if name != "ranks"} | (compared or {})
-    config = next(iter(prepared.presets.values()))
-
-    def say_import() -> None:
-        if launch.speaks and not prepared.values["quiet"]:
-            note("importing torch and diffusers")
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
 
     def imports() -> None:
-        say_import()
-        if (prepared.values["ranks"] or 1) > 1:  # a rank alone imports what it needs when it needs it
-            import_before_fork(prepared.request)
+        if launch.speaks and not values["quiet"]:
+            note("importing torch and diffusers")
+        if launch.kind == "alone":
+            import_before_fork(prepared.request, ranks)
 
     if launch.kind != "alone":
-        say_import()
-    return run_holding(
-        prepared.output, prepared.values["ranks"], launch, config, alike, partial(work, prepared), imports
-    )
+        imports()
+    return run_holding(prepared.output, values["ranks"], launch, config, alike, partial(work, prepared), imports)
 
 
 def run_holding(
@@ -193,9 +181,10 @@ def nothing_left(
     return True
 
 
-def import_before_fork(request: Request) -> None:
-    """Imports what every rank needs once, in the process that ranks are forked from."""
-    for name in EVERY_RANK_IMPORTS:
+def import_before_fork(request: Request, ranks: int | None = None) -> None:
+    """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
+    and imports what it needs when it needs it."""
+    for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
     import_pipeline(request)
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
 from cocodiff.config import Config
 from cocodiff.console.terminal import keep_libraries_off_stderr
 from cocodiff.errors import OwnRankError, PeerLost, UserError
-from cocodiff.processes.children import StopRequest, become_child, signal_all, stop_requests
+from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
 from cocodiff.processes.job_folder import job_folder
 
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
@@ -176,55 +177,44 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
-    parent = os.getpid()
     with job_folder() as folder, stop_requests(always=(signal.SIGINT,)) as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
         meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
         for rank in range(ranks):
+            own = Meeting(meeting.store_file, meeting.port, meeting.key, None if rank else listener)
+            launch = Launch("forked", rank, ranks, rank, ranks, own)
             try:
-                pid = os.fork()
+                pid = fork(partial(_child, launch, config, settings, work, folder, listener), _interrupt)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
                 raise UserError(
                     f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
                 ) from error
-            if pid == 0:
-                own = Meeting(meeting.store_file, meeting.port, meeting.key, listener if rank == 0 else None)
-                if rank:
-                    listener.close()
-                launch = Launch("forked", rank, ranks, rank, ranks, own)
-                _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
         stopped = _Stopped(config.timeout_s + GRACE_S)
         return _attend_children(children, ranks, folder, stop, left, stopped, config.stall_timeout_s)
 
 
-def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
-    """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
-    code = 1
+def _child(
+    launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, listener: socket.socket
+) -> int:
+    """A forked rank, up to its exit code. Only rank 0 keeps the terminal, and the listener."""
+    log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if launch.rank:
+        listener.close()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    else:
+        keep_libraries_off_stderr(log)
+    end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
     try:
-        become_child(parent, _interrupt)
-        log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if launch.rank:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        else:
-            keep_libraries_off_stderr(log)
-        end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
-        try:
-            end = _run_rank(
-                launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder)
-            )
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        except KeyboardInterrupt:  # once: what is asked of it again is ignored
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _note_end(end, launch.rank, folder)
-        code = end.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+        end = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except KeyboardInterrupt:  # once: what is asked of it again is ignored
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _note_end(end, launch.rank, folder)
+    return end.code
 
 
 def _note_end(end: End, rank: int | None, folder: Path) -> None:

@@ -38,7 +38,7 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
 
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """`psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each where there are none.
 
     Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.

@@ -31,7 +31,9 @@ class Hdf5File(RowFile):
         with h5py.File(self.path, "w") as new:
             if self.metadata.kind == "hdf5":
                 with h5py.File(self.metadata.details["file"], "r") as old:
-                    _copy_around(old, new, [name.strip("/") for name in self._source_names])
+                    # the datasets that the new ones stand for, those outside a region too
+                    stood_for = self._within(self.metadata.details.get("frames", ()))
+                    _copy_around(old, new, [name.strip("/") for name in stood_for])
                     self._make(new)
                     for name in self._names:
                         _copy_attributes(old[name], new[name])
@@ -87,13 +89,11 @@ class Hdf5File(RowFile):
     @property
     def _names(self) -> list[str]:
         """The new datasets."""
-        return [f"{self._object.rstrip('/')}/{name}" for name in self._frames] or [f"/{self._object.strip('/')}"]
+        return self._within(self._frames)
 
-    @property
-    def _source_names(self) -> list[str]:
-        """The input's datasets that the new ones stand for, those outside a region too."""
-        frames = self.metadata.details.get("frames", ())
-        return [f"{self._object.rstrip('/')}/{name}" for name in frames] or [self._object]
+    def _within(self, frames: Sequence[str]) -> list[str]:
+        """The paths of frames; of the one dataset where there are none."""
+        return [f"{self._object.rstrip('/')}/{name}" for name in frames] or [f"/{self._object.strip('/')}"]
 
     def _offset(self, index: int) -> int:
         return self._offsets[index] if self._frames else self._offsets[0] + index * self._slice_bytes
