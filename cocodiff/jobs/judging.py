@@ -102,7 +102,8 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
 
 def psnr_vs_exact_db(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> float | None:
     """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
-    return distance_db(scale, *(scale.denormalise(one.restored01_YX) for one in (exact, run)), mask_YX)
+    exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
+    return distance_db(scale, exact_YX, restored_YX, mask_YX)
 
 
 def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:

@@ -35,8 +35,8 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
 
 
 class Replica:
-    """This rank's replica. number: which it is; transport: that of its ranks; seats: where they sit; leads: whether
-    this rank is the one that claims batches and writes."""
+    """This rank's replica. number: which it is; transport: that of its ranks; leads: whether this rank is the one that
+    claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         from cocodiff.comm.part import Part  # torch
@@ -44,7 +44,6 @@ class Replica:
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
-        self.seats = axes.topology.part(axes.replica(whole.rank)).seats
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
 

@@ -49,7 +49,7 @@ Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model
 def plan_slice(
     mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
 ) -> RestorationPlan:
-    """The plan that `restore_slices` runs for each slice: its `calls`, and `tile_steps(steps)` for progress bars."""
+    """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
     native, multiple = inpainter.native_size, inpainter.multiple
     assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
     return plan_restoration(mask_YX, native, batch, settings)

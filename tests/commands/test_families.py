@@ -96,7 +96,7 @@ def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Pa
 def test_the_promised_number_of_steps_runs(name: str) -> None:
     pipe, arguments = inpainting(name)
     ticks: list[int] = []
-    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda _: ticks.append(1), native_size=32)
+    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda _: ticks.append(1))
     assert inpainter.multiple == 4 and PipelineInpainter(pipe, lambda _: arguments, 6, 0).native_size in (32, 256)
     for strength in (1.0, 0.5):
         ticks.clear()

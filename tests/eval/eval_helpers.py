@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from cocodiff_eval.metrics import Result
 from cocodiff_eval.restore import restore_slices
+from cocodiff_eval.tiling import RestorationPlan
 from torch import Tensor
 
 
@@ -21,6 +22,11 @@ def phantom(rows: int, columns: int) -> np.ndarray:
 def restore_slice(image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Any, **more: Any) -> np.ndarray:
     """A slice by itself."""
     return restore_slices([image_YX], [mask_YX], inpainter, **more)[0]
+
+
+def calls_of(plan: RestorationPlan) -> int:
+    """How often a plan calls the model."""
+    return sum(len(one.batches) for level in plan.levels for one in level.passes)
 
 
 def row_of(

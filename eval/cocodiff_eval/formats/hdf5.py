@@ -143,7 +143,6 @@ def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     text = attributes.get("description")
     return Metadata(
         "hdf5",
-        f"{file}:{name}",
         str(attributes.get("axes", "")),
         size,
         unit,

@@ -166,7 +166,6 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     }
     return Metadata(
         "zarr",
-        f"{store}:/{inner}",
         "".join(axis["name"] for axis in axes),
         size,
         unit,

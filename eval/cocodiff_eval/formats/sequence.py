@@ -64,7 +64,7 @@ def open_sequence(path: str) -> RawVolume:
         return open_tiff(files[index]).reader(0)
 
     stem = _stem(path, files[0])
-    metadata = replace(first.metadata, kind="sequence", source=path, details={**first.metadata.details, "files": files})
+    metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
     return RawVolume(path, stem, (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
@@ -186,7 +186,7 @@ class SequenceFiles(VolumeFile):
         if not self._sources:
             return self.metadata
         with quiet_libraries(), tifffile.TiffFile(self._sources[index]) as tiff:
-            return read_metadata(tiff, self._sources[index])
+            return read_metadata(tiff)
 
     def _file(self, index: int) -> StackFile:
         if self._sources:

@@ -34,7 +34,7 @@ def open_tiff(file: str) -> RawVolume:
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
         series = list(tiff.series)
-        metadata = read_metadata(tiff, file) if series else Metadata()
+        metadata = read_metadata(tiff) if series else Metadata()
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
     broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
     if broken:

@@ -22,7 +22,7 @@ _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "
 NOTES = "cocodiff"
 
 
-def read_metadata(tiff: Any, file: str) -> Metadata:
+def read_metadata(tiff: Any) -> Metadata:
     """The metadata of an open `tifffile.TiffFile`."""
     page = tiff.pages.first
     tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
@@ -52,9 +52,7 @@ def read_metadata(tiff: Any, file: str) -> Metadata:
         description = "" if description.startswith("{") else description
         size = _sizes(attributes.get("voxel_size")) or size
         unit = str(attributes.get("unit", unit)) if size else ""
-    return Metadata(
-        "tiff", file, tiff.series[0].axes, size, unit, description, tiff.byteorder, plain(attributes), details
-    )
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, plain(attributes), details)
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:

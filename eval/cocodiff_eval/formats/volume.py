@@ -36,7 +36,6 @@ class Metadata:
     """What a file says of its voxels besides their values.
 
     kind         a word of `table.FORMATS`
-    source       the file and, after a colon, the object in it; writers of the same kind copy attributes from there
     axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
     voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
     unit         as UDUNITS spells it ("micrometer"); "" where unknown
@@ -47,7 +46,6 @@ class Metadata:
     """
 
     kind: str = ""
-    source: str = ""
     axes: str = ""
     voxel_size: tuple[float, float, float] | None = None
     unit: str = ""
