@@ -47,6 +47,11 @@ class Replica:
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
 
+    def say_ready(self, started: float) -> None:
+        """started: `time.monotonic()` when the command began."""
+        in_replicas = f" in {self.count} replicas" if self.count > 1 else ""
+        say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
+
     def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
         """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
         together."""
@@ -67,7 +72,7 @@ class Replica:
             return
         token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
         if token:
-            journals.show(token)
+            (journals.folder / token).touch()
         token = self.whole.broadcast_object(token)
         seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
         blind = [rank for rank, saw in enumerate(seen or []) if not saw]
@@ -81,7 +86,7 @@ class Replica:
 
 def _appears(journals: Journals, token: str, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
-    while not journals.sees(token):
+    while not (journals.folder / token).exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -220,8 +219,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
         (folder / "images").mkdir(exist_ok=True)
     prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
     if folder is not None:
-        in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - prepared.started:.1f} s")
+        replica.say_ready(prepared.started)
         for line in engines.chosen():
             say(line)
     return Session(prepared, transport, replica, model, engines, exact, folder)

@@ -115,14 +115,11 @@ def _known_loss(transport: Any) -> UserError | PeerLost | None:
 
 
 def _end_of(error: BaseException) -> End:
-    if isinstance(error, OwnRankError):
-        return End("failed", str(error))
-    if isinstance(error, UserError):
-        return End("mistake", str(error))
-    if isinstance(error, PeerLost):
-        return End("lost", str(error))
     if isinstance(error, KeyboardInterrupt):
         return End("interrupted", "interrupted")
+    for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
+        if isinstance(error, known):
+            return End(kind, str(error))
     return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
@@ -291,7 +288,9 @@ def _attend_children(
         if pid in given_up:
             ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
         else:
-            ends[rank] = _ended_by_us(rank, folder) if ended_by_us else _child_end(rank, status, folder)
+            # one that had not stopped in time may still have said something, as on a machine that is busy
+            stuck = End("stuck", f"rank {rank} did not stop")
+            ends[rank] = (_noted_end(rank, folder) or stuck) if ended_by_us else _child_end(rank, status, folder)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
             deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
@@ -302,13 +301,11 @@ def _attend_children(
     return _report(ends, ranks, left())
 
 
-def _ended_by_us(rank: int, folder: Path) -> End:
-    """Of a rank that had not stopped in time: what it has said itself by then, as on a machine that is busy."""
-    record = folder / f"rank{rank}.end"
-    if record.exists():
-        with suppress(ValueError, TypeError):
-            return End(**json.loads(record.read_text()))
-    return End("stuck", f"rank {rank} did not stop")
+def _noted_end(rank: int, folder: Path) -> End | None:
+    """What a rank has said of its end itself."""
+    with suppress(OSError, ValueError, TypeError):
+        return End(**json.loads((folder / f"rank{rank}.end").read_text()))
+    return None
 
 
 def _child_end(rank: int, status: int, folder: Path) -> End:
@@ -317,10 +314,8 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         return End("killed", f"rank {rank} was killed by {number.name}", said if number in OWN_SIGNALS else "")
-    record = folder / f"rank{rank}.end"
-    if record.exists():
-        return End(**json.loads(record.read_text()))
-    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
+    left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
+    return _noted_end(rank, folder) or left
 
 
 def _report(ends: dict[int, End], ranks: int, left: str) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 
 from cocodiff.kernels.trial import KernelTrial
+from cocodiff.processes.emulated import EMULATED
 from cocodiff.text_table import spans
 from cocodiff.topology.machine import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 MEASURED = "measured rates"  # what a plane map is from that no system told
-EMULATED = "COCODIFF_EMULATED"  # in the environment of ranks on emulated links
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ slice. Its journal is `results.jsonl` (`lines.py`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from cocodiff_eval.metrics import Result, masked_quality
 
 from cocodiff.config import Config
 from cocodiff.console.options import engine_record, engine_settings
-from cocodiff.console.terminal import say
 from cocodiff.engine import Engine
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Job, Judged, Modes
@@ -46,8 +44,7 @@ def run_sweep(sweep: Sweep, transport: Any) -> None:
         job = SweepJob(sweep, batches, model, replica, speaks)
         transport.broadcast_object(None)  # all ranks have their model
         if speaks:
-            in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-            say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - sweep.started:.1f} s")
+            replica.say_ready(sweep.started)
         with torch.no_grad(), queue:
             job.watched(queue.bar.advance)
             job.warm_up([batches[number] for number in missing])
