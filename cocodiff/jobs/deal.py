@@ -207,7 +207,11 @@ def dry_lines(
     if choice.reason:
         calls = mean() if cpu and mean is not None else None
         if calls is not None:
-            works = [of_calls(work, *calls) for work in works]
+            # so many calls of the model, steps included, of so many images each
+            works = [
+                replace(work, steps=calls[0], load=replace(work.load, batch=calls[1] * work.shape.rows_per_image))
+                for work in works
+            ]
         here = time_here(choice, works) if cpu else None
         if here is None:
             lines.append(choice.reason)
@@ -220,11 +224,6 @@ def dry_lines(
             f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
         )
     return [*lines, "dry run: nothing was started or written"]
-
-
-def of_calls(work: Workload, calls: int, images: int) -> Workload:
-    """With so many calls of the model, steps included, of so many images each."""
-    return replace(work, steps=calls, load=replace(work.load, batch=images * work.shape.rows_per_image))
 
 
 def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, float] | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from cocodiff_eval.formats.volume import (
     as_volume_shape,
     check_memory,
     format_shape,
-    one_line,
     quiet_libraries,
     reading,
     same_channels,
@@ -101,14 +99,14 @@ class _TiffReader:
 
     def whole(self) -> np.ndarray:
         """The first series at once, as a memory map where the file allows it."""
-        with self._errors("its image"):
+        with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
     def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
         """Slice `index` of a volume of `shape`, [Y, X]."""
-        with self._errors(f"slice {index}"):
+        with quiet_libraries(), self._errors(f"slice {index}"):
             if self.volume is None:
                 self._open()
                 if len(self.pages) == shape[0]:
@@ -116,17 +114,9 @@ class _TiffReader:
                 self.volume = self.whole().reshape(shape)
             return np.asarray(self.volume[index])
 
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Damaged data, an absent codec, a full disk: all end in one line."""
-        with quiet_libraries():
-            try:
-                yield
-            except UserError:
-                raise
-            except Exception as error:
-                remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
-                raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
+    def _errors(self, what: str) -> AbstractContextManager[None]:
+        """Damaged data, an absent codec, a full disk."""
+        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", "save it uncompressed")
 
 
 class StackFile(RowFile):

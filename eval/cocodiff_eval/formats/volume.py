@@ -190,15 +190,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(what: str, remedy: str) -> Iterator[None]:
+def reading(what: str, remedy: str, without_codecs: str = "") -> Iterator[None]:
     """Around a library that reads a file, which may be damaged: whatever it raises is one line about `what`, a
-    UserError."""
+    UserError. without_codecs: another remedy, where imagecodecs is missing."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} ({one_line(error)}); {remedy}") from error
+        lacks_codecs = without_codecs and "imagecodecs" in str(error)
+        raise UserError(f"{what} ({one_line(error)}); {without_codecs if lacks_codecs else remedy}") from error
 
 
 class Slabs:
@@ -252,31 +253,23 @@ def unwatched(numbers: range, what: str) -> Iterable[int]:
     return numbers
 
 
-class _Messages(logging.Handler):
-    """Keeps what a library logs instead of printing it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
-
-
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[list[str]]:
     """Keep Pillow's and tifffile's own messages off the user's terminal; gives the list of what tifffile logged."""
-    logger, messages = logging.getLogger("tifffile"), _Messages()
-    propagate = logger.propagate
-    logger.addHandler(messages)
-    logger.propagate = False
+    texts: list[str] = []
+
+    def kept(record: logging.LogRecord) -> bool:
+        texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
+        return False
+
+    logger = logging.getLogger("tifffile")
+    logger.addFilter(kept)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield messages.texts
+            yield texts
     finally:
-        logger.removeHandler(messages)
-        logger.propagate = propagate
+        logger.removeFilter(kept)
 
 
 def one_line(error: BaseException) -> str:
