@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
+    """Whole numbers in order, those that follow each other as one: 0-3, 7."""
+    found: list[list[int]] = []
+    for number in sorted({*numbers}):
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return [to.join(map(str, ends)) for ends in found]
+
+
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
     """The rows of a table as lines: columns two blanks apart, each as wide as its widest cell.
 

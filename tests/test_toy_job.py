@@ -82,12 +82,12 @@ def test_replicas_share_its_batches_and_another_start_goes_on(
     assert [(index, row["mode"]) for _, index, row in done.rows] == [
         (n, m) for n in range(8) for m in ("fine", "rough")
     ]
-    assert done.bounds is None
+    assert not done.bounds
 
 
 def test_a_bound_on_quality_chooses_its_setting(tmp_path: Path) -> None:
     done, made = run(tmp_path / "out", bound=True)
-    assert done.bounds is not None and done.bounds[0]["setting"] == "fine"
+    assert done.bounds[0]["setting"] == "fine"
     assert files(tmp_path / "out") == [str({"toy": n**2 + 1e-3}) for n in range(8)]
     assert len(made) == len({*made})  # trials are results
     assert [row["mode"] for *_, row in done.rows] == ["toy"] * 8

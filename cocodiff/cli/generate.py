@@ -8,27 +8,14 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.config import load_machine
-from cocodiff.console.options import (
-    DEAL_OPTIONS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    parse,
-    preset_configs,
-    with_settings,
-)
+from cocodiff.console.options import DEAL_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
-from cocodiff.jobs.deal import deal_of
 from cocodiff.jobs.prepared import Prepared
 from cocodiff.jobs.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.jobs.session import DTYPES, open_session, settle, start_job
-from cocodiff.loading.pipelines import Request, check_model
+from cocodiff.loading.pipelines import Request
 from cocodiff.models.family import GENERATE
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.topology.machine import Topology
 
 ABOUT = "Make images from text with a diffusion transformer."
 OPTIONS = (
@@ -62,14 +49,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
-    prepared = deal(prepared, ranks)
+    prepared = prepared.dealt(ranks, images=max(1, len(values["prompt"])))
     # the sides follow from the model and from those that are asked for
     asked = {"prompts": list(prepared.request.prompts or ("",))}
     return start_job(prepared, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
-    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    """Checks the request. Raises UserError; writes nothing."""
     check_counts(values, "steps", "height", "width", "ranks")
     quality = Quality.asked(values)
     if quality is not None and quality.bound.against == "truth":
@@ -77,21 +64,8 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
             f"--quality {quality.bound} is a loss against the truth, which generated images have not: give a distance "
             f"to the exact run, as 50dB"
         )
-    presets = preset_configs(values) if quality is None else quality.presets
-    Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
-    check_model(request, 1, weights=not values["dry_run"])
-    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
-    return Prepared(values, request, presets, output, started, quality=quality)
-
-
-def deal(prepared: Prepared, ranks: int) -> Prepared:
-    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
-    values, images = prepared.values, max(1, len(prepared.values["prompt"]))
-    presets = [*prepared.modes.values()]
-    chosen = deal_of(values, prepared.request, presets, ranks, images=images, compares=prepared.quality is None)
-    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return prepared.dealt(chosen, ranks)
+    return Prepared.checked(values, quality, request, ranks, started)
 
 
 def work(prepared: Prepared, transport: Any) -> None:

@@ -11,7 +11,6 @@ from cocodiff_eval.formats.words import SAME, WRITTEN
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
-from cocodiff.config import load_machine
 from cocodiff.console.options import (
     DEAL_OPTIONS,
     RESUME,
@@ -20,20 +19,17 @@ from cocodiff.console.options import (
     check_counts,
     check_strength,
     parse,
-    preset_configs,
     with_settings,
 )
 from cocodiff.console.terminal import reading_bar, say
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
-from cocodiff.jobs.deal import deal_of, own_pixels
+from cocodiff.jobs.deal import own_pixels
 from cocodiff.jobs.prepared import Prepared
 from cocodiff.jobs.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff.jobs.session import DTYPES, open_session, settle, start_job
-from cocodiff.loading.pipelines import EMBEDDED, Request, check_model
+from cocodiff.loading.pipelines import EMBEDDED, Request
 from cocodiff.models.family import INPAINT
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.topology.machine import Topology
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 OPTIONS = (
@@ -114,16 +110,12 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
     check_strength(values["strength"], [values["steps"]])
-    quality = Quality.asked(values)
-    presets = preset_configs(values) if quality is None else quality.presets
-    Topology.build(load_machine(values["machine"]), ranks)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    check_model(request, 1, weights=not values["dry_run"])
-    if request.model == EMBEDDED and any(config.vae == "tiled" for config in presets.values()):
+    prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
+    if request.model == EMBEDDED and any(config.vae == "tiled" for config in prepared.presets.values()):
         raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
-    output = OutputFolder(values["out"], values["overwrite"], values["resume"])
-    output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    return Prepared(values, request, presets, output, started, quality=quality)
+    prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
+    return prepared
 
 
 def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
@@ -139,22 +131,15 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     counts = [
         count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
     ]
-    chosen = deal_of(
-        values,
-        prepared.request,
-        [*prepared.modes.values()],
+    groups = max(calls for _, calls in counts)
+    return prepared.dealt(
         ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
-        steps=values["steps"] * max(calls for _, calls in counts),
-        compares=prepared.quality is None,
-        mean=partial(mean_call, tasks, native, tiles, settings, values, max(calls for _, calls in counts))
-        if values["dry_run"]
-        else None,
+        steps=values["steps"] * groups,
+        mean=partial(mean_call, tasks, native, tiles, settings, values, groups) if values["dry_run"] else None,
     )
-    check_model(prepared.request, ranks // (chosen.replicas * chosen.guidance), weights=not values["dry_run"])
-    return prepared.dealt(chosen, ranks)
 
 
 def find_tasks(values: dict[str, Any]) -> list[Any]:

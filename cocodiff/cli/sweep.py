@@ -136,7 +136,6 @@ def check_point(point: Point, topology: Topology) -> None:
 
 def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -> dict[str, Any]:
     """A sweep as plain data: all that its results depend on, and how many lines it will have. ranks: of a replica."""
-    masked = sum(bool(task.mask.read(index).any()) for task in tasks for index in range(len(task.stack)))
     described = {
         "cocodiff": __version__,
         "ranks": ranks,
@@ -144,7 +143,7 @@ def describe(values: dict[str, Any], ranks: int, grid: Grid, tasks: list[Any]) -
         "steps": grid.steps,
         "points": [{"name": p.name, **lasting(p.config)} for p in grid.points],
         "inputs": described_inputs(tasks),
-        "lines": masked * len(grid.steps) * len(grid.points),
+        "lines": sum(task.mask.masked for task in tasks) * len(grid.steps) * len(grid.points),
     }
     return as_read(described)
 

@@ -63,20 +63,23 @@ def threads() -> dict[str, str | None]:
     return {name: os.environ.get(name, os.environ.get(THREADS[0])) for name in THREADS}
 
 
-def progress_bar(description: str, total: int, shown: bool) -> Any:
-    """A bar on stderr: for rank 0, and only where somebody watches or a log is wanted."""
+def _bar(**own: Any) -> Any:
+    """A bar on stderr, drawn seldom where that goes to a file."""
     from tqdm import tqdm
 
-    return tqdm(
-        total=total,
-        desc=description,
-        unit="step",
-        disable=not shown,
-        file=BarStream(sys.stderr),
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 15.0,
-        leave=sys.stderr.isatty(),
-    )
+    seen = sys.stderr.isatty()
+    usual: dict[str, Any] = {
+        "file": BarStream(sys.stderr),
+        "dynamic_ncols": True,
+        "mininterval": 0.2 if seen else 15.0,
+        "leave": seen,
+    }
+    return tqdm(**usual | own)
+
+
+def progress_bar(description: str, total: int, shown: bool) -> Any:
+    """A bar on stderr: for rank 0, and only where somebody watches or a log is wanted."""
+    return _bar(total=total, desc=description, unit="step", disable=not shown)
 
 
 class JobBar:
@@ -95,18 +98,13 @@ class JobBar:
         self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
     def __enter__(self) -> JobBar:
-        from tqdm import tqdm
-
         if self.shown:
             self._first, self._since = self._done(), time.monotonic()
-            self._bar = tqdm(
+            self._bar = _bar(
                 total=self.total,
                 initial=self._first,
-                file=BarStream(sys.stderr),
-                dynamic_ncols=True,
                 smoothing=0,
                 mininterval=0,
-                leave=sys.stderr.isatty(),
                 desc=self._told(self._first),
                 bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
             )
@@ -155,20 +153,10 @@ class JobBar:
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
     """A function that wraps the numbers of slices while they are read, and shows a bar on stderr after two seconds."""
-    from tqdm import tqdm
 
     def wrapped(numbers: range, what: str) -> Iterable[int]:
-        return tqdm(
-            numbers,
-            desc=what,
-            unit="slice",
-            disable=not shown,
-            file=BarStream(sys.stderr),
-            dynamic_ncols=True,
-            delay=2,
-            mininterval=0.2 if sys.stderr.isatty() else 15.0,
-            leave=False,
-        )
+        found: Iterable[int] = _bar(iterable=numbers, desc=what, unit="slice", disable=not shown, delay=2, leave=False)
+        return found
 
     return wrapped
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.models.autoencoders.vae import DecoderOutput, IdentityDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
@@ -62,19 +62,6 @@ def lapped_matrix(size: int, kept: int = BLOCK, angles: tuple[float, ...] = OVER
     border = butterfly @ torch.block_diag(eye, torch.linalg.matrix_exp(skew - skew.T)) @ butterfly
     overlap = torch.block_diag(eye, *[border] * (blocks - 1), eye)
     return (torch.block_diag(*[dct[:kept]] * blocks) @ overlap).float()
-
-
-class ExactLatents:
-    """A distribution of one point: the transform adds no noise, so sample and mode are the same."""
-
-    def __init__(self, latents_BCHW: Tensor) -> None:
-        self.latents_BCHW = latents_BCHW
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        return self.latents_BCHW
-
-    def mode(self) -> Tensor:
-        return self.latents_BCHW
 
 
 class LappedTransformVAE(ModelMixin, ConfigMixin):
@@ -133,7 +120,7 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         known_BHW = grey_BHW != 0
         if not known_BHW.all():
             grey_BHW = fill_holes(grey_BHW, known_BHW)
-        latents = ExactLatents(self.transform(grey_BHW).to(x.dtype))
+        latents = IdentityDistribution(self.transform(grey_BHW).to(x.dtype))
         return AutoencoderKLOutput(latent_dist=latents) if return_dict else (latents,)
 
     def decode(self, z: Tensor, return_dict: bool = True, generator: torch.Generator | None = None) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cocodiff_eval.steps import mean_profile
 
 if TYPE_CHECKING:
     from cocodiff.engine import Engine
+
+PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}  # as `Engine.bytes` names them
 
 
 @dataclass
@@ -41,45 +43,48 @@ class Cost:
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
         have one more. The drift is that of all of them."""
+        replicas = {replica: one / count for replica, one in self.replica_seconds.items()}
+        share = replace(
+            self, seconds=self.seconds / count, rank_seconds=self.rank_seconds / count, replica_seconds=replicas
+        )
 
-        def share(of: dict[str, int], n: int) -> dict[str, int]:
-            return {link: sent * (n + 1) // count - sent * n // count for link, sent in of.items()}
+        def sent(n: int) -> dict[str, Any]:
+            of_links = {name: getattr(self, name).items() for name in PURPOSES}
+            return {
+                name: {link: sent * (n + 1) // count - sent * n // count for link, sent in of}
+                for name, of in of_links.items()
+            }
 
-        bytes_of = (self.bytes, self.bytes_whole, self.bytes_late)
-        parts = [[share(of, n) for of in bytes_of] for n in range(count)]
-        seconds = {replica: one / count for replica, one in self.replica_seconds.items()}
-        times = (self.rank_seconds / count, seconds)
-        return [Cost(self.seconds / count, sent, self.drift, whole, late, *times) for sent, whole, late in parts]
+        return [replace(share, **sent(n)) for n in range(count)]
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
         """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
-        if len(costs) == 1:
-            return costs[0]
 
-        def total(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        def total(parts: Sequence[Any]) -> Any:
+            if not isinstance(parts[0], dict):
+                return sum(parts)
             links = dict.fromkeys(link for part in parts for link in part)
             return {link: sum(part.get(link, 0) for part in parts) for link in links}
 
-        names = ("bytes", "bytes_whole", "bytes_late", "replica_seconds")
-        sent, whole, late, replicas = (total([getattr(cost, name) for cost in costs]) for name in names)
-        seconds, rank_seconds = (sum(getattr(cost, name) for cost in costs) for name in ("seconds", "rank_seconds"))
-        drift = mean_profile([cost.drift for cost in costs])
-        return cls(seconds, sent, drift, whole, late, rank_seconds, replicas)
+        if len(costs) == 1:
+            return costs[0]
+        names = [one.name for one in fields(cls) if one.name != "drift"]
+        sums = {name: total([getattr(cost, name) for cost in costs]) for name in names}
+        return cls(**sums, drift=mean_profile([cost.drift for cost in costs]))
 
 
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
     """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
-    cost, before = Cost(), [engine.bytes(purpose) for purpose in ("attention", "whole", "late")]
+    cost, before = Cost(), {name: engine.bytes(purpose) for name, purpose in PURPOSES.items()}
     engine.forget_drift()
     started = time.perf_counter()
     with engine:
         yield cost
     cost.seconds = time.perf_counter() - started
     cost.rank_seconds = cost.seconds * engine.size
-    cost.bytes, cost.bytes_whole, cost.bytes_late = (
-        {link: count - earlier[link] for link, count in engine.bytes(purpose).items()}
-        for purpose, earlier in zip(("attention", "whole", "late"), before, strict=True)
-    )
+    for name, purpose in PURPOSES.items():
+        sent = engine.bytes(purpose).items()
+        setattr(cost, name, {link: count - before[name][link] for link, count in sent})
     cost.drift = engine.drift_profile()

@@ -12,8 +12,8 @@ from cocodiff.config import Config, load_machine
 from cocodiff.console.terminal import say
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.files import read_json
-from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, read_index, transformer_config
-from cocodiff.models import families, pipelines_of
+from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, transformer_config
+from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
 from cocodiff.topology.axes import Axes
@@ -117,8 +117,7 @@ def guides(request: Request) -> bool:
     """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
     if request.model == EMBEDDED:
         return False
-    index = read_index(request.model)
-    pipelines = pipelines_of(index["_class_name"], request.model)
+    index, pipelines = request.index, request.pipelines
     family = next(one for one in families() if pipelines in one.pipelines)
     if family.rows_per_image == 1 and pipelines.negative is None:
         return False
@@ -208,7 +207,11 @@ def dry_lines(
     if choice.reason:
         calls = mean() if cpu and mean is not None else None
         if calls is not None:
-            works = [of_calls(work, *calls) for work in works]
+            # so many calls of the model, steps included, of so many images each
+            works = [
+                replace(work, steps=calls[0], load=replace(work.load, batch=calls[1] * work.shape.rows_per_image))
+                for work in works
+            ]
         here = time_here(choice, works) if cpu else None
         if here is None:
             lines.append(choice.reason)
@@ -221,11 +224,6 @@ def dry_lines(
             f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
         )
     return [*lines, "dry run: nothing was started or written"]
-
-
-def of_calls(work: Workload, calls: int, images: int) -> Workload:
-    """With so many calls of the model, steps included, of so many images each."""
-    return replace(work, steps=calls, load=replace(work.load, batch=images * work.shape.rows_per_image))
 
 
 def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, float] | None:

@@ -24,10 +24,6 @@ class Engines(Mapping[str, "Engine"]):
             self.made[mode] = self._make(self._modes[mode])
         return self.made[mode]
 
-    def make_all(self) -> None:
-        for mode in self._modes:
-            _ = self[mode]
-
     def chosen(self) -> list[str]:
         """What they have chosen by themselves, a line each."""
         return [f"{mode}: {engine.chosen}" for mode, engine in self.made.items() if engine.chosen]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from cocodiff_eval.finite import check_finite
 from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.metrics import ExactDistance, Result
+from cocodiff_eval.metrics import Result, distance_db
 from cocodiff_eval.pipeline_inpainter import drawing_from, own_size, side_multiple, silent
 from cocodiff_eval.report import Generated, encode, plan_pictures
 from cocodiff_eval.slices import safe_stem, unique_names
@@ -85,8 +85,8 @@ class ImageJob(Job[Batch]):
             one = drawn[preset]
             result = Result(name, None, preset, **one.cost.reported(), exact_compared=compared is not None)
             if compared is not None:
-                distance_db = psnr_vs_exact_db(compared, one)
-                result = replace(result, psnr_vs_exact_db=distance_db, bytes_exact=compared.cost.bytes)
+                against = psnr_vs_exact_db(compared, one)
+                result = replace(result, psnr_vs_exact_db=against, bytes_exact=compared.cost.bytes)
             rows.append(result.row())
         return Judged(rows, drawn)
 
@@ -150,6 +150,4 @@ def image01(drawn: Drawn) -> np.ndarray:
 def psnr_vs_exact_db(exact: Drawn, one: Drawn) -> float | None:
     """None for the same bits."""
     images = image01(exact), image01(one)
-    distance = ExactDistance(IntensityRange(0.0, 1.0))
-    distance.add(*images, np.ones(images[0].shape, bool))
-    return distance.psnr_vs_exact_db()
+    return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))

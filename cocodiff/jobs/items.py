@@ -127,18 +127,3 @@ class Parts:
 
     def _path(self, batch: Batch, index: int) -> Path:
         return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
-
-
-class PartsOfSettings:
-    """What was made with settings that were tried, a folder of parts for each. of: by the setting's name."""
-
-    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
-        self.of = {name: Parts(folder / f"trials-{number}") for number, name in enumerate(settings)}
-
-    def make_folders(self) -> None:
-        for parts in self.of.values():
-            parts.folder.mkdir(exist_ok=True)
-
-    def merged(self, setting: str, batches: Sequence[Batch], index: int) -> Drawn:
-        """An item, whose samples are in some batches."""
-        return self.of[setting].merged(batches, index)[setting]

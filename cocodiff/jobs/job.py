@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from cocodiff.jobs.bound import Bound, Slices
 from cocodiff.jobs.groups import Group
@@ -35,38 +35,42 @@ class Modes(NamedTuple):
     exact: str | None
 
 
-class Way(Protocol):
+class Way(ABC):
     """How the batches of a job are made: in the presets as they are asked for (`running.Presets`), or in settings that
-    are tried first (`trials.Trials`). tried: so many settings may be tried on each batch."""
+    are tried first (`trials.Trials`). tried: so many settings may be tried on each batch; kept: the numbers of batches
+    that are made by then, and only have to be judged and written."""
 
-    @property
-    def tried(self) -> int: ...
+    tried: int = 0
+    kept: frozenset[int] = frozenset()
 
     def choose(self, queue: Queue, replica: Replica) -> None:
         """All ranks call it before batches are made; what follows is known, but for `names` and `holds`, after it."""
+        return
 
     @property
-    def kept(self) -> frozenset[int]:
-        """The numbers of batches that are made by then, and only have to be judged and written."""
+    def records(self) -> list[dict[str, Any]]:
+        """How a bound on quality was kept, for metrics.json; none without a bound."""
+        return []
 
-    @property
-    def records(self) -> list[dict[str, Any]] | None:
-        """How a bound on quality was kept, for metrics.json; None without a bound."""
-
+    @abstractmethod
     def of(self, batch: Any) -> Modes:
         """Maps a batch to its modes."""
 
     def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
         """An item of batches that are `kept`, whose samples they are."""
+        raise NotImplementedError("no batch is made before")
 
+    @abstractmethod
     def configs(self, task: int) -> Mapping[str, Config]:
         """By the names of results, the settings that those of a task are made with."""
 
+    @abstractmethod
     def names(self, batch: Batch) -> list[str]:
         """Of a batch's results."""
 
     def holds(self, number: int) -> bool:
         """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,10 @@ class Judged:
 
 class Done(NamedTuple):
     """A job that is done. rows: on rank 0 what is reported of its items, by task and index; bounds: how a bound on
-    quality was kept, for metrics.json, None without one."""
+    quality was kept, for metrics.json, none without one."""
 
     rows: list[Row]
-    bounds: list[dict[str, Any]] | None
+    bounds: list[dict[str, Any]]
 
 
 class Job(ABC, Generic[B]):

@@ -12,24 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
-from cocodiff_eval.metrics import ExactDistance, MaskedQuality, Result, masked_psnr_db, mean
+from cocodiff_eval.metrics import Result, distance_db, masked_psnr_db, masked_quality, mean
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
 from cocodiff_eval.uncertainty import coverage, spread_native
 
-from cocodiff.jobs.cost import Cost
 from cocodiff.jobs.items import Drawn
 from cocodiff.jobs.job import Judged
 from cocodiff.jobs.report_pictures import picture
 from cocodiff.jobs.tasks import Task, result_files, slice_name, spread_of
-
-
-@dataclass(frozen=True)
-class Run:
-    """A slice restored in one mode: float32 [Y, X] in [0, 1], and what it took."""
-
-    restored01_YX: np.ndarray
-    cost: Cost
 
 
 class Restored(NamedTuple):
@@ -52,7 +43,7 @@ class Seen:
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
-    def psnr_db(self, run: Run | Drawn) -> float | None:
+    def psnr_db(self, run: Drawn) -> float | None:
         """Against the truth, under the mask; of a sample as of a run with this sample alone."""
         if self.truth_YX is None:
             return None
@@ -81,22 +72,22 @@ def judge_slice(
     truth_YX = seen.truth_YX
     started = time.perf_counter()
     smooth_YX = smoothed(task, original_YX, mask_YX)
-    baseline = {**quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
+    baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
     exact = drawn.get(exact_mode) if exact_mode is not None else None
     for preset, one in presets.items():
-        against = {} if exact is None else compared(scale, exact, one, mask_YX)
-        several: dict[str, Any] = {}
+        more: dict[str, Any] = {}
+        if exact is not None:
+            more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
         if samples > 1:
-            several = {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
-            several |= coverage(one.moments, truth_YX, mask_YX, scale)
+            more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
+            more |= coverage(one.moments, truth_YX, mask_YX, scale)
         result = Result(
             slice_name(task.stack, index),
             task.mask.name,
             preset,
-            **quality(scale, truth_YX, native[preset], mask_YX),
+            **masked_quality(scale, truth_YX, native[preset], mask_YX),
             **one.cost.reported(),
-            **against,
-            **several,
+            **more,
             baseline=baseline,
             exact_compared=exact is not None,
         )
@@ -109,26 +100,10 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
     return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
 
 
-def quality(
-    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
-) -> dict[str, Any]:
-    """`psnr_db`, `ssim` and `mse` of a slice under its mask; None each where the truth is unknown."""
-    measured = MaskedQuality(scale)
-    if truth_YX is not None:
-        measured.add(truth_YX, restored_YX, mask_YX)
-    return measured.result()
-
-
-def compared(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> dict[str, Any]:
-    """What a result says of a run beside the exact one."""
-    return {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, run, mask_YX), "bytes_exact": exact.cost.bytes}
-
-
-def psnr_vs_exact_db(scale: IntensityRange, exact: Run | Drawn, run: Run | Drawn, mask_YX: np.ndarray) -> float | None:
+def psnr_vs_exact_db(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> float | None:
     """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
-    distance = ExactDistance(scale)
-    distance.add(scale.denormalise(exact.restored01_YX), scale.denormalise(run.restored01_YX), mask_YX)
-    return distance.psnr_vs_exact_db()
+    exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
+    return distance_db(scale, exact_YX, restored_YX, mask_YX)
 
 
 def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cocodiff.config import Config
-from cocodiff.jobs.deal import sequence_of, with_guidance
+from cocodiff.config import Config, load_machine
+from cocodiff.console.options import preset_configs
+from cocodiff.jobs.deal import deal_of, sequence_of, with_guidance
 from cocodiff.jobs.quality import Quality
-from cocodiff.loading.pipelines import Request
+from cocodiff.loading.pipelines import Request, check_model
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.deals import Deal
+from cocodiff.topology.machine import Topology
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,27 @@ class Prepared:
     deal: Deal = field(default=Deal())
     quality: Quality | None = None
 
-    @property
-    def modes(self) -> dict[str, Config]:
-        """What results are made with: the presets, or settings that are chosen among for a bound on quality."""
-        return self.presets if self.quality is None else self.quality.rungs
+    @classmethod
+    def checked(
+        cls, values: dict[str, Any], quality: Quality | None, request: Request, ranks: int, started: float
+    ) -> Prepared:
+        """Checks a request against machine, model and output. Raises UserError; writes nothing."""
+        presets = preset_configs(values) if quality is None else quality.presets
+        Topology.build(load_machine(values["machine"]), ranks)
+        check_model(request, 1, weights=not values["dry_run"])
+        output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+        return cls(values, request, presets, output, started, quality=quality)
 
-    def dealt(self, deal: Deal, ranks: int) -> Prepared:
-        """With a deal of its ranks, whose guidance goes into the presets."""
-        presets, quality = with_guidance(self.presets, deal, self.request), self.quality
+    def dealt(self, ranks: int, **work: Any) -> Prepared:
+        """With its ranks dealt, and the deal's guidance in the presets. work: as of `deal_of`. Raises UserError."""
+        request, quality = self.request, self.quality
+        settings = [*(self.presets if quality is None else quality.rungs).values()]
+        deal = deal_of(self.values, request, settings, ranks, compares=quality is None, **work)
+        check_model(request, ranks // (deal.replicas * deal.guidance), weights=not self.values["dry_run"])
         if quality is not None:
-            quality = quality.for_links(*sequence_of(self.values, self.request, deal, ranks))
-            quality = replace(quality, rungs=with_guidance(quality.rungs, deal, self.request))
+            quality = quality.for_links(*sequence_of(self.values, request, deal, ranks))
+            quality = replace(quality, rungs=with_guidance(quality.rungs, deal, request))
             if ranks == deal.replicas:
                 quality = quality.exact_alone()
+        presets = with_guidance(self.presets, deal, request)
         return replace(self, presets=presets, deal=deal, quality=quality)

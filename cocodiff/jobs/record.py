@@ -36,21 +36,16 @@ def lasting(config: Config) -> dict[str, Any]:
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
     """The voxels of every `tasks.Task`, and what files say of them that results keep; reads all, once each."""
-    known: dict[int, str] = {}
-
-    def once(slices: Any) -> str:
-        if id(slices) not in known:
-            known[id(slices)] = digest(slices)
-        return known[id(slices)]
-
+    used = {id(one): one for task in tasks for one in (task.stack, task.mask, task.truth) if one is not None}
+    hashes = {key: digest(one) for key, one in used.items()}
     return [
         {
             "name": task.stack.name,
             "mask": task.mask.name,
             **_described(task.stack),
-            "voxels": once(task.stack),
-            "hidden": once(task.mask),
-            "truth": once(task.truth) if task.truth else None,
+            "voxels": hashes[id(task.stack)],
+            "hidden": hashes[id(task.mask)],
+            "truth": hashes.get(id(task.truth)),
         }
         for task in tasks
     ]

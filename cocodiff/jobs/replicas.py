@@ -35,8 +35,8 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
 
 
 class Replica:
-    """This rank's replica. number: which it is; transport: that of its ranks; seats: where they sit; leads: whether
-    this rank is the one that claims batches and writes."""
+    """This rank's replica. number: which it is; transport: that of its ranks; leads: whether this rank is the one that
+    claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         from cocodiff.comm.part import Part  # torch
@@ -44,9 +44,13 @@ class Replica:
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
-        self.seats = axes.topology.part(axes.replica(whole.rank)).relative_places
         self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
         self.leads = self.transport.rank == 0
+
+    def say_ready(self, started: float) -> None:
+        """started: `time.monotonic()` when the command began."""
+        in_replicas = f" in {self.count} replicas" if self.count > 1 else ""
+        say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
         """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
@@ -68,7 +72,7 @@ class Replica:
             return
         token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
         if token:
-            journals.show(token)
+            (journals.folder / token).touch()
         token = self.whole.broadcast_object(token)
         seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
         blind = [rank for rank, saw in enumerate(seen or []) if not saw]
@@ -82,7 +86,7 @@ class Replica:
 
 def _appears(journals: Journals, token: str, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
-    while not journals.sees(token):
+    while not (journals.folder / token).exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

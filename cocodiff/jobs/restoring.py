@@ -16,7 +16,7 @@ from cocodiff_eval.uncertainty import Moments
 from cocodiff.engine import Engine
 from cocodiff.jobs.cost import Cost, measured
 from cocodiff.jobs.items import Batch, Drawn
-from cocodiff.jobs.judging import Run, Seen
+from cocodiff.jobs.judging import Seen
 from cocodiff.jobs.tasks import Task
 from cocodiff.loading.pipelines import Model
 
@@ -89,7 +89,7 @@ class Restorer:
         mode: str,
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
-    ) -> list[Run]:
+    ) -> list[Drawn]:
         """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
         of the sample, 0 unless given."""
         with measured(self.engines[mode]) as cost:
@@ -103,7 +103,9 @@ class Restorer:
                 limits=limits,
             )
         cost.replica_seconds = {str(self.replica): cost.seconds}
-        return [Run(one_YX, share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)]
+        return [
+            Drawn(Moments.of(one_YX), share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
+        ]
 
     def draw(
         self, batch: Batch, prepared: Sequence[np.ndarray], seen: Sequence[Seen], mode: str, leads: bool
@@ -119,8 +121,7 @@ class Restorer:
             of_call = ([prepared[n] for n in places], [seen[n].mask_YX for n in places])
             runs = self.run(*of_call, mode, limits, samples)
             for place, run in zip(places, runs if leads else [], strict=False):
-                one = Moments.of(run.restored01_YX)
-                moments[place] = moments[place].merged(one) if place in moments else one
+                moments[place] = moments[place].merged(run.moments) if place in moments else run.moments
                 costs[place].append(run.cost)
                 if batch.of > 1:
                     psnr_db[place].append(seen[place].psnr_db(run))

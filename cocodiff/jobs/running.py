@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,35 +15,22 @@ from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.outputs.journal import Entry
 
 
-@dataclass(frozen=True)
-class Presets:
-    """A way: every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or
-    one mode more; None to compare with none."""
+class Presets(Way):
+    """Every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or one
+    mode more; None to compare with none."""
 
-    presets: Mapping[str, Config]
-    exact: str | None
-    tried: int = 0
-    kept: frozenset[int] = frozenset()
-    records: None = None
-
-    def choose(self, queue: Queue, replica: Replica) -> None:
-        """They are chosen."""
+    def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
+        self.presets, self.exact = presets, exact
 
     def of(self, batch: Any) -> Modes:
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
         return Modes({name: name for name in names}, self.exact if self.exact in names else None)
-
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
-        raise AssertionError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:
         return self.presets
 
     def names(self, batch: Batch) -> list[str]:
         return [*self.of(batch).settings]
-
-    def holds(self, number: int) -> bool:
-        return False
 
 
 def run_batches(

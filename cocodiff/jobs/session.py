@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +25,10 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import FOUND, write_settings
 from cocodiff.processes.ranks import run_ranks
 from cocodiff.processes.room import check_room
+from cocodiff.trace_files import save_traces
 
 if TYPE_CHECKING:
-    from cocodiff.jobs.job import Job, Way
+    from cocodiff.jobs.job import Done, Job, Way
 
 EVERY_RANK_IMPORTS = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
@@ -41,7 +40,6 @@ EVERY_RANK_IMPORTS = (
     "cocodiff.engine",
     "cocodiff_eval.report",
 )
-WHERE_INSTALLED = ("peft.tuners.tuners_utils",)  # diffusers imports it in every model's first call
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
@@ -78,7 +76,7 @@ class Session:
 
         shows_bar = self.folder is not None and not prepared.values["quiet"]
         done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
-        finish(self, [row for *_, row in done.rows], bounds=done.bounds, **job.complete(done))
+        finish(self, done, **job.complete(done))
 
 
 Work = Callable[[Prepared, Any], None]  # called on every rank with its transport
@@ -106,36 +104,25 @@ def start_job(
 ) -> int:
     """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
 
-    unit: what the job is made of; settings: as of `nothing_left`; compared: as of `run_job`.
+    unit: what the job is made of; settings: as of `nothing_left`; compared: what ranks must agree on, beside the
+    options.
     """
+    values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
-    if prepared.values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+    if values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
         return 0
-    return run_job(prepared, launch, work, compared)
-
-
-def run_job(prepared: Prepared, launch: Launch, work: Work, compared: dict[str, str] | None = None) -> int:
-    """Runs `work` on every rank and returns the exit code; a run that ends badly leaves no results.
-
-    compared: what ranks must agree on, beside the options.
-    """
-    alike = {name: str(value) for name, value in prepared.values.items() if name != "ranks"} | (compared or {})
-    config = next(iter(prepared.presets.values()))
-
-    def say_import() -> None:
-        if launch.speaks and not prepared.values["quiet"]:
-            note("importing torch and diffusers")
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
 
     def imports() -> None:
-        say_import()
-        import_before_fork(prepared.request)
+        if launch.speaks and not values["quiet"]:
+            note("importing torch and diffusers")
+        if launch.kind == "alone":
+            import_before_fork(prepared.request, ranks)
 
     if launch.kind != "alone":
-        say_import()
-    return run_holding(
-        prepared.output, prepared.values["ranks"], launch, config, alike, partial(work, prepared), imports
-    )
+        imports()
+    return run_holding(prepared.output, values["ranks"], launch, config, alike, partial(work, prepared), imports)
 
 
 def run_holding(
@@ -193,10 +180,10 @@ def nothing_left(
     return True
 
 
-def import_before_fork(request: Request) -> None:
-    """Imports what every rank needs once, in the process that ranks are forked from."""
-    names = [*EVERY_RANK_IMPORTS, *(name for name in WHERE_INSTALLED if find_spec(name.split(".")[0]))]
-    for name in names:
+def import_before_fork(request: Request, ranks: int | None = None) -> None:
+    """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
+    and imports what it needs when it needs it."""
+    for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
     import_pipeline(request)
 
@@ -226,67 +213,52 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     modes, exact = with_exact(prepared)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
     if prepared.quality is None:  # else those of the settings that are tried
-        engines.make_all()
+        _ = [*engines.values()]
     folder = prepared.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir(exist_ok=True)
     prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
     if folder is not None:
-        in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-        say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - prepared.started:.1f} s")
+        replica.say_ready(prepared.started)
         for line in engines.chosen():
             say(line)
     return Session(prepared, transport, replica, model, engines, exact, folder)
 
 
 def finish(
-    session: Session,
-    rows: Sequence[Any],
-    pictures: Iterable[str],
-    bounds: list[dict[str, Any]] | None = None,
-    inputs: list[dict[str, Any]] | None = None,
-    **report: Any,
+    session: Session, done: Done, pictures: Iterable[str], inputs: Sequence[dict[str, Any]] = (), **report: Any
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    bounds: how a bound on quality was kept, by `trials.Group.record`; inputs: by `Task.record`. pictures, report:
-    arguments of `cocodiff_eval.report.write_report`.
+    inputs: by `Task.record`. pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
     gathered = transport.gather_object(own) or []
-    # settings that were tried by some replicas alone have no engine on others
-    records = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
     if session.folder is not None:
-        records = {mode: of_ranks for mode, of_ranks in records.items() if of_ranks}
-        _write_results(session, session.folder, rows, pictures, records, bounds, inputs, report)
+        # settings that were tried by some replicas alone have no engine on others
+        of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
+        save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
+        _write_results(session, session.folder, done, pictures, inputs, report)
     transport.broadcast_object(None)
 
 
 def _write_results(
     session: Session,
     folder: Path,
-    rows: Sequence[Any],
+    done: Done,
     pictures: Iterable[str],
-    records: Any,
-    bounds: list[dict[str, Any]] | None,
-    inputs: list[dict[str, Any]] | None,
+    inputs: Sequence[dict[str, Any]],
     report: dict[str, Any],
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
     from cocodiff_eval.report import write_report
     from cocodiff_eval.table import terminal_table
 
-    from cocodiff.trace_files import save_traces
-
     values, ranks = session.prepared.values, session.transport.size
-    document = metrics_document(values, ranks, rows)
-    if bounds is not None:
-        document["quality"] = bounds
-    if inputs is not None:
-        document["inputs"] = inputs
+    document = metrics_document(values, ranks, [row for *_, row in done.rows])
+    document |= {name: said for name, said in (("quality", done.bounds), ("inputs", inputs)) if said}
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
-    save_traces(folder / "trace.json", records)
     facts = {
         "model": session.model.name,
         "ranks": str(ranks),
@@ -298,9 +270,7 @@ def _write_results(
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
-    write_settings(folder, values if bounds is None else {**values, FOUND: bounds}, session.engines.chosen())
+    write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
-    say()
-    say(terminal_table(document))
-    say()
+    say(f"\n{terminal_table(document)}\n")
     say(f"report: {session.prepared.output.final / 'report.html'}")

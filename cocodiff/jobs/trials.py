@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.jobs.bound import Trial
 from cocodiff.jobs.groups import Figure, Group
-from cocodiff.jobs.items import Batch, Drawn, PartsOfSettings
-from cocodiff.jobs.job import Job, Modes
+from cocodiff.jobs.items import Batch, Drawn, Parts
+from cocodiff.jobs.job import Job, Modes, Way
 from cocodiff.jobs.quality import Quality
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
 
 
-class Trials:
+class Trials(Way):
     """A way: settings of a ladder are tried on a job's batches, and each batch is made with the one that its task's
     group has chosen. kept: the batches whose trials are their results. In the job's journals trials have numbers after
     those of results."""
@@ -34,9 +34,8 @@ class Trials:
         """folder: of the job's journals."""
         self.job, self.quality, self.count = job, quality, len(job.batches)
         self.settings, self.tried = [*quality.rungs], len(quality.rungs)
-        self.parts = PartsOfSettings(folder, self.settings)
+        self.parts = {name: Parts(folder / f"trials-{number}") for number, name in enumerate(self.settings)}
         self.groups: Mapping[int, Group] = {}
-        self.kept: frozenset[int] = frozenset()
 
     def names(self, batch: Batch) -> list[str]:
         return [self.quality.preset]
@@ -46,14 +45,15 @@ class Trials:
 
     def holds(self, number: int) -> bool:
         rung, batch = divmod(number - self.count, self.count)
-        return self.parts.of[self.settings[rung]].holds(self.job.batches[batch], [self.settings[rung]])
+        return self.parts[self.settings[rung]].holds(self.job.batches[batch], [self.settings[rung]])
 
     def choose(self, queue: Queue, replica: Replica) -> None:
         """Tries until a setting is chosen for each group, on all ranks alike."""
         self.groups, whole = self.job.groups(self.quality), replica.whole
         groups = self._groups()
         if whole.rank == 0:
-            self.parts.make_folders()
+            for parts in self.parts.values():
+                parts.folder.mkdir(exist_ok=True)
         whole.broadcast_object(None)  # the folders are there
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
             self._make(trials, queue, replica.leads)
@@ -86,7 +86,7 @@ class Trials:
 
     def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
         settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
-        drawn = {name: self.parts.merged(setting, batches, index) for name, setting in settings.items()}
+        drawn = {name: self.parts[one].merged(batches, index)[one] for name, one in settings.items()}
         return Modes(settings, EXACT_RUN), drawn
 
     def configs(self, task: int) -> dict[str, Config]:
@@ -108,7 +108,7 @@ class Trials:
             queue.begin(batch.size, self.job.steps(batch))
             drawn = self.job.make([setting], batch)
             if leads:
-                self.parts.of[setting].keep(batch, drawn)
+                self.parts[setting].keep(batch, drawn)
                 queue.add(number, [])
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
@@ -121,7 +121,7 @@ class Trials:
         figures = {}
         for place, parts in sorted(of_items.items()):
             batches, (first, at) = [batch for batch, _ in parts], parts[0]
-            pair: list[Drawn] = [self.parts.merged(name, batches, first.indices[at]) for name in (exact, setting)]
+            pair = [self.parts[name].merged(batches, first.indices[at])[name] for name in (exact, setting)]
             db = self.job.figure_db(self.quality.bound, first, at, *pair)
             figures[place] = Figure.of(db, pair[1].cost)
         return figures

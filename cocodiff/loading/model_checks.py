@@ -15,7 +15,7 @@ from typing import Any
 
 from cocodiff.errors import UserError
 from cocodiff.files import read_json
-from cocodiff.loading.weights import check_header, read_headers
+from cocodiff.loading.weights import check_header, count_values, read_headers
 from cocodiff.models import family_of
 
 REQUIRED = ("transformer", "vae", "scheduler")
@@ -111,7 +111,7 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
         headers = read_headers(folder / part)
         if part in REQUIRED:
             check_header(headers, folder / part)
-        values = sum(math.prod(tensor["shape"]) for tensor in headers.values())
+        values = sum(count_values(headers).values())
         if part == "transformer" and values and shape.get("pos_embed_max_size", 0) ** 2 > values:
             raise UserError(f"{path}: pos_embed_max_size is larger than the {values} values of the weights allow")
     path = folder / "scheduler" / "scheduler_config.json"
@@ -129,7 +129,7 @@ def check_loaded(pipe: Any, model: str) -> None:
         module = getattr(pipe, part)
         absent = [name for name, tensor in _tensors(module) if tensor.is_meta]
         if absent:
-            raise UserError(f"model {model}: the weights of its {part} lack {_some(absent)}; copy them again")
+            raise UserError(f"model {model}: the weights of its {part} lack {some(absent)}; copy them again")
     folder = Path(model) / "transformer"
     if folder.is_dir():
         ignored = type(pipe.transformer)._keys_to_ignore_on_load_unexpected or ()
@@ -137,7 +137,7 @@ def check_loaded(pipe: Any, model: str) -> None:
         unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
         if unused:
             raise UserError(
-                f"model {model}: its transformer has no place for {_some(sorted(unused))} of its weights; "
+                f"model {model}: its transformer has no place for {some(sorted(unused))} of its weights; "
                 f"transformer/config.json is of another model"
             )
     _check_latents(pipe, model)
@@ -149,7 +149,7 @@ def _tensors(module: Any) -> Iterable[tuple[str, Any]]:
     yield from module.named_buffers()
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

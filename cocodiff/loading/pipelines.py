@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.files import is_there, read_json
-from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, read_shape
+from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, read_shape, some
 from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
 from cocodiff.loading.weights import check_weights, conversion
 from cocodiff.models import pipelines_of
@@ -34,6 +35,15 @@ class Request:
     task: str
     prompts: Sequence[str] = ("",)
     guidance: float | None = None
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """Of a model with files of its own. Raises UserError as `read_index`."""
+        return read_index(self.model)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        return pipelines_of(self.index["_class_name"], self.model)
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,10 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
         encoders = False
     else:
-        index = read_index(name)
-        pipelines_of(index["_class_name"], name).of_task(request.task, name)
-        encoders = has_encoders(index)
+        request.pipelines.of_task(request.task, name)
+        encoders = has_encoders(request.index)
         if weights and Path(name).is_dir():
-            for part in ("transformer", "vae", *_encoders(index)):
+            for part in ("transformer", "vae", *_encoders(request.index)):
                 check_weights(Path(name), part, name)
     if encoders and not request.prompts:
         raise UserError(f"--prompt is missing: say what model {name} shall show")
@@ -84,7 +93,7 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
     check_shape(request, read_shape(shape), ranks)
     if weights and name != EMBEDDED and Path(name).is_dir():
-        check_folder(Path(name), index, (*TEXT_PARTS, *UNUSED_PARTS))
+        check_folder(Path(name), request.index, (*TEXT_PARTS, *UNUSED_PARTS))
 
 
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
@@ -155,7 +164,7 @@ def _fetched(name: str, file: str) -> Path:
 def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
     if request.model != EMBEDDED:
-        _pipeline_class(pipelines_of(read_index(request.model)["_class_name"], request.model), request)
+        _pipeline_class(request)
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
@@ -190,50 +199,46 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
         line = conversion(request.model, model_file(request.model, INDEX).parent / "transformer", dtype)
         if line:
             say(line)
-    index = read_index(request.model)
-    pipelines = pipelines_of(index["_class_name"], request.model)
     guidance = request.guidance
-    if has_encoders(index):
+    if has_encoders(request.index):
         prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
     else:
         guidance = 1.0 if guidance is None else guidance
-        prompts = [no_prompt(pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
-    return pipe, prompts, {} if guidance is None else {pipelines.guidance: guidance}
+        prompts = [no_prompt(request.pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
+    return pipe, prompts, {} if guidance is None else {request.pipelines.guidance: guidance}
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
     """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
-    index = read_index(request.model)
-    pipe = _from_pretrained(request, index, dtype, dict.fromkeys(TEXT_PARTS))
+    pipe = _from_pretrained(request, dtype, dict.fromkeys(TEXT_PARTS))
     check_loaded(pipe, request.model)
     return pipe
 
 
 def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
     """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
-    index = read_index(request.model)
+    index = request.index
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
     encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
-    pipe = _from_pretrained(request, index, dtype, known | encoders | dict.fromkeys(absent))
+    pipe = _from_pretrained(request, dtype, known | encoders | dict.fromkeys(absent))
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
             check_tokenizer(getattr(pipe, part), part, request.model)
-    pipelines = pipelines_of(index["_class_name"], request.model)
     guided = request.guidance is None or request.guidance > 1
-    prompts = encode(pipelines, pipe, request.prompts, guided, transport.device)
+    prompts = encode(request.pipelines, pipe, request.prompts, guided, transport.device)
     del pipe, encoders
     free_unused()
     return prompts
 
 
-def _from_pretrained(request: Request, index: dict[str, Any], dtype: Any, parts: dict[str, Any]) -> Any:
+def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any:
     """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    kind = _pipeline_class(pipelines_of(index["_class_name"], request.model), request)
-    given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in index}
+    kind = _pipeline_class(request)
+    given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in request.index}
     with _loading(request.model):
         return kind.from_pretrained(
             request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
@@ -258,10 +263,7 @@ def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
     # The head that predicts words plays no part in what an encoder says; some models are saved without it.
     missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
     if missing:
-        raise UserError(
-            f"model {request.model}: the weights of its {part} lack {missing[0]}"
-            f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; copy them again"
-        )
+        raise UserError(f"model {request.model}: the weights of its {part} lack {some(missing)}; copy them again")
     return encoder
 
 
@@ -282,10 +284,10 @@ def _loading(model: str) -> Iterator[None]:
         raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
 
 
-def _pipeline_class(pipelines: Pipelines, request: Request) -> Any:
+def _pipeline_class(request: Request) -> Any:
     import diffusers
 
-    return getattr(diffusers, pipelines.of_task(request.task, request.model))
+    return getattr(diffusers, request.pipelines.of_task(request.task, request.model))
 
 
 def _one_line(error: Exception) -> str:

@@ -6,20 +6,24 @@ twelve ranks hold the weights once, in the page cache. Converted to another dtyp
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-LONGEST_HEADER = 100 * 10**6  # bytes, as the format says
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names and ours
+
+
+class Stored(NamedTuple):
+    """A tensor of a weight file. dtype: safetensors' name."""
+
+    dtype: str
+    shape: list[int]
 
 
 def check_weights(folder: Path, part: str, model: str) -> None:
@@ -36,49 +40,32 @@ def check_weights(folder: Path, part: str, model: str) -> None:
     raise UserError(f"model {model}: {part} has no .safetensors weights; copy them there")
 
 
-def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a folder's safetensors files: name -> {"dtype": ..., "shape": [...], ...}; reads headers only.
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder's safetensors files by their names; reads headers only.
 
     Raises UserError for files that are no safetensors.
     """
-    tensors: dict[str, dict[str, Any]] = {}
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Stored] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        header = _read_header(path)
-        header.pop("__metadata__", None)
-        for name, tensor in header.items():
-            shape = tensor.get("shape") if isinstance(tensor, dict) else None
-            sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-            if not sizes or not isinstance(tensor.get("dtype"), str):
-                raise UserError(
-                    f"{path}: not a readable safetensors file ({name} has no dtype or shape); copy it again"
-                )
-        tensors |= header
+        try:
+            if kind := irregular(path):
+                raise UserError(f"{path}: is {kind}; copy the weights there")
+            with safe_open(path, "np") as file:
+                names = file.keys()
+                for name, one in zip(names, map(file.get_slice, names), strict=True):
+                    tensors[name] = Stored(one.get_dtype(), one.get_shape())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); copy it again") from error
+        except SafetensorError as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from error
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    try:
-        if kind := irregular(path):
-            raise UserError(f"{path}: is {kind}; copy the weights there")
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); copy it again") from error
-    except (struct.error, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from error
-    return header
-
-
-def check_header(tensors: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+def check_header(tensors: Mapping[str, Stored], folder: Path) -> None:
     """Raises UserError for weights most of which are no floating point numbers: loading would convert them silently."""
-    values = _count_values(tensors)
+    values = count_values(tensors)
     most, _ = values.most_common(1)[0] if values else ("", 0)
     if values and not most.startswith(("F", "BF")):
         raise UserError(f"{folder}: weights of type {most}; save the pipeline in fp32, bf16 or fp16")
@@ -86,13 +73,13 @@ def check_header(tensors: Mapping[str, Mapping[str, Any]], folder: Path) -> None
 
 def stored_values(folder: Path) -> Counter[str]:
     """How many values of each dtype (safetensors' name) the safetensors files of a folder hold; reads headers only."""
-    return _count_values(read_headers(folder))
+    return count_values(read_headers(folder))
 
 
-def _count_values(tensors: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
+def count_values(tensors: Mapping[str, Stored]) -> Counter[str]:
     values: Counter[str] = Counter()
     for tensor in tensors.values():
-        values[tensor["dtype"]] += math.prod(tensor["shape"])
+        values[tensor.dtype] += math.prod(tensor.shape)
     return values
 
 

@@ -66,13 +66,15 @@ class Journal:
 
     def add(self, entry: Entry) -> None:
         """Returns when the line is on the disk."""
-        data = entry.line()
-        if self._file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next start drops what was written of it
-        os.fsync(self._file.fileno())
+        append(self._file, entry.line())
 
-    def close(self) -> None:
-        self._file.close()
+
+def append(file: Any, data: bytes) -> None:
+    """Returns when it is on the disk. file: without a buffer. A line of which a part was written is dropped by the next
+    start."""
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(file.fileno())
 
 
 class Reader:
@@ -169,10 +171,3 @@ class Journals:
     def remove(self) -> None:
         """Nothing is left to go on with."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def sees(self, token: str) -> bool:
-        """Whether this host sees what `show` wrote on another."""
-        return (self.folder / token).exists()
-
-    def show(self, token: str) -> None:
-        (self.folder / token).touch()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,13 +35,24 @@ def stop_requests(always: Iterable[signal.Signals] = ()) -> Iterator[StopRequest
             signal.signal(number, handler)
 
 
-def become_child(parent: int, on_terminate: Any) -> None:
-    """In a forked child: it dies with its parent, and of STOPS heeds SIGTERM alone, which the parent sends. Ctrl-C and
-    a hangup reach the whole terminal group."""
-    die_with_parent(parent)
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, on_terminate)
+def fork(job: Callable[[], int], on_terminate: Any) -> int:
+    """A process that runs a job and ends with its exit code, 1 where it raises. It dies with its parent, and of STOPS
+    heeds SIGTERM alone, which the parent sends: Ctrl-C and a hangup reach the whole terminal group."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, on_terminate)
+        code = job()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def die_with_parent(parent: int) -> None:

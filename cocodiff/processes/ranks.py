@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
 from cocodiff.config import Config
 from cocodiff.console.terminal import keep_libraries_off_stderr
 from cocodiff.errors import OwnRankError, PeerLost, UserError
-from cocodiff.processes.children import StopRequest, become_child, signal_all, stop_requests
+from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
 from cocodiff.processes.job_folder import job_folder
 
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
@@ -114,14 +115,11 @@ def _known_loss(transport: Any) -> UserError | PeerLost | None:
 
 
 def _end_of(error: BaseException) -> End:
-    if isinstance(error, OwnRankError):
-        return End("failed", str(error))
-    if isinstance(error, UserError):
-        return End("mistake", str(error))
-    if isinstance(error, PeerLost):
-        return End("lost", str(error))
     if isinstance(error, KeyboardInterrupt):
         return End("interrupted", "interrupted")
+    for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
+        if isinstance(error, known):
+            return End(kind, str(error))
     return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
@@ -176,55 +174,44 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
-    parent = os.getpid()
     with job_folder() as folder, stop_requests(always=(signal.SIGINT,)) as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
         meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
         for rank in range(ranks):
+            own = Meeting(meeting.store_file, meeting.port, meeting.key, None if rank else listener)
+            launch = Launch("forked", rank, ranks, rank, ranks, own)
             try:
-                pid = os.fork()
+                pid = fork(partial(_child, launch, config, settings, work, folder, listener), _interrupt)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
                 raise UserError(
                     f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
                 ) from error
-            if pid == 0:
-                own = Meeting(meeting.store_file, meeting.port, meeting.key, listener if rank == 0 else None)
-                if rank:
-                    listener.close()
-                launch = Launch("forked", rank, ranks, rank, ranks, own)
-                _child(launch, config, settings, work, folder, parent)
             children[pid] = rank
         listener.close()
         stopped = _Stopped(config.timeout_s + GRACE_S)
         return _attend_children(children, ranks, folder, stop, left, stopped, config.stall_timeout_s)
 
 
-def _child(launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, parent: int) -> None:
-    """A forked rank, from fork to exit. It dies with its parent, and only rank 0 keeps the terminal."""
-    code = 1
+def _child(
+    launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, listener: socket.socket
+) -> int:
+    """A forked rank, up to its exit code. Only rank 0 keeps the terminal, and the listener."""
+    log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if launch.rank:
+        listener.close()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    else:
+        keep_libraries_off_stderr(log)
+    end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
     try:
-        become_child(parent, _interrupt)
-        log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if launch.rank:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        else:
-            keep_libraries_off_stderr(log)
-        end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
-        try:
-            end = _run_rank(
-                launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder)
-            )
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        except KeyboardInterrupt:  # once: what is asked of it again is ignored
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _note_end(end, launch.rank, folder)
-        code = end.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+        end = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except KeyboardInterrupt:  # once: what is asked of it again is ignored
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _note_end(end, launch.rank, folder)
+    return end.code
 
 
 def _note_end(end: End, rank: int | None, folder: Path) -> None:
@@ -301,7 +288,9 @@ def _attend_children(
         if pid in given_up:
             ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
         else:
-            ends[rank] = _ended_by_us(rank, folder) if ended_by_us else _child_end(rank, status, folder)
+            # one that had not stopped in time may still have said something, as on a machine that is busy
+            stuck = End("stuck", f"rank {rank} did not stop")
+            ends[rank] = (_noted_end(rank, folder) or stuck) if ended_by_us else _child_end(rank, status, folder)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
             deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
@@ -312,13 +301,11 @@ def _attend_children(
     return _report(ends, ranks, left())
 
 
-def _ended_by_us(rank: int, folder: Path) -> End:
-    """Of a rank that had not stopped in time: what it has said itself by then, as on a machine that is busy."""
-    record = folder / f"rank{rank}.end"
-    if record.exists():
-        with suppress(ValueError, TypeError):
-            return End(**json.loads(record.read_text()))
-    return End("stuck", f"rank {rank} did not stop")
+def _noted_end(rank: int, folder: Path) -> End | None:
+    """What a rank has said of its end itself."""
+    with suppress(OSError, ValueError, TypeError):
+        return End(**json.loads((folder / f"rank{rank}.end").read_text()))
+    return None
 
 
 def _child_end(rank: int, status: int, folder: Path) -> End:
@@ -327,10 +314,8 @@ def _child_end(rank: int, status: int, folder: Path) -> End:
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         return End("killed", f"rank {rank} was killed by {number.name}", said if number in OWN_SIGNALS else "")
-    record = folder / f"rank{rank}.end"
-    if record.exists():
-        return End(**json.loads(record.read_text()))
-    return End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
+    left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
+    return _noted_end(rank, folder) or left
 
 
 def _report(ends: dict[int, End], ranks: int, left: str) -> int:

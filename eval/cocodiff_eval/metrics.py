@@ -36,66 +36,44 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
     return np.asarray(similarity_YX)
 
 
-class MaskedQuality:
-    """Gathers the error and the similarity of the masked voxels of a stack, slice by slice."""
+def masked_quality(
+    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> dict[str, Any]:
+    """`psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each where there are none.
 
-    def __init__(self, scale: IntensityRange) -> None:
-        self.scale = scale
-        self.voxels = 0
-        self.squares = 0.0
-        self.similarity = 0.0
-
-    def add(self, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray) -> None:
-        """Add one slice; both images in the input's units, any real dtype."""
-        known_YX = np.isfinite(truth_YX)
-        judged_YX = mask_YX & known_YX
-        if not judged_YX.any():
-            return
-        restored01_YX = self.scale.normalise(restored_YX)
-        # A voxel without truth takes the restored value: it neither helps nor hurts the windows around it.
-        truth01_YX = np.where(known_YX, self.scale.normalise(truth_YX), restored01_YX)
-        difference = (restored01_YX - truth01_YX)[judged_YX]
-        self.voxels += int(difference.size)
-        self.squares += float(np.square(difference).sum())
-        self.similarity += float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum())
-
-    def result(self) -> dict[str, float | None]:
-        """`psnr_db`, `ssim` and `mse` over all masked voxels with a truth; None each if there were none."""
-        if self.voxels == 0:
-            return dict.fromkeys(QUALITY)
-        mse = self.squares / self.voxels
-        found = {"psnr_db": psnr_db(mse), "ssim": self.similarity / self.voxels, "mse": mse}
-        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+    Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.
+    """
+    if truth_YX is None or not (mask_YX & np.isfinite(truth_YX)).any():
+        return dict.fromkeys(QUALITY)
+    known_YX, restored01_YX = np.isfinite(truth_YX), scale.normalise(restored_YX)
+    # A voxel without truth takes the restored value: it neither helps nor hurts the windows around it.
+    truth01_YX = np.where(known_YX, scale.normalise(truth_YX), restored01_YX)
+    judged_YX = mask_YX & known_YX
+    difference = (restored01_YX - truth01_YX)[judged_YX]
+    mse = float(np.square(difference).sum()) / difference.size
+    similarity = float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum()) / difference.size
+    found = {"psnr_db": psnr_db(mse), "ssim": similarity, "mse": mse}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """`psnr_db` of `MaskedQuality` for one slice, without the similarity, which takes longer."""
+    """`psnr_db` of `masked_quality`, without the similarity, which takes longer."""
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
     return psnr_db(float(np.square(difference).mean())) if difference.size else None
 
 
-class ExactDistance:
-    """Compares a restoration with the same run under an exact exchange, slice by slice."""
-
-    def __init__(self, scale: IntensityRange) -> None:
-        self.scale = scale
-        self.identical = True
-        self.voxels = 0
-        self.squares = 0.0
-
-    def add(self, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray) -> None:
-        """Add one slice; both of one dtype, in the input's units."""
-        exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
-        self.identical &= exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()
-        self.voxels += int(exact.size)
-        self.squares += float(np.square(self.scale.normalise(exact) - self.scale.normalise(restored)).sum())
-
-    def psnr_vs_exact_db(self) -> float | None:
-        """PSNR in the mask against the exact run, in dB; None if every bit is the same."""
-        return None if self.identical or self.voxels == 0 else psnr_db(self.squares / self.voxels)
+def distance_db(
+    scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> float | None:
+    """PSNR in the mask against the same run under an exact exchange, in dB; None if every bit is the same. Both are in
+    the input's units."""
+    exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
+    if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
+        return None
+    return psnr_db(float(np.square(scale.normalise(exact) - scale.normalise(restored)).sum()) / exact.size)
 
 
 def links(count: Mapping[str, int]) -> dict[str, int]:

@@ -36,7 +36,6 @@ class PipelineInpainter:
     seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
                first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
     on_step    called after each denoising step with the number of images in the call
-    native_size, multiple  taken from the pipeline unless given
     """
 
     def __init__(
@@ -46,17 +45,13 @@ class PipelineInpainter:
         steps: int,
         seed: int,
         on_step: Callable[[int], None] | None = None,
-        *,
-        native_size: int | None = None,
-        multiple: int | None = None,
     ) -> None:
         self.pipe = pipe
         self.arguments = arguments
         self.steps = steps
         self.seed = seed
         self.on_step = on_step
-        self.multiple = multiple or side_multiple(pipe)
-        native = native_size or own_size(pipe)
+        self.multiple, native = side_multiple(pipe), own_size(pipe)
         self.native_size = native - native % self.multiple
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:

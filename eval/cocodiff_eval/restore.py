@@ -49,27 +49,10 @@ Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model
 def plan_slice(
     mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
 ) -> RestorationPlan:
-    """The plan that `restore_slice` runs: its `calls`, and `tile_steps(steps)` for progress bars."""
+    """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
     native, multiple = inpainter.native_size, inpainter.multiple
     assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
     return plan_restoration(mask_YX, native, batch, settings)
-
-
-def restore_slice(
-    image_YX: np.ndarray,
-    mask_YX: np.ndarray,
-    inpainter: Inpainter,
-    *,
-    batch: int = 8,
-    settings: TilingSettings | None = None,
-) -> np.ndarray:
-    """Restore the masked voxels of one slice of any size; float32 [Y, X], outside the mask equal to `image_YX`.
-
-    image_YX  float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read
-    mask_YX   boolean [Y, X], True where to restore
-    batch     tiles a model call; it changes speed and memory, not the noise
-    """
-    return restore_slices([image_YX], [mask_YX], inpainter, batch=batch, settings=settings)[0]
 
 
 def restore_slices(
@@ -82,8 +65,12 @@ def restore_slices(
     samples: Sequence[int] | None = None,
     limits: tuple[float, float] = (0.0, 1.0),
 ) -> list[np.ndarray]:
-    """Restore several slices as `restore_slice` does each, with tiles of all of them in one call of the model.
+    """Restore the masked voxels of slices of any size, with tiles of all of them in one call of the model; float32
+    [Y, X] each, outside the mask equal to the image.
 
+    images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
+    masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
+    noise.
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
     a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
     samples: a number for each, 0 unless given; the same slice under another number gets other noise.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,10 +65,6 @@ class Stack:
         image_YX = np.asarray(self.volume.reader(index))
         return np.ascontiguousarray(image_YX, dtype=self.dtype)
 
-    def slices(self) -> Iterator[np.ndarray]:
-        """All slices in order, one in memory at a time."""
-        return (self.read(index) for index in range(len(self)))
-
 
 def safe_stem(text: str) -> str:
     """`text` with everything that could trouble a file system or a shell replaced by `_`."""
@@ -88,7 +84,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def open_stack(path: str, name: str | None = None, follow_links: bool = False, part: Part = WHOLE) -> Stack:
+def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Stack:
     """Open one slice or stack in any of `formats.table`. Reads no voxels of a stack yet.
 
     follow_links: read other files that an HDF5 file names. part: of the volume, the only one that is read.
@@ -103,7 +99,7 @@ def open_stack(path: str, name: str | None = None, follow_links: bool = False, p
         )
     if volume.shape[0] == 0:
         raise UserError(f"{path}: a stack of no slices; give at least one")
-    return Stack(name or safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
+    return Stack(safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
 
 
 def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:

@@ -99,34 +99,26 @@ def _row(lines: Sequence[Line]) -> Row:
     def minus(line: Line, name: str) -> float | None:
         return None if line[name] is None else line[name] - line["exact"][name]
 
-    def volume(line: Line) -> float | None:
-        whole = sum(line["exact"]["bytes"].values())
-        return sum(line["bytes"].values()) / whole if whole else None
+    def sent(line: Line, kind: str = "bytes") -> int:
+        return sum(line.get(kind, {}).values())
 
-    def exposed(line: Line) -> float | None:
-        whole = sum(line["exact"]["bytes"].values())
-        return (sum(line["bytes"].values()) - sum(line.get("bytes_late", {}).values())) / whole if whole else None
-
-    def of_whole(line: Line) -> float | None:
-        whole = sum(line.get("bytes_whole", {}).values())
-        return sum(line["bytes"].values()) / whole if whole else None
+    def part(count: int, whole: int) -> float | None:
+        return count / whole if whole else None
 
     return Row(
-        lines[0]["point"],
-        lines[0]["mask"],
-        lines[0]["steps"],
-        len(lines),
-        {name: Spread.of([line[name] for line in lines]) for name in LIMITS},
-        {name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
-        over(lambda line: line["psnr_vs_exact_db"]),
-        sum(line["psnr_vs_exact_db"] is None for line in lines),
-        over(volume),
-        over(lambda line: line["exact"]["seconds"] / line["seconds"]),
-        over(lambda line: line["seconds"]),
-        over(of_whole),
-        lines[0].get("coding", ""),
-        over(exposed),
-        any("bytes_late" in line for line in lines),
+        **{name: lines[0][name] for name in ("point", "mask", "steps")},
+        n=len(lines),
+        quality={name: Spread.of([line[name] for line in lines]) for name in LIMITS},
+        difference={name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
+        vs_exact=over(lambda line: line["psnr_vs_exact_db"]),
+        identical=sum(line["psnr_vs_exact_db"] is None for line in lines),
+        volume=over(lambda line: part(sent(line), sent(line["exact"]))),
+        speed_up=over(lambda line: line["exact"]["seconds"] / line["seconds"]),
+        seconds=over(lambda line: line["seconds"]),
+        of_whole=over(lambda line: part(sent(line), sent(line, "bytes_whole"))),
+        coding=lines[0].get("coding", ""),
+        exposed=over(lambda line: part(sent(line) - sent(line, "bytes_late"), sent(line["exact"]))),
+        displaced=any("bytes_late" in line for line in lines),
     )
 
 
@@ -167,29 +159,14 @@ def quality_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def cost_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Heading and lines of bytes and speed; beaten by: the point closest to exact of those that send no more. With what
     attention waited for where that is not all."""
-    displaced = any(row.displaced for row in rows)
-    measured = (
-        "vs exact dB",
-        "volume",
-        *(("exposed",) if displaced else ()),
-        "of whole",
-        "speed-up to flat",
-        "seconds",
-    )
+    exposed = ("exposed",) if any(row.displaced for row in rows) else ()
+    measured = ("vs exact dB", "volume", *exposed, "of whole", "speed-up to flat", "seconds")
     heading = ("point", "mask", "steps", "n", *measured, "beaten by")
     lines = [
         (
-            row.point,
-            row.mask,
-            str(row.steps),
-            str(row.n),
-            shown_exact(row),
-            shown(row.volume, 3),
-            *((shown(row.exposed, 3),) if displaced else ()),
-            shown(row.of_whole, 3),
-            shown(row.speed_up, 2),
-            shown(row.seconds, 2),
-            better_than(row, rows),
+            *(row.point, row.mask, str(row.steps), str(row.n), shown_exact(row), shown(row.volume, 3)),
+            *(shown(row.exposed, 3) for _ in exposed),
+            *(shown(row.of_whole, 3), shown(row.speed_up, 2), shown(row.seconds, 2), better_than(row, rows)),
         )
         for row in rows
     ]

@@ -148,11 +148,6 @@ class RestorationPlan:
     overlap: int
     levels: tuple[Level, ...]
 
-    @property
-    def calls(self) -> int:
-        """How often the model is called."""
-        return sum(len(one.batches) for level in self.levels for one in level.passes)
-
     def tile_steps(self, steps: int) -> int:
         """Denoising steps of all tiles of the slice together when a run at strength 1 takes `steps`."""
         return sum(len(one.tiles) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)

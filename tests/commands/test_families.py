@@ -15,7 +15,7 @@ import tiny_pipelines
 import torch
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
-from cocodiff_eval.restore import restore_slice
+from cocodiff_eval.restore import restore_slices
 from cocodiff_eval.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
@@ -86,7 +86,7 @@ def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Pa
     known = IMAGE_YX[~HOLE_YX]
     scale = IntensityRange(float(known.min()), float(known.max()))
     inpainter = PipelineInpainter(pipe, repeated, 2, 0)
-    alone01_YX = restore_slice(prepare_slice(IMAGE_YX, HOLE_YX, scale), HOLE_YX, inpainter, batch=2)
+    alone01_YX = restore_slices([prepare_slice(IMAGE_YX, HOLE_YX, scale)], [HOLE_YX], inpainter, batch=2)[0]
     alone_YX = compose_native(IMAGE_YX, alone01_YX, HOLE_YX, scale)
     assert np.abs(alone_YX - result_YX).max() < 1e-4
     assert not np.array_equal(result_YX[HOLE_YX], IMAGE_YX[HOLE_YX])
@@ -96,7 +96,7 @@ def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Pa
 def test_the_promised_number_of_steps_runs(name: str) -> None:
     pipe, arguments = inpainting(name)
     ticks: list[int] = []
-    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda _: ticks.append(1), native_size=32)
+    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda _: ticks.append(1))
     assert inpainter.multiple == 4 and PipelineInpainter(pipe, lambda _: arguments, 6, 0).native_size in (32, 256)
     for strength in (1.0, 0.5):
         ticks.clear()

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from cocodiff_eval.metrics import Result
+from cocodiff_eval.restore import restore_slices
+from cocodiff_eval.tiling import RestorationPlan
 from torch import Tensor
 
 
@@ -15,6 +17,16 @@ def phantom(rows: int, columns: int) -> np.ndarray:
     radius = np.hypot((y - rows / 2) / rows, (x - columns / 2) / columns)
     inner = np.hypot((y - rows / 2.5) / rows, (x - columns / 1.8) / columns)
     return np.where(radius < 0.4, 0.6, 0.1) + np.where(inner < 0.1, 0.3, 0.0) + 0.1 * x / columns
+
+
+def restore_slice(image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Any, **more: Any) -> np.ndarray:
+    """A slice by itself."""
+    return restore_slices([image_YX], [mask_YX], inpainter, **more)[0]
+
+
+def calls_of(plan: RestorationPlan) -> int:
+    """How often a plan calls the model."""
+    return sum(len(one.batches) for level in plan.levels for one in level.passes)
 
 
 def row_of(

@@ -17,9 +17,9 @@ from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_ra
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, halve_shape, upsample
 from cocodiff_eval.report import Picture, encode
-from cocodiff_eval.restore import restore_slice, restore_slices
+from cocodiff_eval.restore import restore_slices
 from cocodiff_eval.slices import Stack, open_stack
-from eval_helpers import SmoothInpainter, phantom
+from eval_helpers import SmoothInpainter, phantom, restore_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask
-from cocodiff_eval.metrics import ExactDistance, MaskedQuality, metrics_document, psnr_db, summary
+from cocodiff_eval.metrics import distance_db, masked_quality, metrics_document, psnr_db, summary
 from cocodiff_eval.table import grouped, size, terminal_table
 from eval_helpers import phantom, row_of
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
@@ -24,9 +24,7 @@ def pair(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def test_quality_is_that_of_scikit_image_inside_the_mask() -> None:
     truth_YX, restored_YX = pair()
-    quality = MaskedQuality(SCALE)
-    quality.add(truth_YX, restored_YX, MASK_YX)
-    result = quality.result()
+    result = masked_quality(SCALE, truth_YX, restored_YX, MASK_YX)
     truth01_YX, restored01_YX = (truth_YX - 100) / 1000, (restored_YX - 100) / 1000
     _, ssim_YX = structural_similarity(truth01_YX, restored01_YX, win_size=7, data_range=1.0, full=True)
     inside = (truth01_YX[MASK_YX], restored01_YX[MASK_YX])
@@ -35,61 +33,44 @@ def test_quality_is_that_of_scikit_image_inside_the_mask() -> None:
     assert result["ssim"] == pytest.approx(ssim_YX[MASK_YX].mean())
 
 
-def test_a_stack_is_one_population_of_voxels() -> None:
-    quality, parts = MaskedQuality(SCALE), []
-    masks = [MASK_YX, block_mask((48, 60), 3) & MASK_YX, np.zeros_like(MASK_YX)]
-    for seed, mask_YX in enumerate(masks):
-        truth_YX, restored_YX = pair(seed)
-        quality.add(truth_YX, restored_YX, mask_YX)
-        parts.append((restored_YX - truth_YX)[mask_YX] / 1000)
-    assert quality.result()["mse"] == pytest.approx(float(np.square(np.concatenate(parts)).mean()))
-
-
 def test_voxels_without_truth_are_left_out() -> None:
     truth_YX, restored_YX = pair()
     holes_YX = np.zeros_like(MASK_YX)
     holes_YX[::3, ::3] = True
     torn_YX = np.where(holes_YX, np.nan, truth_YX)
-    quality = MaskedQuality(SCALE)
-    quality.add(torn_YX, restored_YX, MASK_YX)
+    quality = masked_quality(SCALE, torn_YX, restored_YX, MASK_YX)
     inside_YX = MASK_YX & ~holes_YX
-    assert quality.result()["mse"] == pytest.approx(float(np.square((restored_YX - truth_YX)[inside_YX] / 1000).mean()))
-    assert all(value is not None and math.isfinite(value) for value in quality.result().values())
-    nothing = MaskedQuality(SCALE)
-    nothing.add(np.full_like(truth_YX, np.nan), restored_YX, MASK_YX)
-    assert nothing.result() == {"psnr_db": None, "ssim": None, "mse": None}
+    assert quality["mse"] == pytest.approx(float(np.square((restored_YX - truth_YX)[inside_YX] / 1000).mean()))
+    assert all(value is not None and math.isfinite(value) for value in quality.values())
+    nothing = masked_quality(SCALE, np.full_like(truth_YX, np.nan), restored_YX, MASK_YX)
+    assert nothing == masked_quality(SCALE, None, restored_YX, MASK_YX) == {"psnr_db": None, "ssim": None, "mse": None}
 
 
 def test_a_perfect_restoration_is_finite_json() -> None:
     truth_YX, _ = pair()
-    quality = MaskedQuality(SCALE)
-    quality.add(truth_YX, truth_YX, MASK_YX)
-    assert quality.result() == {"psnr_db": pytest.approx(200.0), "ssim": pytest.approx(1.0), "mse": 0.0}
+    quality = masked_quality(SCALE, truth_YX, truth_YX, MASK_YX)
+    assert quality == {"psnr_db": pytest.approx(200.0), "ssim": pytest.approx(1.0), "mse": 0.0}
     assert psnr_db(0.01) == pytest.approx(20.0)
 
 
 def test_a_range_of_zero_does_not_divide() -> None:
-    quality = MaskedQuality(IntensityRange(7.0, 7.0))
+    scale, images = IntensityRange(7.0, 7.0), (np.full((16, 16), 7.5), np.full((16, 16), 7.0))
     with np.errstate(all="raise"):
-        quality.add(np.full((16, 16), 7.5), np.full((16, 16), 7.0), np.eye(16) > 0)
-    assert quality.result()["mse"] == pytest.approx(0.25)
+        quality = masked_quality(scale, *images, np.eye(16) > 0)
+    assert quality["mse"] == pytest.approx(0.25)
 
 
 def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:
     exact_YX = np.arange(64, dtype=np.float32).reshape(8, 8)
     mask_YX = exact_YX > 20
-    same, outside, tiny, sign = (ExactDistance(IntensityRange(0, 63)) for _ in range(4))
-    same.add(exact_YX, exact_YX.copy(), mask_YX)
-    assert same.psnr_vs_exact_db() is None
-    outside.add(exact_YX, np.where(mask_YX, exact_YX, -1), mask_YX)
-    assert outside.psnr_vs_exact_db() is None
+    scale = IntensityRange(0, 63)
+    assert distance_db(scale, exact_YX, exact_YX.copy(), mask_YX) is None
+    assert distance_db(scale, exact_YX, np.where(mask_YX, exact_YX, -1), mask_YX) is None
     other_YX = exact_YX.copy()
     other_YX[7, 7] = np.nextafter(other_YX[7, 7], np.float32(0))
-    tiny.add(exact_YX, other_YX, mask_YX)
-    distance = tiny.psnr_vs_exact_db()
+    distance = distance_db(scale, exact_YX, other_YX, mask_YX)
     assert distance is not None and 100 < distance < 200
-    sign.add(np.zeros((8, 8)), -np.zeros((8, 8)), mask_YX)
-    assert sign.psnr_vs_exact_db() == 200.0
+    assert distance_db(scale, np.zeros((8, 8)), -np.zeros((8, 8)), mask_YX) == 200.0
 
 
 QUALITY = {"psnr_db": 21.5, "ssim": 0.65, "mse": 0.007}
@@ -220,18 +201,17 @@ def test_rows_of_several_samples_have_their_spread_judged() -> None:
 def test_documents_are_json_where_numbers_overflow() -> None:
     scale, mask_YX = IntensityRange(0.0, 1e-300), np.ones((16, 16), bool)
     truth_YX, restored_YX = np.full((16, 16), 1e300), np.zeros((16, 16))
-    quality, distance = MaskedQuality(scale), ExactDistance(scale)
     with np.errstate(over="ignore", invalid="ignore"):
-        quality.add(truth_YX, restored_YX, mask_YX)
-        distance.add(truth_YX, restored_YX, mask_YX)
+        quality = masked_quality(scale, truth_YX, restored_YX, mask_YX)
+        distance = distance_db(scale, truth_YX, restored_YX, mask_YX)
     row = row_of(
         "a",
         "block",
         "flat",
-        quality.result(),
+        quality,
         1.0,
         {},
-        psnr_vs_exact_db=distance.psnr_vs_exact_db(),
+        psnr_vs_exact_db=distance,
         drift=[{"step": 0, "change": math.inf, "stable_fraction": 0.0}],
     )
     document = metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])

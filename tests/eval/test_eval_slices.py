@@ -174,7 +174,7 @@ def test_a_stack_is_never_wholly_in_memory(tmp_path: Path) -> None:
     for index in range(shape[0]):
         written.write(index, np.full(shape[1:], index, dtype=np.uint16))
     stack = open_stack(str(tmp_path / "big.tif"))
-    assert [int(image_YX[5, 7]) for image_YX in stack.slices()] == list(range(60))
+    assert [int(stack.read(index)[5, 7]) for index in range(len(stack))] == list(range(60))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * slice_bytes
@@ -355,7 +355,8 @@ def test_a_damaged_tiff_is_never_read_in_part(
     tifffile.imwrite(path, voxels((4, 64, 64), "uint16"), photometric="minisblack", **options)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(UserError, match=r"a\.tif: .*(cannot be read|damaged TIFF|not a readable TIFF)") as caught:
-        assert len(list(open_stack(str(path)).slices())) == 4
+        stack = open_stack(str(path))
+        assert len([stack.read(index) for index in range(len(stack))]) == 4
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 

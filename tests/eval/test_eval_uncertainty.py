@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import block_mask, center_mask
-from cocodiff_eval.metrics import MaskedQuality, masked_psnr_db
-from cocodiff_eval.restore import restore_slice, restore_slices, sample_keys
+from cocodiff_eval.metrics import masked_psnr_db, masked_quality
+from cocodiff_eval.restore import restore_slices, sample_keys
 from cocodiff_eval.uncertainty import Moments, coverage, spread_native
-from eval_helpers import SmoothInpainter, phantom
+from eval_helpers import SmoothInpainter, phantom, restore_slice
 
 SCALE = IntensityRange(100.0, 1100.0)
 ALL_YX = np.ones((120, 120), bool)
@@ -71,9 +71,8 @@ def test_psnr_alone_is_that_of_all_measures() -> None:
     truth_YX, mask_YX = phantom(48, 60) * 1000 + 100, block_mask((48, 60), 2)
     truth_YX[::5] = np.nan
     restored_YX = np.random.default_rng(0).normal(500, 100, truth_YX.shape)
-    quality = MaskedQuality(SCALE)
-    quality.add(truth_YX, restored_YX, mask_YX)
-    assert masked_psnr_db(SCALE, truth_YX, restored_YX, mask_YX) == pytest.approx(quality.result()["psnr_db"])
+    quality = masked_quality(SCALE, truth_YX, restored_YX, mask_YX)
+    assert masked_psnr_db(SCALE, truth_YX, restored_YX, mask_YX) == pytest.approx(quality["psnr_db"])
     assert masked_psnr_db(SCALE, truth_YX * np.nan, restored_YX, mask_YX) is None
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 
 from cocodiff.kernels.trial import KernelTrial
+from cocodiff.processes.emulated import EMULATED
+from cocodiff.text_table import spans
 from cocodiff.topology.machine import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 MEASURED = "measured rates"  # what a plane map is from that no system told
-EMULATED = "COCODIFF_EMULATED"  # in the environment of ranks on emulated links
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,7 @@ class Facts:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0-5", "ranks 0-2, 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {text}"
+    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {', '.join(spans(ranks))}"
 
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:

@@ -18,58 +18,22 @@ HEALTHY, DEGRADED = 1, 2  # zes_fabric_port_status_t
 STATUS = {0: "unknown", HEALTHY: "healthy", DEGRADED: "degraded", 3: "failed", 4: "disabled"}
 
 
-class PortId(ctypes.Structure):
-    _fields_ = (("fabric", c_uint32), ("attach", c_uint32), ("number", c_uint8))
+def _structure(name: str, **members: Any) -> Any:
+    """A C structure of these members, in this order."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(members.items())})
 
 
-class Speed(ctypes.Structure):
-    _fields_ = (("bit_rate", c_int64), ("width", c_int32))
-
-
-class PortProperties(ctypes.Structure):
-    _fields_ = (
-        ("stype", c_int32),
-        ("next", c_void_p),
-        ("model", c_char * 256),
-        ("on_subdevice", c_uint8),
-        ("subdevice", c_uint32),
-        ("id", PortId),
-        ("max_rx", Speed),
-        ("max_tx", Speed),
-    )
-
-
-class PortState(ctypes.Structure):
-    _fields_ = (
-        ("stype", c_int32),
-        ("next", c_void_p),
-        ("status", c_int32),
-        ("quality_issues", c_uint32),
-        ("failure_reasons", c_uint32),
-        ("remote", PortId),
-        ("rx", Speed),
-        ("tx", Speed),
-    )
-
-
-class PciAddress(ctypes.Structure):
-    _fields_ = (("domain", c_uint32), ("bus", c_uint32), ("device", c_uint32), ("function", c_uint32))
-
-
-class PciSpeed(ctypes.Structure):
-    _fields_ = (("generation", c_int32), ("width", c_int32), ("bandwidth", c_int64))
-
-
-class PciProperties(ctypes.Structure):
-    _fields_ = (
-        ("stype", c_int32),
-        ("next", c_void_p),
-        ("address", PciAddress),
-        ("max_speed", PciSpeed),
-        ("has_bandwidth", c_uint8),
-        ("has_packets", c_uint8),
-        ("has_replays", c_uint8),
-    )
+_HEAD = {"stype": c_int32, "next": c_void_p}
+PortId = _structure("PortId", fabric=c_uint32, attach=c_uint32, number=c_uint8)
+Speed = _structure("Speed", bit_rate=c_int64, width=c_int32)
+_DEVICE = {"model": c_char * 256, "on_subdevice": c_uint8, "subdevice": c_uint32}
+PortProperties = _structure("PortProperties", **_HEAD, **_DEVICE, id=PortId, max_rx=Speed, max_tx=Speed)
+_STATUS = {"status": c_int32, "quality_issues": c_uint32, "failure_reasons": c_uint32}
+PortState = _structure("PortState", **_HEAD, **_STATUS, remote=PortId, rx=Speed, tx=Speed)
+PciAddress = _structure("PciAddress", **dict.fromkeys(("domain", "bus", "device", "function"), c_uint32))
+PciSpeed = _structure("PciSpeed", generation=c_int32, width=c_int32, bandwidth=c_int64)
+_COUNTED = dict.fromkeys(("has_bandwidth", "has_packets", "has_replays"), c_uint8)
+PciProperties = _structure("PciProperties", **_HEAD, address=PciAddress, max_speed=PciSpeed, **_COUNTED)
 
 
 class Port(NamedTuple):
@@ -144,7 +108,7 @@ def _ports(ze: Any, card: int, device: c_void_p) -> Iterator[Port]:
         yield Port(card, subdevice, _end(properties.id), _end(state.remote), state.status)
 
 
-def _end(port: PortId) -> tuple[int, int, int]:
+def _end(port: Any) -> tuple[int, int, int]:
     return (port.fabric, port.attach, port.number)
 
 

@@ -110,7 +110,7 @@ def run_plan(values: dict[str, Any]) -> None:
     from cocodiff.planning.deal_choice import choose
 
     shape, topology = load_shape(values["model"]), topology_of(values)
-    config = engine_record().preset(values["preset"], **of_run(values))
+    config = engine_record().preset(values["preset"], **engine_settings(values))
     work = workload_of(values, shape, config)
     output = OutputFolder(values["out"], values["overwrite"])
     started = time.monotonic()
@@ -156,11 +156,6 @@ def rank_count(machine: Machine, values: dict[str, Any]) -> int:
     if machine.tiles_per_node is None:
         raise UserError(f"machine {machine.name} has no fixed size: add --ranks N")
     return int(values["nodes"] * machine.tiles_per_node)
-
-
-def of_run(values: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings that are given, over those of a preset."""
-    return {name: value for name, value in engine_settings(values).items() if name != "steps"}
 
 
 def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Workload:

@@ -8,7 +8,6 @@ write to `results-RANK.jsonl`, whose lines are moved to `results.jsonl` at the e
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -23,7 +22,7 @@ from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.jobs.record import first_difference
 from cocodiff.outputs.folder import check_place, refusing, storage_faults
-from cocodiff.outputs.journal import Entry, Journals
+from cocodiff.outputs.journal import Entry, Journals, append
 
 SETTINGS, LINES, REPORTS = "sweep.yaml", "results.jsonl", ("pareto.png", "report.html")
 OF_REPLICAS = "results-*.jsonl"
@@ -265,6 +264,4 @@ def _append(file: Any, path: Path, line: Mapping[str, Any]) -> None:
 
     data = json.dumps(json_ready(line), allow_nan=False).encode() + b"\n"
     with storage_faults(f"a line of {path}"):
-        if file.write(data) != len(data):  # the next start drops what was written of it
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(file.fileno())
+        append(file, data)

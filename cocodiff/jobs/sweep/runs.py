@@ -3,24 +3,21 @@ slice. Its journal is `results.jsonl` (`lines.py`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from cocodiff_eval.intensity import compose_native, prepare_slice
-from cocodiff_eval.metrics import Result
+from cocodiff_eval.metrics import Result, masked_quality
 
 from cocodiff.config import Config
 from cocodiff.console.options import engine_record, engine_settings
-from cocodiff.console.terminal import say
 from cocodiff.engine import Engine
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Job, Judged, Modes
-from cocodiff.jobs.judging import Run, Seen, psnr_vs_exact_db, quality
+from cocodiff.jobs.judging import Seen, psnr_vs_exact_db
 from cocodiff.jobs.modes import EXACT
 from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff.jobs.restoring import Restorer
@@ -47,8 +44,7 @@ def run_sweep(sweep: Sweep, transport: Any) -> None:
         job = SweepJob(sweep, batches, model, replica, speaks)
         transport.broadcast_object(None)  # all ranks have their model
         if speaks:
-            in_replicas = f" in {replica.count} replicas" if replica.count > 1 else ""
-            say(f"{transport.size} rank(s){in_replicas} ready after {time.monotonic() - sweep.started:.1f} s")
+            replica.say_ready(sweep.started)
         with torch.no_grad(), queue:
             job.watched(queue.bar.advance)
             job.warm_up([batches[number] for number in missing])
@@ -159,10 +155,7 @@ class SweepJob(Job[PointRun]):
 
     def judge(self, batch: PointRun, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         assert exact is not None, "a sweep compares with the exact run"
-        runs = (
-            Run(drawn[name].restored01_YX.astype(np.float32), drawn[name].cost) for name in (batch.point.name, exact)
-        )
-        return Judged([result_line(self.seen(batch), batch, *runs)])
+        return Judged([result_line(self.seen(batch), batch, drawn[batch.point.name], drawn[exact])])
 
     def write(self, batch: PointRun, place: int, result: None) -> None:
         """The line is all that is written, and the journal's."""
@@ -176,16 +169,16 @@ class SweepJob(Job[PointRun]):
         return f"{count_lines(self._folder)}/{lines}  {key}:{shown} {line['seconds']:.1f} s"
 
 
-def result_line(seen: Seen, one: PointRun, run: Run, exact: Run) -> dict[str, Any]:
+def result_line(seen: Seen, one: PointRun, run: Drawn, exact: Drawn) -> dict[str, Any]:
     """A line of results.jsonl. `bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as
     they are; `bytes_late` those that no call of attention waited for, where `arrival` is not now; `coding` is what
     travels in their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's;
     `exact` is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
     task, mask_YX, config = seen.task, seen.mask_YX, one.point.config
 
-    def judged(of: Run) -> Result:
-        native_YX: np.ndarray = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
-        measured = quality(task.scale, seen.truth_YX, native_YX, mask_YX)
+    def judged(of: Drawn) -> Result:
+        native_YX = compose_native(seen.original_YX, of.restored01_YX, mask_YX, task.scale)
+        measured = masked_quality(task.scale, seen.truth_YX, native_YX, mask_YX)
         return Result(one.slice, task.mask.name, one.point.name, **measured, **of.cost.reported())
 
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,18 @@ import numpy as np
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
 from cocodiff_eval.formats.tiff_metadata import NOTES
-from cocodiff_eval.formats.volume import Metadata, RawVolume, Slabs, as_volume_shape, format_shape, one_line, plain
+from cocodiff_eval.formats.volume import (
+    Metadata,
+    RawVolume,
+    Slabs,
+    as_volume_shape,
+    format_shape,
+    listed,
+    plain,
+    reading,
+)
 
 MOST_LINKS = 64  # that lead on to another; more are a circle
-MOST_LISTED = 8
 DATA_EXCHANGE = "/exchange/data"
 FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
 MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
@@ -135,7 +143,6 @@ def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     text = attributes.get("description")
     return Metadata(
         "hdf5",
-        f"{file}:{name}",
         str(attributes.get("axes", "")),
         size,
         unit,
@@ -153,15 +160,9 @@ def _attribute(node: Any, name: str) -> Any:
         return None
 
 
-@contextlib.contextmanager
-def _errors(what: str) -> Iterator[None]:
-    """Damaged headers, types that numpy has not, absent filters: h5py raises many kinds, all end in one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what} ({one_line(error)}); check it with h5ls") from error
+def _errors(what: str) -> AbstractContextManager[None]:
+    """Damaged headers, types that numpy has not, absent filters: h5py raises many kinds."""
+    return reading(what, "check it with h5ls")
 
 
 def _list_datasets(h5: Any) -> str:
@@ -176,10 +177,7 @@ def _list_datasets(h5: Any) -> str:
         return True if visited >= MOST_VISITED else None
 
     h5.visititems(visit)
-    if not found:
-        return "it holds no 2-D or 3-D dataset"
-    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
-    return "it holds " + ", ".join(found[:MOST_LISTED]) + more
+    return listed(found, "2-D or 3-D dataset")
 
 
 def _find(h5: Any, path: str, follow_links: bool) -> Any:

@@ -12,15 +12,15 @@ import h5py
 import numpy as np
 
 from cocodiff_eval.formats.hdf5 import DATA_EXCHANGE, MOST_VISITED
-from cocodiff_eval.formats.tiff_metadata import NOTES, stored
-from cocodiff_eval.formats.volume import VolumeFile, write_bytes
+from cocodiff_eval.formats.tiff_metadata import NOTES
+from cocodiff_eval.formats.volume import RowFile
 
 MOST_COPIED = 2**20  # bytes of a dataset beside the voxels that is copied: angles, positions, names
 LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
 MICROMETERS = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 
 
-class Hdf5File(VolumeFile):
+class Hdf5File(RowFile):
     """An HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a dataset;
     else it is Data Exchange's `/exchange/data`.
 
@@ -31,7 +31,9 @@ class Hdf5File(VolumeFile):
         with h5py.File(self.path, "w") as new:
             if self.metadata.kind == "hdf5":
                 with h5py.File(self.metadata.details["file"], "r") as old:
-                    _copy_around(old, new, [name.strip("/") for name in self._source_names])
+                    # the datasets that the new ones stand for, those outside a region too
+                    stood_for = self._within(self.metadata.details.get("frames", ()))
+                    _copy_around(old, new, [name.strip("/") for name in stood_for])
                     self._make(new)
                     for name in self._names:
                         _copy_attributes(old[name], new[name])
@@ -72,19 +74,6 @@ class Hdf5File(VolumeFile):
         if kept.attributes:
             _say(dataset, "attributes", json.dumps(kept.attributes))
 
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        write_bytes(self.path, self._offset(index), image_YX.astype(self._stored).tobytes())
-
-    def read(self, index: int) -> np.ndarray:
-        count = self.shape[1] * self.shape[2]
-        image = np.fromfile(self.path, self._stored, count, offset=self._offset(index))
-        return image.reshape(self.shape[1:]).astype(self.dtype)
-
-    @property
-    def _stored(self) -> np.dtype:
-        return stored(self.dtype, self.metadata.byteorder)
-
     @property
     def _object(self) -> str:
         """The path of the dataset, or of the group of frames."""
@@ -100,17 +89,14 @@ class Hdf5File(VolumeFile):
     @property
     def _names(self) -> list[str]:
         """The new datasets."""
-        return [f"{self._object.rstrip('/')}/{name}" for name in self._frames] or [f"/{self._object.strip('/')}"]
+        return self._within(self._frames)
 
-    @property
-    def _source_names(self) -> list[str]:
-        """The input's datasets that the new ones stand for, those outside a region too."""
-        frames = self.metadata.details.get("frames", ())
-        return [f"{self._object.rstrip('/')}/{name}" for name in frames] or [self._object]
+    def _within(self, frames: Sequence[str]) -> list[str]:
+        """The paths of frames; of the one dataset where there are none."""
+        return [f"{self._object.rstrip('/')}/{name}" for name in frames] or [f"/{self._object.strip('/')}"]
 
     def _offset(self, index: int) -> int:
-        slice_bytes = self.shape[1] * self.shape[2] * self.dtype.itemsize
-        return self._offsets[index] if self._frames else self._offsets[0] + index * slice_bytes
+        return self._offsets[index] if self._frames else self._offsets[0] + index * self._slice_bytes
 
     @cached_property
     def _offsets(self) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import zarr
-from zarr.storage import LocalStore
 
 from cocodiff.errors import UserError
 from cocodiff_eval.formats.ngff import of_ngff
@@ -66,7 +65,7 @@ def write_labels(
         kept.append(name)
     if kept:
         listed: dict[str, Any] = {"labels": kept}
-        labels = zarr.open_group(LocalStore(result.path), path=LABELS, mode="r+")
+        labels = zarr.open_group(result.path, path=LABELS, mode="r+")
         labels.attrs.put(listed if result.zarr_format == 2 else {"ome": {"version": "0.5", **listed}})
     return lost
 
@@ -91,7 +90,7 @@ def _copy(result: ZarrFile, volume: RawVolume, name: str) -> None:
 def _write(label: LabelFile, result: ZarrFile, read: Callable[[int], np.ndarray]) -> None:
     above = label.path.parent.relative_to(result.path).parts
     for depth in range(len(above)):  # the group of labels, and further ones that a name leads through
-        zarr.open_group(LocalStore(result.path), mode="r+").require_group("/".join(above[: depth + 1]))
+        zarr.open_group(result.path, mode="r+").require_group("/".join(above[: depth + 1]))
     label.create()
     for index in range(label.shape[0]):
         label.write(index, np.asarray(read(index)).astype(label.dtype))

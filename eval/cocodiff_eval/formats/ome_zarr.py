@@ -22,12 +22,13 @@ from cocodiff_eval.formats.volume import (
     check_memory,
     format_shape,
     is_folder,
+    listed,
     one_line,
     plain,
+    reading,
 )
 
 MARKS = ("zarr.json", ".zgroup", ".zarray")
-MOST_LISTED = 8
 _STORE = re.compile(r"^(?P<store>.+?\.zarr)(?::?/(?P<inner>.*))?$", re.IGNORECASE)
 
 
@@ -49,12 +50,11 @@ def is_store(folder: str) -> bool:
 def open_node(store: str, inner: str) -> Any:
     """A group or an array of a store on disk, for reading. Raises UserError where there is none."""
     import zarr
-    from zarr.storage import LocalStore
 
     for mark in (*MARKS, ".zattrs", ".zmetadata"):
         _check_regular(store, Path(store) / inner / mark)
     try:
-        return zarr.open(LocalStore(store, read_only=True), path=inner, mode="r")
+        return zarr.open(Path(store), path=inner, mode="r")
     except Exception as error:  # zarr raises many kinds
         what = f"{inner} is not there or no Zarr" if inner else f"not a readable Zarr store ({one_line(error)})"
         raise UserError(f"{store}: {what}; {_list_arrays(store)}") from error
@@ -105,14 +105,8 @@ def open_zarr(store: str, inner: str) -> RawVolume:
         return np.asarray(found) if ndim == 3 else np.asarray(found)[None]
 
     def checked(index: int) -> np.ndarray:
-        try:
+        with reading(f"{path}: slice {index} cannot be read", "copy or save it again"):
             return slabs.slice(index)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"{path}: slice {index} cannot be read ({one_line(error)}); copy or save it again"
-            ) from error
 
     slabs = Slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
     metadata = _metadata(store, inner, node, array, image, lead)
@@ -172,7 +166,6 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     }
     return Metadata(
         "zarr",
-        f"{store}:/{inner}",
         "".join(axis["name"] for axis in axes),
         size,
         unit,
@@ -218,17 +211,13 @@ def _stem(store: str, inner: str) -> str:
 def _list_arrays(store: str) -> str:
     """The images and arrays of a store, for an error."""
     import zarr
-    from zarr.storage import LocalStore
 
     found: list[str] = []
     try:
-        root = zarr.open_group(LocalStore(store, read_only=True), mode="r")
+        root = zarr.open_group(Path(store), mode="r")
         for name, node in sorted(root.members(max_depth=3)):
             if isinstance(node, zarr.Array) and len(node.shape) >= 2:
                 found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
     except Exception:
         found = found or []
-    if not found:
-        return "it holds no array of 2 dimensions or more"
-    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
-    return "it holds " + ", ".join(found[:MOST_LISTED]) + more
+    return listed(found, "array of 2 dimensions or more")

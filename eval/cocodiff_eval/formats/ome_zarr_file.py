@@ -13,7 +13,7 @@ import numpy as np
 
 from cocodiff_eval.formats.ngff import level_names, transform_of
 from cocodiff_eval.formats.ome_zarr import open_node
-from cocodiff_eval.formats.tiff_metadata import NOTES, stored
+from cocodiff_eval.formats.tiff_metadata import NOTES
 from cocodiff_eval.formats.volume import VolumeFile, plain, writing
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
@@ -30,14 +30,12 @@ class ZarrFile(VolumeFile):
 
     def _create(self) -> None:
         import zarr
-        from zarr.storage import LocalStore
 
-        store = LocalStore(self.path)
-        zarr.create_group(store, zarr_format=self.zarr_format, attributes=self._attributes(1))
-        self._make_level(store, 0, self._stored_shape(self.shape))
+        zarr.create_group(self.path, zarr_format=self.zarr_format, attributes=self._attributes(1))
+        self._make_level(0, self._stored_shape(self.shape))
 
     def write(self, index: int, image_YX: np.ndarray) -> None:
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+        self._check(image_YX)
         self._put(self._level(0), self._name(0), index, image_YX)
 
     def read(self, index: int) -> np.ndarray:
@@ -45,20 +43,18 @@ class ZarrFile(VolumeFile):
 
     def finish(self) -> None:
         import zarr
-        from zarr.storage import LocalStore
 
         with writing(self.path):
             for unfinished in self.path.rglob("*.partial"):  # of a run that was killed while it wrote
                 unfinished.unlink()
-            store = LocalStore(self.path)
             shapes = self._level_shapes()
             for level in range(1, len(shapes)):
-                self._make_level(store, level, self._stored_shape(shapes[level]), overwrite=True)
+                self._make_level(level, self._stored_shape(shapes[level]), overwrite=True)
                 smaller, larger = self._level(level), self._level(level - 1)
                 for index in range(shapes[level][0]):
                     halved = self._mean(larger, shapes[level - 1][0], index)
                     self._put(smaller, self._name(level), index, halved)
-            zarr.open_group(store, mode="r+").attrs.put(self._attributes(len(shapes)))
+            zarr.open_group(self.path, mode="r+").attrs.put(self._attributes(len(shapes)))
 
     def _mean(self, larger: Any, slices: int, index: int) -> np.ndarray:
         """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels, fewer at the ends of odd sides."""
@@ -131,13 +127,12 @@ class ZarrFile(VolumeFile):
 
     def _open(self, level: int) -> Any:
         import zarr
-        from zarr.storage import LocalStore
 
         # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
         with zarr.config.set({"array.write_empty_chunks": True}):
-            return zarr.open_array(LocalStore(self.path), path=self._name(level), mode="r+")
+            return zarr.open_array(self.path, path=self._name(level), mode="r+")
 
-    def _make_level(self, store: Any, level: int, shape: tuple[int, ...], overwrite: bool = False) -> None:
+    def _make_level(self, level: int, shape: tuple[int, ...], overwrite: bool = False) -> None:
         import zarr
 
         source, version = self._source, self.zarr_format
@@ -159,10 +154,10 @@ class ZarrFile(VolumeFile):
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
         attributes = plain(source.attrs.asdict()) if source is not None and level == 0 else {}
         zarr.create_array(
-            store,
+            self.path,
             name=self._name(level),
             shape=shape,
-            dtype=self.dtype if version == 3 else stored(self.dtype, self.metadata.byteorder),
+            dtype=self.dtype if version == 3 else self._stored,
             chunks=(1,) * (len(shape) - 2) + fitting,
             zarr_format=version,
             attributes=attributes,

@@ -59,4 +59,4 @@ def open_png(file: str) -> RawVolume:
     def read(index: int) -> np.ndarray:
         return image_YX
 
-    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png", file))
+    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png"))

@@ -25,6 +25,7 @@ from cocodiff_eval.formats.volume import (
     is_folder,
     one_line,
     quiet_libraries,
+    reading,
 )
 
 TIFF_SUFFIXES = (".tif", ".tiff")
@@ -63,7 +64,7 @@ def open_sequence(path: str) -> RawVolume:
         return open_tiff(files[index]).reader(0)
 
     stem = _stem(path, files[0])
-    metadata = replace(first.metadata, kind="sequence", source=path, details={**first.metadata.details, "files": files})
+    metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
     return RawVolume(path, stem, (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
@@ -130,13 +131,10 @@ def _check_like(file: str, first_file: str, first: RawVolume) -> None:
     import tifffile
 
     check_file(file)
-    with quiet_libraries():
-        try:
-            with tifffile.TiffFile(file) as tiff:
-                page = tiff.pages.first
-                shape, dtype, pages = page.shape, page.dtype, len(tiff.pages)
-        except Exception as error:
-            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
+        page = tiff.pages.first
+        shape, dtype, pages = page.shape, page.dtype, len(tiff.pages)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
@@ -188,7 +186,7 @@ class SequenceFiles(VolumeFile):
         if not self._sources:
             return self.metadata
         with quiet_libraries(), tifffile.TiffFile(self._sources[index]) as tiff:
-            return read_metadata(tiff, self._sources[index])
+            return read_metadata(tiff)
 
     def _file(self, index: int) -> StackFile:
         if self._sources:

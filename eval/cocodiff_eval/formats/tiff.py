@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,27 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.formats.tiff_metadata import read_metadata, stored, tiff_options
+from cocodiff_eval.formats.tiff_metadata import read_metadata, tiff_options
 from cocodiff_eval.formats.volume import (
     Metadata,
     RawVolume,
-    VolumeFile,
+    RowFile,
     as_volume_shape,
     check_memory,
     format_shape,
-    one_line,
     quiet_libraries,
+    reading,
     same_channels,
-    write_bytes,
 )
 
 
 def open_tiff(file: str) -> RawVolume:
     import tifffile
 
-    with quiet_libraries() as messages:
-        try:
-            with tifffile.TiffFile(file) as tiff:
-                series = list(tiff.series)
-                metadata = read_metadata(tiff, file) if series else Metadata()
-        except Exception as error:  # tifffile raises many kinds for a damaged file
-            raise UserError(f"{file}: not a readable TIFF ({one_line(error)}); save it again") from error
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
+        series = list(tiff.series)
+        metadata = read_metadata(tiff) if series else Metadata()
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
     broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
     if broken:
@@ -104,14 +99,14 @@ class _TiffReader:
 
     def whole(self) -> np.ndarray:
         """The first series at once, as a memory map where the file allows it."""
-        with self._errors("its image"):
+        with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
     def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
         """Slice `index` of a volume of `shape`, [Y, X]."""
-        with self._errors(f"slice {index}"):
+        with quiet_libraries(), self._errors(f"slice {index}"):
             if self.volume is None:
                 self._open()
                 if len(self.pages) == shape[0]:
@@ -119,20 +114,12 @@ class _TiffReader:
                 self.volume = self.whole().reshape(shape)
             return np.asarray(self.volume[index])
 
-    @contextlib.contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """Damaged data, an absent codec, a full disk: all end in one line."""
-        with quiet_libraries():
-            try:
-                yield
-            except UserError:
-                raise
-            except Exception as error:
-                remedy = "save it uncompressed" if "imagecodecs" in str(error) else "the file may be damaged"
-                raise UserError(f"{self.file}: {what} cannot be read ({one_line(error)}); {remedy}") from error
+    def _errors(self, what: str) -> AbstractContextManager[None]:
+        """Damaged data, an absent codec, a full disk."""
+        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", "save it uncompressed")
 
 
-class StackFile(VolumeFile):
+class StackFile(RowFile):
     """A TIFF, uncompressed and with all slices in a row, so that any process may write any of them."""
 
     def _create(self) -> None:
@@ -144,22 +131,8 @@ class StackFile(VolumeFile):
         with quiet_libraries(), tifffile.TiffWriter(self.path, bigtiff=big, **opening) as writer:
             writer.write(shape=shape, dtype=self.dtype, **options)
 
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        write_bytes(self.path, self._start + index * self._slice_bytes, image_YX.astype(self._stored).tobytes())
-
-    def read(self, index: int) -> np.ndarray:
-        offset, count = self._start + index * self._slice_bytes, self.shape[1] * self.shape[2]
-        image = np.fromfile(self.path, self._stored, count, offset=offset)
-        return image.reshape(self.shape[1:]).astype(self.dtype)
-
-    @property
-    def _stored(self) -> np.dtype:
-        return stored(self.dtype, self.metadata.byteorder)
-
-    @property
-    def _slice_bytes(self) -> int:
-        return self.shape[1] * self.shape[2] * self.dtype.itemsize
+    def _offset(self, index: int) -> int:
+        return self._start + index * self._slice_bytes
 
     @cached_property
     def _start(self) -> int:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
-
 from cocodiff_eval.formats.units import unit_name, unit_symbol
 from cocodiff_eval.formats.volume import Metadata, VolumeFile, plain
 
@@ -24,7 +22,7 @@ _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "
 NOTES = "cocodiff"
 
 
-def read_metadata(tiff: Any, file: str) -> Metadata:
+def read_metadata(tiff: Any) -> Metadata:
     """The metadata of an open `tifffile.TiffFile`."""
     page = tiff.pages.first
     tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
@@ -54,9 +52,7 @@ def read_metadata(tiff: Any, file: str) -> Metadata:
         description = "" if description.startswith("{") else description
         size = _sizes(attributes.get("voxel_size")) or size
         unit = str(attributes.get("unit", unit)) if size else ""
-    return Metadata(
-        "tiff", file, tiff.series[0].axes, size, unit, description, tiff.byteorder, plain(attributes), details
-    )
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, plain(attributes), details)
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
@@ -226,8 +222,3 @@ def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element,
     ElementTree.SubElement(value, f"{space}M", K=NOTES).text = text
     if all(one.get("ID") != identity for one in image.findall(f"{space}AnnotationRef")):
         image.append(ElementTree.Element(f"{space}AnnotationRef", ID=identity))
-
-
-def stored(dtype: np.dtype, byteorder: str) -> np.dtype:
-    """A dtype with the byte order of a file."""
-    return dtype.newbyteorder(">" if byteorder == ">" else "<")

@@ -26,6 +26,7 @@ from cocodiff.files import irregular
 
 # Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
 WORKING_BYTES = 16
+MOST_LISTED = 8  # of a file's datasets
 MOST_VALUES = 10_000  # of an attribute that is kept as plain data
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, as Zarr writes fill values
 
@@ -35,7 +36,6 @@ class Metadata:
     """What a file says of its voxels besides their values.
 
     kind         a word of `table.FORMATS`
-    source       the file and, after a colon, the object in it; writers of the same kind copy attributes from there
     axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
     voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
     unit         as UDUNITS spells it ("micrometer"); "" where unknown
@@ -46,7 +46,6 @@ class Metadata:
     """
 
     kind: str = ""
-    source: str = ""
     axes: str = ""
     voxel_size: tuple[float, float, float] | None = None
     unit: str = ""
@@ -133,6 +132,14 @@ class VolumeFile(ABC):
     def read(self, index: int) -> np.ndarray:
         """Slice `index` as it was written, [Y, X]."""
 
+    @property
+    def _stored(self) -> np.dtype:
+        """The dtype with the byte order of the file."""
+        return self.dtype.newbyteorder(">" if self.metadata.byteorder == ">" else "<")
+
+    def _check(self, image_YX: np.ndarray) -> None:
+        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+
     def finish(self) -> None:
         """Writes what needs all slices: smaller levels of a pyramid."""
         return
@@ -143,6 +150,30 @@ class VolumeFile(ABC):
         if notes and self.region is not None:
             notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
         return notes
+
+
+class RowFile(VolumeFile):
+    """A file in which the voxels of a slice lie in a row, uncompressed, so that any process may write any of them."""
+
+    @abstractmethod
+    def _offset(self, index: int) -> int:
+        """Where the voxels of a slice begin in the file, in bytes."""
+
+    @property
+    def _slice_bytes(self) -> int:
+        return self.shape[1] * self.shape[2] * self.dtype.itemsize
+
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        self._check(image_YX)
+        with self.path.open("r+b") as file:
+            file.seek(self._offset(index))
+            file.write(image_YX.astype(self._stored).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, index: int) -> np.ndarray:
+        image = np.fromfile(self.path, self._stored, self.shape[1] * self.shape[2], offset=self._offset(index))
+        return image.reshape(self.shape[1:]).astype(self.dtype)
 
 
 @contextlib.contextmanager
@@ -158,13 +189,17 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another --out") from error
 
 
-def write_bytes(path: Path, offset: int, data: bytes) -> None:
-    """Writes a part of a file that is there. Returns when it is on the disk."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+@contextlib.contextmanager
+def reading(what: str, remedy: str, without_codecs: str = "") -> Iterator[None]:
+    """Around a library that reads a file, which may be damaged: whatever it raises is one line about `what`, a
+    UserError. without_codecs: another remedy, where imagecodecs is missing."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lacks_codecs = without_codecs and "imagecodecs" in str(error)
+        raise UserError(f"{what} ({one_line(error)}); {without_codecs if lacks_codecs else remedy}") from error
 
 
 class Slabs:
@@ -218,31 +253,23 @@ def unwatched(numbers: range, what: str) -> Iterable[int]:
     return numbers
 
 
-class _Messages(logging.Handler):
-    """Keeps what a library logs instead of printing it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
-
-
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[list[str]]:
     """Keep Pillow's and tifffile's own messages off the user's terminal; gives the list of what tifffile logged."""
-    logger, messages = logging.getLogger("tifffile"), _Messages()
-    propagate = logger.propagate
-    logger.addHandler(messages)
-    logger.propagate = False
+    texts: list[str] = []
+
+    def kept(record: logging.LogRecord) -> bool:
+        texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
+        return False
+
+    logger = logging.getLogger("tifffile")
+    logger.addFilter(kept)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield messages.texts
+            yield texts
     finally:
-        logger.removeHandler(messages)
-        logger.propagate = propagate
+        logger.removeFilter(kept)
 
 
 def one_line(error: BaseException) -> str:
@@ -304,6 +331,14 @@ def as_volume_shape(shape: tuple[int, ...], path: str) -> tuple[int, int, int]:
 def format_shape(shape: tuple[int, ...]) -> str:
     """`(3, 640, 480)` as `3 x 640 x 480`."""
     return " x ".join(str(side) for side in shape) if shape else "(a single value)"
+
+
+def listed(found: Sequence[str], what: str) -> str:
+    """What a file holds, for an error. what: it might hold."""
+    if not found:
+        return f"it holds no {what}"
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    return "it holds " + ", ".join(found[:MOST_LISTED]) + more
 
 
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:

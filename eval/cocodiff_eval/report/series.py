@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cocodiff.text_table import spans
 from cocodiff_eval.table import base_name
 
 LONGEST_LIST = 12  # ranges of slices that are written out
@@ -164,12 +165,6 @@ def _ranges(indices: Sequence[int], series: Series) -> str:
     if series.stack is None:
         shown = [series.names[index] for index in sorted(indices)]
     else:
-        spans: list[list[int]] = []
-        for index in sorted(indices):
-            if spans and index == spans[-1][1] + 1:
-                spans[-1][1] = index
-            else:
-                spans.append([index, index])
-        shown = [str(first) if first == last else f"{first}–{last}" for first, last in spans]
+        shown = spans(indices, to="–")
     more = f" and {len(shown) - LONGEST_LIST} more" if len(shown) > LONGEST_LIST else ""
     return ", ".join(shown[:LONGEST_LIST]) + more

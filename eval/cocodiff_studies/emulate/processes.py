@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from cocodiff.processes.children import StopRequest, become_child, signal_all, stop_requests
+from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
 
 GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
 
@@ -21,15 +22,11 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.getpid()
     children: dict[int, int] = {}
     with stop_requests() as stop:
         try:
             for rank, job in enumerate(jobs):
-                pid = os.fork()
-                if pid == 0:
-                    _child(job, parent)
-                children[pid] = rank
+                children[fork(partial(_told, job), signal.SIG_DFL)] = rank
             return _attend(children, stop)
         finally:
             signal_all(children, signal.SIGKILL)
@@ -37,17 +34,12 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
                 os.waitpid(pid, 0)
 
 
-def _child(job: Callable[[], int], parent: int) -> None:
-    code = 1
+def _told(job: Callable[[], int]) -> int:
     try:
-        become_child(parent, signal.SIG_DFL)
-        code = job()
+        return job()
     except BaseException as error:
-        print(f"cocodiff: {type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        print(f"cocodiff: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _attend(children: dict[int, int], stop: StopRequest) -> int:
