@@ -134,7 +134,6 @@ MAY_IMPORT = {
         "cocodiff.comm.launch",
         "cocodiff.config",
         "cocodiff.engine",
-        "cocodiff.planning.memory",
     ),
     "cocodiff.loading": (
         "cocodiff.console.terminal",
