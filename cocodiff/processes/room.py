@@ -9,7 +9,7 @@ from pathlib import Path
 from cocodiff.errors import UserError
 
 PROC = Path("/proc")
-# Bytes that a CPU rank takes beside weights and activations, once a step has run (docs/measurements/once.md). About half
+# Bytes of a CPU rank's own beside weights and activations, once a step has run (docs/measurements/once.md). About half
 # are pages of the imports that ranks share after a fork until Python counts references in them; the rest are buffers of
 # connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
 LIBRARIES = 26 * 2**20

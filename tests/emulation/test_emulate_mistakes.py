@@ -1,6 +1,5 @@
 """What `cocodiff emulate` and its benchmarks refuse, and what they compute from rows. Needs no root."""
 
-import json
 import os
 import shutil
 import sys
