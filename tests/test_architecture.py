@@ -129,12 +129,7 @@ MAY_IMPORT = {
         "cocodiff.trace",
         "cocodiff.trace_summary",
     ),
-    "cocodiff.processes": (
-        "cocodiff.console.terminal",
-        "cocodiff.comm.launch",
-        "cocodiff.config",
-        "cocodiff.engine",
-    ),
+    "cocodiff.processes": ("cocodiff.console.terminal", "cocodiff.comm.launch", "cocodiff.config", "cocodiff.engine"),
     "cocodiff.loading": (
         "cocodiff.console.terminal",
         "cocodiff.config",
