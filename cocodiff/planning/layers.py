@@ -22,7 +22,7 @@ from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.pricing import PricedKernels, Pricing
+from cocodiff.planning.pricing import DTYPES, PricedKernels, Pricing
 from cocodiff.planning.program import Label, Message, Program, Recorder
 from cocodiff.planning.roofline import Layer, roofline
 from cocodiff.planning.simulate import Outcome
@@ -33,7 +33,6 @@ from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Span, Trace
 from cocodiff.wire.coding import Moment
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
 SITES = 3  # layers whose calls follow one another where some do not wait for what they send
 LAST_CALL = "last call of the model"  # the span of it
