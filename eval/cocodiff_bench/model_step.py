@@ -142,8 +142,9 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             if any(of.parts > 1 for of in sharing.values()):
                 variants[OUTPUTS] = outputs.exchange
             title = f"bench step {size}x{size}, links at {efficiency:g}"
-            begin = partial(begin_step, begins)
-            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together, prepare=begin)
+            seconds = common.measure_in_turns(
+                title, variants, values, transport, barrier=together, prepare=partial(begin_step, begins)
+            )
             behind = {key_of(name, kind): one for (name, kind), one in built.items() if kind.displaced}
             seconds |= {key: one.last_s[-values["repeats"] :] for key, one in behind.items()}
             slowest = common.of_slowest_rank(seconds, transport)
@@ -175,12 +176,9 @@ class Sharing:
 
     @classmethod
     def build(cls, topology: Topology, transport: Any, parts: int) -> Sharing:
-        if parts == 1:
-            return cls(topology, transport, 0, 1)
         axes = Axes.build(topology, guidance=parts)
-        ranks = axes.branch(transport.rank)
-        part = axes.coordinates(transport.rank).guidance
-        return cls(topology.part(ranks), Part(transport, ranks), part, parts)
+        ranks, part = axes.branch(transport.rank), axes.coordinates(transport.rank).guidance
+        return cls(topology.part(ranks), Part(transport, ranks) if parts > 1 else transport, part, parts)
 
 
 def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int, texts: Sequence[int]) -> list[Case]:
