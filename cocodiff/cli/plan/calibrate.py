@@ -28,8 +28,7 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
     measured = measured_of(rows, path)
     output = OutputFolder(values["out"], values["overwrite"])
     scale = scale_of(rows, topology)
-    links, slower = topology.machine.links, 1 / scale
-    machine = Constants(links.latency_us, links.message_us, slower, slower, slower).machine(topology.machine)
+    machine = slowed(topology.machine, scale)
     calibration = Calibration(Topology(machine, topology.places), measured)
     start = Constants(machine.links.latency_us, machine.links.message_us)
     names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
@@ -107,6 +106,11 @@ def scale_of(rows: Sequence[Mapping[str, Any]], topology: Topology) -> float:
             nominal = alltoall_bound(topology, AllToAll(topology, "flat", size).block_bytes)
             return round(row["median_s"] / nominal, 6) if nominal else 1.0
     return 1.0
+
+
+def slowed(machine: Machine, scale: float) -> Machine:
+    links, part = machine.links, 1 / scale
+    return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
 
 
 def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
