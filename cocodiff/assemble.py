@@ -34,7 +34,6 @@ class AttentionWork:
     """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
     pixels with a prompt of 512 tokens.
 
-    attention_s: what attention takes on a rank whose share of it is the mean one; None: by its arithmetic.
     chunking: in how many chunks tensors travel among a group's ranks (Torus).
     head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
     """
@@ -44,7 +43,6 @@ class AttentionWork:
     segments: Segments = USUAL
     batch: int = 1
     itemsize: int = 2
-    attention_s: float | None = None
     chunking: Callable[[Topology], Chunking] = never
     head_bytes: int | None = None
 

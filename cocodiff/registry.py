@@ -39,7 +39,7 @@ COSTS = {
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.
 PLANNER = {
-    "codec": "cocodiff.planning.automatic:codec_of",
+    "codec": "cocodiff.planning.codec_choice:codec_of",
     "mesh": "cocodiff.planning.automatic:mesh_of",
     "room": "cocodiff.planning.automatic:check_room",
 }

@@ -132,13 +132,7 @@ MAY_IMPORT = {
         "cocodiff.trace",
         "cocodiff.trace_summary",
     ),
-    "cocodiff.processes": (
-        "cocodiff.console.terminal",
-        "cocodiff.comm.launch",
-        "cocodiff.config",
-        "cocodiff.engine",
-        "cocodiff.planning.memory",
-    ),
+    "cocodiff.processes": ("cocodiff.console.terminal", "cocodiff.comm.launch", "cocodiff.config", "cocodiff.engine"),
     "cocodiff.loading": (
         "cocodiff.console.terminal",
         "cocodiff.config",

@@ -108,12 +108,12 @@ def test_peaks_of_replicas_add_up_on_their_node():
 
 def test_what_a_rank_holds_at_each_moment():
     peaks = size_peaks(load_shape("sd3.5"), topology_of("aurora", 12), 1024, 1, 2)
-    step = RankMemory(weights=1000, activations=100, image_cache=10, libraries=1)
+    step = RankMemory(weights=1000, activations=100, image_cache=10)
     assert peaks.of_rank(step, "one") == {
         "text encoding": peaks.encoders,
-        "image encoding": 1001 + peaks.vae + peaks.of_vae["one"].encoding,
-        "denoising": 1111 + peaks.vae,
-        "decoding": 1011 + peaks.vae + peaks.of_vae["one"].decoding,
+        "image encoding": 1000 + peaks.vae + peaks.of_vae["one"].encoding,
+        "denoising": 1110 + peaks.vae,
+        "decoding": 1010 + peaks.vae + peaks.of_vae["one"].decoding,
     }
 
 

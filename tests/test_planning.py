@@ -6,13 +6,14 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy, with_codec_chosen
+from cocodiff.assemble import USUAL, AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
 from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
+from cocodiff.planning.codec_choice import layer_s
 from cocodiff.planning.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planning.decisions import Decisions, without_seldom
 from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
@@ -24,6 +25,7 @@ from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
+from cocodiff.topology.axes import Mesh
 from cocodiff.topology.links import Network, alltoall_bound
 from cocodiff.topology.machine import Device, Machine, Topology
 
@@ -242,6 +244,18 @@ def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
     found, told = with_codec_chosen(Config.preset("ahead", arrival=arrival), topology, AttentionWork(24, 128))
     assert found == Config.preset("ahead", arrival=arrival, codec=codec)
     assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
+
+
+@pytest.mark.parametrize("efficiency", [1.0, 0.109])
+@pytest.mark.parametrize(("codec", "arrival"), [("none", "now"), ("lossless", "now"), ("int2", "displaced")])
+def test_what_the_codec_is_chosen_by_is_near_the_recorded_layer(codec, arrival, efficiency):
+    """A layer in closed form knows no messages' latencies, packing and lanes: up to a seventh of it."""
+    topology = Topology.build(at_rates(AURORA.machine, efficiency), 12)
+    config = Config.preset("split", codec=codec, arrival=arrival, only_exact=False)
+    shape = ModelShape("a layer", heads=24, head_dim=128, joint_layers=1, parameters=1)
+    of = Case(shape, topology, config, Load(USUAL, 1, 2, 1, state_sizes(config)))
+    recorded = planned(of, Latencies.of(topology.machine)).step_s
+    assert 0.85 * recorded < layer_s(config, Mesh.build(topology), AttentionWork(24, 128)) < recorded
 
 
 def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():

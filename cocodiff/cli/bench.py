@@ -20,11 +20,8 @@ from cocodiff.outputs.folder import OutputFolder
 KINDS = {
     "alltoall": "one exchange, beside the libraries' own and the links' bound",
     "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
-    "selection": "what choosing V-Major's tokens costs, beside what it saves",
     "attention": "one attention call of a stand-in model",
-    "placement": "one attention call on meshes of Ulysses and Ring, every placement",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
-    "memory": "what one step takes of a node's memory, beside what is predicted",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
 

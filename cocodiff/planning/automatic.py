@@ -1,4 +1,4 @@
-"""The planner's answers to a run: which codec and mesh `auto` stands for, and whether there is room for what is kept.
+"""The planner's answers to a run: which mesh `auto` stands for, and whether there is room for what is kept.
 
 The engine asks by the table `PLANNER` of the registry, so that runs which leave nothing open import none of this.
 """
@@ -17,7 +17,6 @@ from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family
-from cocodiff.planning.codec_choice import choose_codec
 from cocodiff.planning.costs import costs_of, state_sizes
 from cocodiff.planning.memory import Load, check_fits, shape_of_config, size_run
 from cocodiff.planning.placement import choose
@@ -25,17 +24,6 @@ from cocodiff.routes.choice import Chunking
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
-
-
-def codec_of(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
-    """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words."""
-
-    def width(codec: str) -> int:
-        chosen = config.with_(codec=codec)
-        return costs_of(chosen).head_bytes(chosen, work.head_dim, work.itemsize)
-
-    choice = choose_codec(topology, work, config, width)
-    return config.with_(codec=choice.codec), choice.line()
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:

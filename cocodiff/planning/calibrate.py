@@ -48,6 +48,10 @@ class Constants:
     plane: float = 1.0
     nic: float = 1.0
 
+    def faster(self, scale: float) -> Constants:
+        """Of the machine that an emulated one stands for, in whose time a second there is 1 / scale s."""
+        return replace(self, latency_us=self.latency_us / scale, message_us=self.message_us / scale)
+
     def machine(self, nominal: Machine) -> Machine:
         """The machine with these latencies and the rates that its links reach."""
         links = nominal.links

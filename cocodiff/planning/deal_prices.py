@@ -8,8 +8,9 @@ sit alike take alike and are recorded once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +34,7 @@ from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import LINK_CLASSES
 
-OUTPUT_CHANNELS = (
-    64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small as well
-)
+OUTPUT_CHANNELS = 64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small too
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Workload:
         return [first, replace(self.load, branches=1, segments=self.negative)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """The ranks of one guidance branch of one replica, ascending, as a topology of their own, and their work."""
 
@@ -92,7 +91,7 @@ class Part:
     topology: Topology
     work: Workload
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring. Raises UserError where ranks and heads do not allow the ring that the settings ask for,
         and for `chunks: auto` and `exchange: auto` without a measured table."""
@@ -104,18 +103,44 @@ class Part:
             exchange_table(config, self.topology)
         return mesh
 
-    def case(self, load: Load, mesh: Mesh | None = None) -> Case:
-        """load: one of the work's calls. mesh: where it is known."""
+    @cached_property
+    def need(self) -> RankMemory:
+        """Of the fullest rank. Raises UserError as `mesh`, and where tokens do not suffice."""
+        of_ranks = size_run(self.work.shape, self.topology, self.work.load, self.mesh)
+        return max(of_ranks, key=lambda need: need.total)
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """Of a step, in which one call of the model follows another."""
+        network, latencies = Network(self.topology), Latencies.of(self.topology.machine)
+        plans = [Recording(self.case(load)).plan(network, latencies) for load in self.work.calls]
+        sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
+        return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, self.work.steps)
+
+    def arithmetic_s(self) -> float:
+        """Seconds of a step's arithmetic on the fullest rank, at the device's full rate."""
+        shape, mesh, found = self.work.shape, self.mesh, 0.0
+        for load in self.work.calls:
+            for kind in kinds_of(shape, load):
+                layers = [
+                    roofline(shape, self.topology, sum(layout.rows), load.batch, slot, layout).total
+                    for layout in mesh.layouts(kind.segments, shape.heads)
+                    for slot in range(mesh.ulysses)
+                ]
+                found += kind.layers * load.branches * max(layers)
+        return found
+
+    def case(self, load: Load) -> Case:
+        """load: one of the work's calls."""
         work = self.work
-        return Case(
-            work.shape, self.topology, work.config, load, work.steps, work.stable, work.decisions, known_mesh=mesh
-        )
+        run = work.shape, self.topology, work.config, load, work.steps, work.stable, work.decisions
+        return Case(*run, known_mesh=self.mesh)
 
     @property
     def alike(self) -> Hashable:
-        """The same for parts that take alike: whose ranks sit alike, and share NICs alike where they are on several
-        nodes."""
-        return self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
+        """The same for parts that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
+        are on several nodes."""
+        return self.work, self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
 
 
 class DealStep(NamedTuple):
@@ -149,25 +174,21 @@ class Pricer:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._latencies = Latencies.of(topology.machine)
         self._dealt: dict[tuple[Workload, Deal], list[list[Part]]] = {}
-        self._topologies: dict[Hashable, Topology] = {}
-        self._meshes: dict[Hashable, Mesh] = {}
-        self._needs: dict[Hashable, RankMemory] = {}
-        self._plans: dict[Hashable, StepPlan] = {}
+        self._known: dict[Hashable, Part] = {}
 
     def need(self, work: Workload, deal: Deal) -> RankMemory:
         """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the deal."""
-        return max((self._need(part) for part in self._unlike(work, deal)), key=lambda need: need.total)
+        return max((part.need for part in self._unlike(work, deal)), key=lambda need: need.total)
 
     def mesh(self, work: Workload, deal: Deal) -> Mesh:
         """Of the first part. Raises UserError as `need`."""
-        return self._mesh(self._parts(work, deal)[0][0])
+        return self._parts(work, deal)[0][0].mesh
 
     def check_same_bits(self, work: Workload, deal: Deal) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
         seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, deal)}
-        config, ring = work.config, any(self._mesh(part).ring > 1 for part in self._unlike(work, deal))
+        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, deal))
         by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
             raise UserError(
@@ -178,11 +199,11 @@ class Pricer:
 
     def least_s(self, work: Workload, deal: Deal) -> float:
         """Seconds that no step is faster than: the model's arithmetic on the fullest rank."""
-        return max(_arithmetic_s(part, self._mesh(part)) for part in self._unlike(work, deal))
+        return max(part.arithmetic_s() for part in self._unlike(work, deal))
 
     def step(self, work: Workload, deal: Deal) -> DealStep:
         """Raises UserError as `need`, and where a part's ranks are not joined by links."""
-        of_replicas = [[self._plan(part) for part in parts] for parts in self._parts(work, deal)]
+        of_replicas = [[part.plan for part in parts] for parts in self._parts(work, deal)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, deal)
@@ -190,41 +211,17 @@ class Pricer:
         return DealStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
 
     def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
-        """As `parts_of`; all that are alike have the topology of the first of them."""
+        """As `parts_of`; in the place of all that are alike stands the first of them."""
         if (work, deal) not in self._dealt:
             self._dealt[work, deal] = [
-                [replace(part, topology=self._topologies.setdefault(part.alike, part.topology)) for part in of_replica]
+                [self._known.setdefault(part.alike, part) for part in of_replica]
                 for of_replica in parts_of(self.topology, work, deal)
             ]
         return self._dealt[work, deal]
 
     def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
         """One of all parts that are alike."""
-        parts = [part for of_replica in self._parts(work, deal) for part in of_replica]
-        return list({(id(part.topology), part.work): part for part in parts}.values())
-
-    def _mesh(self, part: Part) -> Mesh:
-        shape = part.work.shape
-        key = (id(part.topology), part.work.config, shape.heads, shape.head_dim)
-        if key not in self._meshes:
-            self._meshes[key] = part.mesh
-        return self._meshes[key]
-
-    def _need(self, part: Part) -> RankMemory:
-        key = (id(part.topology), part.work)
-        if key not in self._needs:
-            of_ranks = size_run(part.work.shape, part.topology, part.work.load, self._mesh(part))
-            self._needs[key] = max(of_ranks, key=lambda need: need.total)
-        return self._needs[key]
-
-    def _plan(self, part: Part) -> StepPlan:
-        key, work = (id(part.topology), part.work), part.work
-        if key not in self._plans:
-            network, found, mesh = Network(part.topology), [], self._mesh(part)
-            for load in work.calls:
-                found.append(Recording(part.case(load, mesh)).plan(network, self._latencies))
-            self._plans[key] = _total(found)
-        return self._plans[key]
+        return list(dict.fromkeys(part for of_replica in self._parts(work, deal) for part in of_replica))
 
     def _outputs(self, work: Workload, deal: Deal) -> tuple[float, dict[str, float]]:
         """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
@@ -238,27 +235,6 @@ class Pricer:
         partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
         traffic = Traffic(Wires(self.topology))
         traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
-        return traffic.seconds() + self._latencies.latency_s, {
+        return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, {
             link: count / deal.replicas for link, count in traffic.bytes.items()
         }
-
-
-def _total(plans: Sequence[StepPlan]) -> StepPlan:
-    """Of a step in which one call of the model follows another."""
-    sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
-    return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, plans[0].steps)
-
-
-def _arithmetic_s(part: Part, mesh: Mesh) -> float:
-    """Seconds of a step's arithmetic on the part's fullest rank, at the device's full rate."""
-    shape, found = part.work.shape, 0.0
-    for load in part.work.calls:
-        for kind in kinds_of(shape, load):
-            layouts = mesh.layouts(kind.segments, shape.heads)
-            layers = [
-                roofline(shape, part.topology, sum(layout.rows), load.batch, slot, layout).total
-                for layout in layouts
-                for slot in range(mesh.ulysses)
-            ]
-            found += kind.layers * load.branches * max(layers)
-    return found

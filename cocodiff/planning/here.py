@@ -21,6 +21,7 @@ from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.pricing import DTYPES
 from cocodiff.topology.links import wires
 from cocodiff.topology.machine import Device, Links, Topology
 from cocodiff.trace import Trace
@@ -29,7 +30,6 @@ TRIAL_S = 0.4  # of each of the trials, about
 HANDLED_CALLS = 5
 LAYER_FLOP = 2e10  # of the layer that is tried, at most
 COPIED_BYTES, SENT_BYTES = 2**25, 2**22
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def measured_here(topology: Topology, shape: ModelShape, load: Load, sharing: int) -> Topology:

@@ -22,7 +22,7 @@ from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.pricing import PricedKernels, Pricing
+from cocodiff.planning.pricing import DTYPES, PricedKernels, Pricing
 from cocodiff.planning.program import Label, Message, Program, Recorder
 from cocodiff.planning.roofline import Layer, roofline
 from cocodiff.planning.simulate import Outcome
@@ -33,15 +33,10 @@ from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES, Span, Trace
 from cocodiff.wire.coding import Moment
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
 SITES = 3  # layers whose calls follow one another where some do not wait for what they send
 LAST_CALL = "last call of the model"  # the span of it
-LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = (
-    1,
-    4,
-    4,
-)  # q and k: a product of each, and its normalisation and rotation in one
+LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # q and k: a product of each; normalisation and rotation in one
 Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 
@@ -164,10 +159,12 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
             kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
             over: Any = SerialTransport(transport) if case.one_peer else transport
             strategy = case.make(case.config, case.mesh, over, trace, kernels)
-            layer = PlannedLayer(case, kind, layouts[group], slot, pricing)
+            shape = (case.load.batch, layouts[group].rows[slot], case.shape.heads, case.shape.head_dim)
+            x_BLHD = torch.empty(shape, device="meta", dtype=DTYPES[case.load.itemsize])
+            layer = PlannedLayer(case, kind, layouts[group], slot, pricing.compute, x_BLHD)
             calls = RecordedCalls(case, strategy, layer, transport.recorder, trace)
             if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
-                calls.run(1)
+                calls.call(WHOLE, 1)
                 costs_of(case.config).prepare(strategy.coding, layouts[group], torch.device("cpu"))
             return [calls.of_kind(one) for one in kinds]
 
@@ -185,88 +182,95 @@ def record_layers(case: Case, kind: Kind) -> list[Segment]:
     ]
 
 
-class RecordedCalls:
-    """One rank's calls of a model that has some layers alike, one after the other."""
+class ModelCalls:
+    """One rank's calls of a model that has some layers alike, one after the other: recorded ones or a benchmark's.
+
+    layers: what one layer is, each for a guidance branch of its own."""
+
+    def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
+        self.coding, self.costs, self.layers = strategy.coding, costs_of(config), list[PlannedLayer]()
+        self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
+
+    def begin(self, kind: CallKind) -> None:
+        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
+        self.costs.hold_at(self.coding, kind)
+        self._step += 1
+        self.coding.begin_step(Moment(self._image, self._step, self._steps))
+        self.costs.agree(self.coding)
+
+    def run(self, layers: int) -> None:
+        for number in range(layers):
+            for branch, layer in enumerate(self.layers):
+                layer.run(self._strategy, Site(f"{layer.kind.name} {number}" if number else layer.kind.name, branch))
+
+
+class RecordedCalls(ModelCalls):
+    """Calls whose programs and bytes are recorded."""
 
     def __init__(
         self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
     ) -> None:
-        self._case, self._strategy, self._layer, self._recorder, self._trace = case, strategy, layer, recorder, trace
-        self._image, self._step, self._costs = 0, -1, costs_of(case.config)
+        super().__init__(case.config, strategy, case.steps)
+        self.layers, self._recorder, self._trace = [layer], recorder, trace
         self._settled = 0  # layers whose calls are like those that follow
 
-    def run(self, layers: int) -> Program:
+    def call(self, kind: CallKind, layers: int) -> Program:
         """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
-        self._step += 1
-        coding = self._strategy.coding
         with self._recorder.apart() as agreement:
-            coding.begin_step(Moment(self._image, self._step, self._case.steps))
-            self._costs.agree(coding)
-        for number in range(layers):
-            self._layer.run(self._strategy, number)
+            self.begin(kind)
+        self.run(layers)
         return agreement
 
     def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
         """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
-        coding, costs, layers = self._strategy.coding, self._costs, SITES if kind.displaced else 1
-        costs.hold_at(coding, kind._replace(displaced=""))
-        for _ in range(0 if kind.whole or layers == self._settled else costs.steps_to_settle):
-            self.run(layers)
+        layers = SITES if kind.displaced else 1
+        for _ in range(0 if kind.whole or layers == self._settled else self.costs.steps_to_settle):
+            self.call(kind._replace(displaced=""), layers)
         self._settled = 0 if kind.whole else layers
-        if kind.whole and costs.steps_to_settle:  # it begins a run: nothing came before it
+        if kind.whole and self.costs.steps_to_settle:  # it begins a run: nothing came before it
             self._image += 1
         self._recorder.cut()
-        costs.hold_at(coding, kind)
         for _ in range(2 if kind.displaced else 0):
-            self.run(layers)
+            self.call(kind, layers)
         self._trace.clear()
         with self._recorder.span(Label(LAST_CALL, "main", "")) if kind.displaced else nullcontext():
-            agreement = self.run(layers)
+            agreement = self.call(kind, layers)
         sent = {link: count / layers for link, count in self._trace.bytes().items()}
         program = self._recorder.cut()
-        costs.catch_up(coding)  # what is in flight is no part of the next program
+        self.costs.catch_up(self.coding)  # what is in flight is no part of the next program
         return program, sent, agreement
 
 
 class PlannedLayer:
     """One rank's layer: q, k and v of the right size, which take as long as the roofline says, attention, the rest."""
 
-    def __init__(self, case: Case, kind: Kind, layout: Layout, slot: int, pricing: Pricing) -> None:
-        """layout: of the rank's Ulysses group, in which it has this slot."""
-        shape, load = case.shape, case.load
-        self._kind, self._case, self._pricing = kind, case, pricing
-        tokens = sum(layout.rows)
-        self._times: Layer = roofline(shape, case.topology, tokens, load.batch, slot, layout)
-        self._shape = (load.batch, layout.rows[slot], shape.heads, shape.head_dim)
+    def __init__(
+        self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor
+    ) -> None:
+        """layout: of the rank's Ulysses group, in which it has this slot. compute: told of seconds and launches before
+        each thing that is computed. x_BLHD: stands for q, k and v."""
+        self.kind, self._heads, self._compute, self._x_BLHD = kind, case.shape.heads, compute, x_BLHD
+        self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
 
-    def run(self, strategy: Ulysses, number: int) -> None:
-        """number: of layers that are alike."""
-        strategy.attend(self.qkv(), Site(f"{self._kind.name} {number}" if number else self._kind.name))
-        if not self._kind.beside:
+    def run(self, strategy: Ulysses, site: Site) -> None:
+        strategy.attend(self.qkv(), site)
+        if not self.kind.beside:
             self._rest()
 
     def qkv(self) -> LazyQKV:
-        times, kind, load = self._times, self._kind, self._case.load
-
         def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
             def project() -> Tensor:
-                self._pricing.compute(seconds, launches)
-                return torch.empty(self._shape, device="meta", dtype=DTYPES[load.itemsize])
+                self._compute(seconds, launches)
+                return self._x_BLHD
 
             return project
 
-        half = projected(times.project_qk / 2, LAUNCHES_QK // 2)
-        return LazyQKV(
-            half,
-            half,
-            projected(times.project_v, LAUNCHES_V),
-            kind.segments,
-            self._case.shape.heads,
-            meanwhile=self._rest if kind.beside else nothing,
-        )
+        half, v = projected(self.times.project_qk / 2, LAUNCHES_QK // 2), projected(self.times.project_v, LAUNCHES_V)
+        meanwhile = self._rest if self.kind.beside else nothing
+        return LazyQKV(half, half, v, self.kind.segments, self._heads, meanwhile=meanwhile)
 
     def _rest(self) -> None:
-        self._pricing.compute(self._times.rest, LAUNCHES_REST)
+        self._compute(self.times.rest, LAUNCHES_REST)
 
 
 def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:

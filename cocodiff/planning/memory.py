@@ -7,8 +7,7 @@ are exact to the byte as well: q, k, v and the output, text included, at both en
 `branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
 or tensors are in flight for every site, once at either end; without a codec only the receiver keeps something, and with
 `arrival: adaptive` the sender every 16th row. Activations are an estimate (`activations`). Text encoders and the VAE,
-which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted. On a CPU a rank also
-has pages of the libraries of its own (LIBRARIES), and the weights are there once for all (`node_memory`).
+which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted.
 """
 
 from __future__ import annotations
@@ -33,10 +32,6 @@ STREAMS = 6  # the residual stream, attention's output, and what normalisation a
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
 RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
-# Of a CPU rank's own beside all that, once a step has run; measured by `cocodiff bench memory` (docs/benchmarks.md).
-# About half are pages of the imports that ranks share after a fork until Python counts references in them; the rest are
-# buffers of connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
-LIBRARIES = 26 * MIB
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,6 @@ class RankMemory:
     image_cache: int = 0
     reference_cache: int = 0
     text_cache: int = 0
-    libraries: int = 0
     reconstructions: int = 0
     in_flight: int = 0
 
@@ -164,7 +158,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.cache + self.libraries
+        return self.weights + self.activations + self.cache
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
@@ -247,15 +241,6 @@ def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | Non
             run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
         )
     ]
-
-
-def node_memory(of_ranks: list[RankMemory], on_cpu: bool) -> RankMemory:
-    """What the ranks of one node take together. On a CPU, weights in their files' memory maps are there once for all
-    ranks, and every rank has its own pages of the libraries."""
-    whole = add(of_ranks)
-    if not on_cpu:
-        return whole
-    return replace(whole, weights=of_ranks[0].weights, libraries=LIBRARIES * len(of_ranks))
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:

@@ -43,7 +43,7 @@ class Peaks:
 
     def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
         """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
-        kept, peak = step.weights + step.libraries + self.vae, self.of_vae[vae]
+        kept, peak = step.weights + self.vae, self.of_vae[vae]
         return {
             "text encoding": self.encoders,
             "image encoding": kept + peak.encoding,

@@ -113,11 +113,8 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
     messages = [ulysses, around.all]
     sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
-    if work.attention_s is None:
-        rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
-        compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
-    else:
-        compute_s = work.attention_s * fullest * mesh.topology.size / (total * work.heads)
+    rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
+    compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
     return Priced(
         mesh,
         sent,

@@ -21,6 +21,7 @@ from cocodiff.planning.program import Recorder
 from cocodiff.planning.roofline import LAUNCHES, seconds, started
 from cocodiff.topology.machine import Device
 
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by the bytes of a number
 QUESTIONS = (  # about a tensor
     *("__get__", "__set__", "__len__", "__bool__", "__repr__", "__hash__", "size", "dim", "numel", "stride"),
     *("storage_offset", "is_contiguous", "data_ptr", "element_size", "untyped_storage", "is_floating_point"),

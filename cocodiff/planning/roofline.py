@@ -54,16 +54,13 @@ def seconds(device: Device, flops: float, moved_bytes: float, instructions: floa
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one attention layer's parts on one rank of the real machine, all rows and heads of the rank.
-
-    score: of V-Major, change of every own token. rest: output projection and MLP.
-    """
+    """Seconds of one attention layer's parts on one rank of the real machine, all rows and heads of the rank. rest:
+    output projection and MLP."""
 
     project_v: float
     project_qk: float
     attention: float
     rest: float
-    score: float
 
     @property
     def total(self) -> float:
@@ -74,8 +71,8 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
     """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
 
     Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
-    of normalisation and rotation, and the score, with the instructions that our kernels take. Not counted: modulation,
-    residuals, launches, embeddings.
+    of normalisation and rotation with the instructions that our kernels take. Not counted: modulation, residuals,
+    launches, embeddings.
     """
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
@@ -90,5 +87,4 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
     mlp = product(W, hidden * (2 if shape.gated_mlp else 1)) + product(hidden, W)
     attention = kernel(4.0 * batch * tokens**2 * G * D, 4.0 * batch * tokens * G * D)
     norm_rope = 2 * seconds(device, 0, 2 * L * W * ITEMSIZE, started("qk_norm_rope", L * W))
-    score = seconds(device, 0, 2 * L * W * ITEMSIZE, started("l1_score", L * W))
-    return Layer(product(W, W), 2 * product(W, W) + norm_rope, attention, product(W, W) + mlp, score)
+    return Layer(product(W, W), 2 * product(W, W) + norm_rope, attention, product(W, W) + mlp)

@@ -9,13 +9,15 @@ from pathlib import Path
 from cocodiff.errors import UserError
 
 PROC = Path("/proc")
+# Bytes of a CPU rank's own beside weights and activations, once a step has run (docs/measurements/once.md). About half
+# are pages of the imports that ranks share after a fork until Python counts references in them; the rest are buffers of
+# connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
+LIBRARIES = 26 * 2**20
 FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 and 12 ranks over gloo
 
 
 def check_room(ranks: int) -> None:
     """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
-    from cocodiff.planning.memory import LIBRARIES  # numpy: not before threads are limited
-
     memory = _available_memory()
     if memory is not None and ranks * LIBRARIES > memory:
         raise UserError(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV, Site, Strategy
-    from cocodiff_bench.waiting import WaitingAttention
+    from cocodiff_bench.engine_parts import WaitingAttention
 
 CALIBRATION_CALLS = 9
 V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
@@ -79,7 +79,7 @@ class StandInLayer:
     def qkv(self, project_qk_s: float) -> LazyQKV:
         """q, k and v after waits for as long as their projections shall take."""
         from cocodiff.attention.strategy import LazyQKV
-        from cocodiff_bench.waiting import after
+        from cocodiff_bench.engine_parts import after
 
         waits = (project_qk_s / 2, project_qk_s / 2, project_qk_s * V_SHARE)
         q, k, v = (after(seconds, x_BLHD) for seconds, x_BLHD in zip(waits, self.qkv_BLHD, strict=True))
@@ -174,13 +174,15 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def make_variant(config: Config, topology: Topology, transport: Any, values: Values) -> Variant:
+    from cocodiff.assemble import build_strategy
+    from cocodiff.kernels import Kernels
     from cocodiff.topology.axes import Mesh
-    from cocodiff_bench.engine_parts import make_strategy
-    from cocodiff_bench.waiting import WaitingAttention
+    from cocodiff_bench.engine_parts import WaitingAttention
 
     trace, attention = Trace(transport.rank), WaitingAttention()
     attention.seconds = None if values["local"] == "real" else 0.0
-    strategy = make_strategy(config, Mesh.build(topology), transport, trace, attention)
+    kernels = Kernels(config.kernels, trace.note_kernel)
+    strategy = build_strategy(config, Mesh.build(topology), transport, trace, kernels, attention)
     return Variant(config, trace, strategy, attention)
 
 

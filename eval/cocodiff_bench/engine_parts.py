@@ -1,17 +1,21 @@
-"""The engine's exchange and attention without an engine: the only module in which benchmarks build and drive them."""
+"""The engine's exchange without an engine, and timed waits in the place of projections and of attention, so that the
+cores that all ranks share do not decide what messages can hide behind."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, chunking, exchange_table
-from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.ulysses import Ulysses
+from cocodiff.assemble import chunking, exchange_table
+from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
-from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -20,31 +24,11 @@ from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.transfer import Transfer
 
 
-def make_strategy(
-    config: Config,
-    mesh: Mesh,
-    transport: Any,
-    trace: Trace,
-    local: LocalAttention | None = None,
-    kernels: Kernels | None = None,
-) -> Ulysses:
-    """This rank's attention by the settings. local: what computes in the place of attention; kernels: what packs and
-    scores, instead of the settings' own."""
-    return build_strategy(config, mesh, transport, trace, kernels or Kernels(config.kernels, trace.note_kernel), local)
-
-
 def make_exchange(config: Config, topology: Topology, transport: Any, trace: Trace) -> Exchange:
     """This rank's end of the exchange by the settings, among all ranks."""
-    return Exchange(
-        config.exchange,
-        topology,
-        transport,
-        trace,
-        exchange_table(config, topology),
-        config.nic_balance,
-        Kernels(config.kernels, trace.note_kernel),
-        chunking(config, topology),
-    )
+    table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
+    chunked = chunking(config, topology)
+    return Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked)
 
 
 def send(exchange: Exchange, layout: Layout, kind: str = "", wait_next: bool = False, **x_BLHD: Tensor) -> list[Tensor]:
@@ -58,3 +42,42 @@ def send(exchange: Exchange, layout: Layout, kind: str = "", wait_next: bool = F
 def send_back(exchange: Exchange, out_BSGD: Tensor, layout: Layout, kind: str = "") -> Tensor:
     """Sends attention's output [B, S, G, D] back and returns [B, L, H, D] when all has arrived."""
     return Transfer(exchange, CodedCall(layout), kind).back(out_BSGD)
+
+
+def after(seconds: float, x_BLHD: Tensor) -> Callable[[], Tensor]:
+    """A projection that takes so long and gives this tensor."""
+
+    def project() -> Tensor:
+        time.sleep(seconds)
+        return x_BLHD
+
+    return project
+
+
+@dataclass
+class WaitingAttention(LocalAttention):
+    """Attention itself while `seconds` is None, else a wait: `seconds` for so many `pairs` of a query and a key of one
+    head. The wait's result depends on every element of q, k and v, and is the same up to rounding for all keys at once
+    and for parts of them."""
+
+    pairs: float = 1.0
+    seconds: float | None = None
+
+    def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
+        if self.seconds is None:
+            return super().whole(q_BSGD, k_BSGD, v_BSGD, mask_B11S)
+        return self._wait(self.seconds, q_BSGD, k_BSGD, v_BSGD)
+
+    def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask_B11U: Tensor | None = None) -> Partial:
+        if self.seconds is None:
+            return super().part(q_BTGD, k_BUGD, v_BUGD, mask_B11U)
+        out_BTGD = self._wait(self.seconds, q_BTGD, k_BUGD, v_BUGD)
+        log_keys = math.log(k_BUGD.shape[1])
+        return Partial(out_BTGD, out_BTGD.new_full(out_BTGD.shape[:3], log_keys, dtype=torch.float32))
+
+    def _wait(self, seconds: float, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor) -> Tensor:
+        started = time.perf_counter()
+        out_BTGD = q_BTGD + (k_BUGD + v_BUGD).mean(1, keepdim=True)
+        share = q_BTGD.shape[1] * k_BUGD.shape[1] * q_BTGD.shape[2] / self.pairs
+        time.sleep(max(0.0, seconds * share - (time.perf_counter() - started)))
+        return out_BTGD

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cocodiff.comm.part import Part
 from cocodiff.config import load_machine
@@ -29,28 +29,38 @@ from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.planning.memory import ModelShape
-from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.deal_prices import OUTPUT_CHANNELS
+from cocodiff.planning.decisions import read_decisions
+from cocodiff.planning.layers import Case, Kind, PlannedLayer
+from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
 from cocodiff.trace_files import save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.step_rows import OUTPUTS, Late, Measured, config_of, key_of, measured_kinds, more_words, rows_of
-from cocodiff_bench.step_variants import ALL_VARIANTS, CODECS, MORE_VARIANTS, USUAL_VARIANTS, VARIANTS
-
-if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from cocodiff_bench.stand_in import Call, StandIn
+from cocodiff_bench.stand_in import Clock, StandIn
+from cocodiff_bench.step_rows import (
+    ALL_VARIANTS,
+    CODECS,
+    MORE_VARIANTS,
+    OUTPUTS,
+    USUAL_VARIANTS,
+    VARIANTS,
+    Late,
+    Measured,
+    config_of,
+    key_of,
+    measured_kinds,
+    more_words,
+    parts_of,
+    rows_of,
+)
 
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
 FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
-
-
-OUTPUT_CHANNELS = 64  # of a token, of all families: 16 latent channels of 2 x 2
 OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
@@ -91,7 +101,7 @@ def check(values: Values, ranks: int | None) -> None:
                 f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4), or ahead or displaced "
                 f"behind that"
             )
-        if ranks is not None and ranks % ALL_VARIANTS[name].parts:
+        if ranks is not None and ranks % parts_of(name):
             raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
     if len(values["text_tokens"]) not in (0, 2) or min(values["text_tokens"], default=0) < 0:
         raise UserError(f"--text_tokens {values['text_tokens']}: give two numbers, one for each branch")
@@ -111,53 +121,39 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    from cocodiff_bench.stand_in import Call
-
-    topology = common.topology_of(values, transport.size)
-    shape, scale = load_shape(values["model"]), emulated()["scale"]
+    topology, shape = common.topology_of(values, transport.size), load_shape(values["model"])
     texts = values["text_tokens"] or [shape.text_tokens] * 2
-    sharing = {name: Sharing.build(topology, transport, ALL_VARIANTS[name].parts) for name in values["variants"]}
-    built = stand_ins(values, sharing)
-    together = transport.group(range(transport.size)).barrier
+    sharing = {name: Sharing.build(topology, transport, parts_of(name)) for name in values["variants"]}
+    built: dict[tuple[str, CallKind], StandIn] = {}
+    clock, together = Clock(topology.machine.device), transport.group(range(transport.size)).barrier
     measured: list[Row] = []
     for size in values["size"]:
-        # A part has its own branch's text; where there are no parts, both branches are measured if they differ.
-        calls = {
-            name: [
-                Call.build(shape, of.topology, size, values["batch"], of.transport.rank, tokens, of.parts)
-                for tokens in (texts[of.part : of.part + 1] if of.parts > 1 else dict.fromkeys(texts))
-            ]
-            for name, of in sharing.items()
-        }
+        cases = {name: cases_of(values, name, shape, of, size, texts) for name, of in sharing.items()}
+        built = built or stand_ins(cases, sharing, clock)
+        layers = {name: layers_of(cases[name], of.transport.rank, clock) for name, of in sharing.items()}
         for (name, kind), one in built.items():
-            one.settle(calls[name], kind)
-        steps = {
-            key_of(name, kind): partial(one.begin, kind) for (name, kind), one in built.items() if not kind.displaced
-        }
+            one.layers = layers[name]
+            one.settle(kind)
+        computing = {name: statistics.mean(layer.times.total for layer in of) for name, of in layers.items()}
         outputs = Outputs(shape, topology, size, values["batch"], transport)
         for efficiency in values["link_efficiency"]:
-            dilation = scale * efficiency
-            variants: dict[str, Callable[[], Any]] = {
-                key_of(name, kind): partial(
-                    one.run_behind if kind.displaced else partial(run_all, one), calls[name], kind, dilation
-                )
-                for (name, kind), one in built.items()
-            }
+            clock.dilation = emulated()["scale"] * efficiency
+            variants, begins = calls_of(built)
             if any(of.parts > 1 for of in sharing.values()):
                 variants[OUTPUTS] = outputs.exchange
             title = f"bench step {size}x{size}, links at {efficiency:g}"
-            begin = partial(begin_step, steps)
-            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together, prepare=begin)
-            last = {key_of(name, kind): one.last_s for (name, kind), one in built.items() if kind.displaced}
-            seconds |= {key: of_key[-values["repeats"] :] for key, of_key in last.items()}
+            seconds = common.measure_in_turns(
+                title, variants, values, transport, barrier=together, prepare=partial(begin_step, begins)
+            )
+            behind = {key_of(name, kind): one for (name, kind), one in built.items() if kind.displaced}
+            seconds |= {key: one.last_s[-values["repeats"] :] for key, one in behind.items()}
             slowest = common.of_slowest_rank(seconds, transport)
-            own = {key_of(name, kind): one.record for (name, kind), one in built.items() if kind.displaced}
-            records = {key: transport.gather_object(record) for key, record in own.items()}
-            computing = {name: statistics.mean(call.layer.total for call in of_name) for name, of_name in calls.items()}
+            records = {key: transport.gather_object(one.record) for key, one in behind.items()}
             if transport.rank == 0:
-                hidden = {key: Late.of(records[key]) for key in own}
-                case = Measured(shape, topology, size, values["batch"], efficiency, texts, dilation, computing, hidden)
-                of_case = rows_of(values, case, slowest)
+                about = title_of(shape, topology, size, values["batch"], efficiency, texts)
+                hidden = {key: Late.of(record) for key, record in records.items()}
+                firsts = {name: of_name[0] for name, of_name in cases.items()}
+                of_case = rows_of(Measured(about, firsts, texts, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += of_case
     if transport.rank == 0:
@@ -180,39 +176,81 @@ class Sharing:
 
     @classmethod
     def build(cls, topology: Topology, transport: Any, parts: int) -> Sharing:
-        if parts == 1:
-            return cls(topology, transport, 0, 1)
         axes = Axes.build(topology, guidance=parts)
-        ranks = axes.branch(transport.rank)
-        part = axes.coordinates(transport.rank).guidance
-        return cls(topology.part(ranks), Part(transport, ranks), part, parts)
+        ranks, part = axes.branch(transport.rank), axes.coordinates(transport.rank).guidance
+        return cls(topology.part(ranks), Part(transport, ranks) if parts > 1 else transport, part, parts)
 
 
-def stand_ins(values: Values, sharing: Mapping[str, Sharing]) -> dict[tuple[str, CallKind], StandIn]:
-    """By variant and kind of calls. The residual codec and displacement have one for each kind: a whole step would undo
-    what they know."""
-    from cocodiff_bench.stand_in import StandIn
+def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int, texts: Sequence[int]) -> list[Case]:
+    """A variant's layer with every text that these ranks attend to: a part has its own branch's; where there are no
+    parts, both are measured if they differ."""
+    config, decisions, mesh = config_of(values, name), read_decisions(values["decisions"]), Mesh.build(of.topology)
+    batch = values["batch"] * max(1, shape.rows_per_image // of.parts)
+    loads = [
+        Load(replace(shape, text_tokens=tokens).segments(size), batch)
+        for tokens in (texts[of.part : of.part + 1] if of.parts > 1 else dict.fromkeys(texts))
+    ]
+    serial = name == "flat_serial"
+    return [
+        Case(shape, of.topology, config, load, values["steps"], 0.0, decisions, serial, known_mesh=mesh)
+        for load in loads
+    ]
 
+
+def stand_ins(
+    cases: Mapping[str, Sequence[Case]], sharing: Mapping[str, Sharing], clock: Clock
+) -> dict[tuple[str, CallKind], StandIn]:
+    """By variant and kind of calls. Codecs and displacement have one for each kind: a whole step would undo what they
+    know."""
     found: dict[tuple[str, CallKind], StandIn] = {}
-    for name in values["variants"]:
-        variant, of = ALL_VARIANTS[name], sharing[name]
-        over: Any = SerialTransport(of.transport) if name == "flat_serial" else of.transport
-        config, mesh = config_of(values, variant), Mesh.build(of.topology)
-        for kind in measured_kinds(values, variant):
-            known = found.get((name, WHOLE)) if variant.selection == "v_major" else None
-            found[name, kind] = known or StandIn(config, mesh, over, Trace(over.rank))
+    for name, (case, *_) in cases.items():
+        for kind in measured_kinds(case):
+            known = found.get((name, WHOLE)) if case.config.selection == "v_major" else None
+            found[name, kind] = known or StandIn(case, sharing[name].transport, clock)
     return found
 
 
-def begin_step(steps: Mapping[str, Callable[[], None]], key: str) -> None:
-    """steps: what begins the next one, by key; the exchange of outputs has none."""
-    if key in steps:
-        steps[key]()
+def layers_of(cases: Sequence[Case], rank: int, clock: Clock) -> list[PlannedLayer]:
+    """This rank's layer of every case, with tensors of full size; what it computes is waited for."""
+    import torch
+
+    found = []
+    for case in cases:
+        shape, segments = case.shape, case.load.segments
+        (layout,) = case.mesh.layouts(segments, shape.heads)
+        x_BLHD = torch.zeros(case.load.batch, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+        found.append(PlannedLayer(case, Kind("layer", 1, segments), layout, rank, clock.wait, x_BLHD))
+    return found
 
 
-def run_all(one: StandIn, calls: Sequence[Call], _kind: CallKind, dilation: float) -> None:
-    for branch, call in enumerate(calls):
-        one.run(call, branch, dilation)
+Calls = dict[str, Callable[[], Any]]
+
+
+def calls_of(built: Mapping[tuple[str, CallKind], StandIn]) -> tuple[Calls, Calls]:
+    """What is measured, and what begins the step before that, by key."""
+    variants, begins = Calls(), Calls()
+    for (name, kind), one in built.items():
+        key = key_of(name, kind)
+        variants[key] = partial(one.run_behind, kind) if kind.displaced else partial(one.run, 1)
+        if not kind.displaced:
+            begins[key] = partial(one.begin, kind)
+    return variants, begins
+
+
+def begin_step(begins: Calls, key: str) -> None:
+    """Calls that do not wait begin their steps themselves; the exchange of outputs has none."""
+    if key in begins:
+        begins[key]()
+
+
+def title_of(
+    shape: ModelShape, topology: Topology, size: int, batch: int, efficiency: float, texts: Sequence[int]
+) -> str:
+    apart = f", texts of {texts[0]} and {texts[1]} tokens" if len(set(texts)) > 1 else ""
+    return (
+        f"{shape.name} {size}x{size} batch {batch}, {topology.size} ranks on {topology.nodes} node(s), link efficiency "
+        f"{efficiency:g}{apart}"
+    )
 
 
 class Outputs:

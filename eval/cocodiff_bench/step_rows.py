@@ -1,54 +1,76 @@
-"""What `cocodiff bench step --model` measures of every variant, and the rows that come of it."""
+"""What `bench step --model` measures: variants by name, calls of which kinds, and the rows that come of it."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from cocodiff.config import Config
-from cocodiff.planning.costs import WHOLE, CallKind, Typical
-from cocodiff.planning.decisions import Decisions, decisions_of, read_decisions, without_seldom
-from cocodiff.planning.memory import ModelShape
-from cocodiff.topology.machine import Topology
+from cocodiff.planning.costs import WHOLE, CallKind
+from cocodiff.planning.decisions import decisions_of
+from cocodiff.planning.layers import Case, kinds_of_steps, over_steps, recorded_kinds
 from cocodiff.trace_summary import summarise_late
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
-from cocodiff_bench.step_variants import ALL_VARIANTS, STABLE, Variant
 
 OUTPUTS = "exchange of outputs"
+STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
+VARIANTS: dict[str, dict[str, Any]] = {
+    "flat_serial": {"exchange": "flat"},
+    "flat": {"exchange": "flat"},
+    "tapa": {"exchange": "tapa"},
+    "tapa v_first": {"exchange": "tapa", "order": "v_first"},
+    "cocodiff": {"exchange": "tapa", "order": "v_first", "selection": "v_major"},
+    "split": {"exchange": "split"},
+    "split v_first": {"exchange": "split", "order": "v_first"},
+    "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
+}
+# Beside those that are measured where none are named. In two parts of the ranks each computes a guidance branch.
+MORE_VARIANTS: dict[str, dict[str, Any]] = {
+    "flat chunks": {"exchange": "flat", "chunks": 2},
+    "split chunks": {"exchange": "split", "chunks": 2},
+    "guidance flat": {"exchange": "flat", "guidance_parallel": 2},
+    "guidance flat v_first": {"exchange": "flat", "order": "v_first", "guidance_parallel": 2},
+    "guidance split": {"exchange": "split", "guidance_parallel": 2},
+    "guidance split v_first": {"exchange": "split", "order": "v_first", "guidance_parallel": 2},
+    "guidance flat chunks": {"exchange": "flat", "chunks": 2, "guidance_parallel": 2},
+    "guidance split chunks": {"exchange": "split", "chunks": 2, "guidance_parallel": 2},
+}
+CODECS = ("lossless", "int8", "int4", "int2")
+ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
+ALL_VARIANTS = {  # whatever sends tensors whole also with a codec's name behind it, and with an arrival's behind that
+    " ".join(word for word in (name, codec, late) if word): settings
+    | ({"codec": codec} if codec else {})
+    | ({"arrival": ARRIVALS[late]} if late else {})
+    for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *ARRIVALS))
+    if "selection" not in settings or not codec + late
+}
+USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
 
 
-def config_of(values: Values, variant: Variant) -> Config:
-    chosen = {name: getattr(variant, name) for name in ("exchange", "order", "selection", "chunks", "codec", "arrival")}
-    if variant.codec != "none":
+def exact(name: str) -> bool:
+    """Whether a variant sends tensors as they are, and waits for all of them."""
+    return not {"selection", "codec", "arrival"} & ALL_VARIANTS[name].keys()
+
+
+def parts_of(name: str) -> int:
+    return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
+
+
+def config_of(values: Values, name: str) -> Config:
+    chosen = dict(ALL_VARIANTS[name])
+    if "codec" in chosen:
         chosen["predictor"] = values["predictor"]
     if values["tau"] is not None:
         chosen["tau"] = values["tau"]
     return common.engine_config(values, **chosen)
 
 
-def replayed(values: Values, config: Config) -> Decisions | None:
-    """The recorded decisions that a variant is measured by."""
-    return decisions_of(config, values["steps"], read_decisions(values["decisions"]))
-
-
-def schedule_of(values: Values, variant: Variant) -> list[Mapping[CallKind, float]]:
-    """Of every step the parts of its calls by their kind. For V-Major it is the paper's schedule: linear, a tenth of
-    the steps warm, every tenth step full."""
-    from cocodiff.planning.costs import costs_of
-
-    config, steps = config_of(values, variant), values["steps"]
-    decisions = replayed(values, config)
-    displaced = without_seldom(decisions.over(steps)) if decisions else ()
-    return costs_of(config).kinds_of_steps(config, steps, Typical(0.0, displaced))
-
-
-def measured_kinds(values: Values, variant: Variant) -> list[CallKind]:
-    if variant.selection == "v_major":
-        return list(STABLE)
-    return sorted({kind for step in schedule_of(values, variant) for kind in step}, key=lambda kind: not kind.whole)
+def measured_kinds(case: Case) -> list[CallKind]:
+    return list(STABLE) if case.config.selection == "v_major" else recorded_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:
@@ -59,8 +81,6 @@ def key_of(name: str, kind: CallKind) -> str:
 def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
     """The mean over all steps; between measured fractions, straight lines. Where 0 is not measured, all tokens travel
     there as in a whole step."""
-    from cocodiff.planning.layers import over_steps
-
     return over_steps({CallKind(): of_kind[WHOLE], **of_kind}, steps)
 
 
@@ -79,14 +99,11 @@ class Late(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A case. texts: tokens of both branches' prompts; computing: seconds of a mean layer of rank 0, by variant; late:
-    of calls that do not wait, by variant and kind."""
+    """A size at one efficiency of links. cases: a layer of every variant. texts: tokens of both branches' prompts.
+    computing: seconds of a mean layer of rank 0, by variant; late: of calls that do not wait, by variant and kind."""
 
-    shape: ModelShape
-    topology: Topology
-    size: int
-    batch: int
-    efficiency: float
+    title: str
+    cases: Mapping[str, Case]
     texts: Sequence[int]
     dilation: float
     computing: Mapping[str, float]
@@ -94,12 +111,13 @@ class Measured:
 
     def layers(self, name: str) -> int:
         """Of a step, one after the other: a part of the ranks has those of its own branch."""
-        branches = self.shape.branches if ALL_VARIANTS[name].parts == 1 else 1
-        return (self.shape.joint_layers + self.shape.parallel_layers) * branches
+        shape = self.cases[name].shape
+        branches = shape.branches if parts_of(name) == 1 else 1
+        return (shape.joint_layers + shape.parallel_layers) * branches
 
     def step_s(self, name: str, measured_s: float) -> float:
         """Seconds of a step's layers on the real machine. measured_s: of one layer, or of one for each text."""
-        apart = len(set(self.texts)) if ALL_VARIANTS[name].parts == 1 else 1
+        apart = len(set(self.texts)) if parts_of(name) == 1 else 1
         return measured_s / apart * self.layers(name) / self.dilation
 
     def hidden_share(self, name: str, steps: Sequence[Mapping[CallKind, float]]) -> float | None:
@@ -113,39 +131,33 @@ class Measured:
         sent = sum(part * late.sent for part, late in parts)
         return sum(part * late.hidden for part, late in parts) / sent if sent else None
 
-    @property
-    def title(self) -> str:
-        texts = f", texts of {self.texts[0]} and {self.texts[1]} tokens" if len(set(self.texts)) > 1 else ""
-        return (
-            f"{self.shape.name} {self.size}x{self.size} batch {self.batch}, {self.topology.size} ranks on "
-            f"{self.topology.nodes} node(s), link efficiency {self.efficiency:g}{texts}"
-        )
 
-
-def rows_of(values: Values, case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
-    """Seconds of a step on the real machine. slowest: of one layer, by variant and fraction."""
+def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
+    """Seconds of a step on the real machine. slowest: of one layer, by variant and kind of calls."""
     seconds: dict[str, list[float]] = {}
-    for name in values["variants"]:
-        variant = ALL_VARIANTS[name]
-        schedule, kinds = schedule_of(values, variant), measured_kinds(values, variant)
+    schedules = {name: kinds_of_steps(one) for name, one in case.cases.items()}
+    for name, schedule in schedules.items():
+        kinds = measured_kinds(case.cases[name])
         turns = zip(*(slowest[key_of(name, kind)] for kind in kinds), strict=True)
         steps = [over_schedule(dict(zip(kinds, turn, strict=True)), schedule) for turn in turns]
         seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
-        if variant.parts > 1:
+        if parts_of(name) > 1:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
             seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
     references = common.compared_with(seconds, "flat_serial", "flat")
-    exact = [name for name in seconds if ALL_VARIANTS[name].exact]
-    if exact and len(exact) < len(seconds):
-        best = min(exact, key=lambda name: statistics.median(seconds[name]))
+    unchanged = [name for name in seconds if exact(name)]
+    if unchanged and len(unchanged) < len(seconds):
+        best = min(unchanged, key=lambda name: statistics.median(seconds[name]))
         references = {name: of | {"best_exact": best} for name, of in references.items()}
     found = common.rows(case.title, seconds, {}, references)
     for row in found:
-        row["compute_s"] = case.computing[row["variant"]] * case.layers(row["variant"])
+        name = row["variant"]
+        one = case.cases[name]
+        row["compute_s"] = case.computing[name] * case.layers(name)
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
-        decisions = replayed(values, config_of(values, ALL_VARIANTS[row["variant"]]))
+        decisions = decisions_of(one.config, one.steps, one.decisions)
         row["decisions"] = None if decisions is None else decisions.title()
-        row["hidden_share"] = case.hidden_share(row["variant"], schedule_of(values, ALL_VARIANTS[row["variant"]]))
+        row["hidden_share"] = case.hidden_share(name, schedules[name])
     return found
 
 

@@ -1,6 +1,5 @@
 """What `cocodiff emulate` and its benchmarks refuse, and what they compute from rows. Needs no root."""
 
-import json
 import os
 import shutil
 import sys
@@ -175,17 +174,6 @@ def test_a_models_shape_needs_an_emulation(capsys, tmp_path):
     assert "inside cocodiff emulate" in capsys.readouterr().err
     assert main(words) == 2
     assert "does not say how fast its device is" in capsys.readouterr().err
-
-
-def test_selection_is_set_beside_what_it_saves(tmp_path, capsys):
-    words = ["--image_tokens", "48", "--heads", "12", "--repeats", "2", "--out", str(tmp_path / "out")]
-    assert main(["bench", "selection", *words]) == 0
-    assert "of the saving" in capsys.readouterr().out
-    saved = 3 * 0.5 * 48 * 12 * 128 * 2 / 12**2 * 2 / 15e9 * 3000  # c = M / 144; two blocks over each Xe link
-    rows = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["score", "select", "gather", "scatter"]
-    assert all(row["share_of_saving"] == pytest.approx(row["median_s"] / saved) for row in rows)
-    assert main(["bench", "selection", "--machine", "local"]) == 2
 
 
 def test_only_names_of_shapes_are_benched_as_shapes():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def run_calibration(values: dict[str, Any], topology: Topology) -> None:
     }
     machines = {"machine.yaml": fit.constants.machine(machine)}
     if scale != 1:
-        machines["machine-unscaled.yaml"] = unscaled(fit.constants, scale).machine(topology.machine)
+        machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)
     described = {name: yaml.safe_dump(machine_file(one), sort_keys=False) for name, one in machines.items()}
     with output.held(), output.writing():
         folder = output.open()
@@ -109,14 +109,8 @@ def scale_of(rows: Sequence[Mapping[str, Any]], topology: Topology) -> float:
 
 
 def slowed(machine: Machine, scale: float) -> Machine:
-    return Constants(machine.links.latency_us, machine.links.message_us, 1 / scale, 1 / scale, 1 / scale).machine(
-        machine
-    )
-
-
-def unscaled(constants: Constants, scale: float) -> Constants:
-    """Those of an emulated machine for the one that it stands for, in whose time a second there is 1 / scale s."""
-    return replace(constants, latency_us=constants.latency_us / scale, message_us=constants.message_us / scale)
+    links, part = machine.links, 1 / scale
+    return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
 
 
 def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
