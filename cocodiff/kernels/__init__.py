@@ -9,7 +9,7 @@ import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.dispatch import PATHS, Kernels, sycl_ops
+from cocodiff.kernels.dispatch import PATHS, Kernels, moved_by, sycl_ops
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
@@ -23,6 +23,7 @@ __all__ = [
     "Rows",
     "TorchOps",
     "coded_width",
+    "moved_by",
     "sycl_ops",
     "views",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial, partialmethod
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,8 +67,7 @@ class Kernels(TorchOps):
         return self._sycl(op, moved) is not None
 
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
-        told = arguments[SIZED.get(op, 0)]
-        moved = (told.last,) if isinstance(told, Reconstructions) else (told,) if isinstance(told, Tensor) else told
+        moved = moved_by(op, arguments)
         whole = op not in STREAMED or moved[0].shape[-1] % STREAM_GROUP == 0
         sycl = self._sycl(op, moved) if whole and len(moved) else None
         if self._note is not None:
@@ -85,8 +84,23 @@ class Kernels(TorchOps):
         return choice.sycl if first.nbytes * len(moved) >= choice.begins[op] else None
 
 
+def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
+    """The tensors that tell an operation's size, among its arguments."""
+    told = arguments[SIZED.get(op, 0)]
+    return (told.last,) if isinstance(told, Reconstructions) else (told,) if isinstance(told, Tensor) else told
+
+
+def _by_path(op: str) -> Callable[..., Any]:
+    """The method of an operation: a class that runs all of them otherwise overrides `_run`."""
+
+    def run(self: Kernels, *arguments: Any, **named: Any) -> Any:
+        return self._run(op, *arguments, **named)
+
+    return run
+
+
 for _op in OPS:
-    setattr(Kernels, _op, partialmethod(Kernels._run, _op))
+    setattr(Kernels, _op, _by_path(_op))
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps
+from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps, moved_by
 from cocodiff.planning.program import Recorder
 from cocodiff.planning.roofline import LAUNCHES, seconds, started
 from cocodiff.topology.machine import Device
@@ -101,14 +101,14 @@ class PricedKernels(Kernels):
         self._pricing, self._generator = pricing, torch.Generator().manual_seed(seed)
         self._largest = threshold / stable if stable else 2 * threshold + 1.0
 
-    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any, kernels: bool = True) -> Any:
+    def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
         with torch._C.DisableTorchFunction():  # what the operation does inside is charged as one kernel
-            self._pricing.charge(0.0, *cost_of(op, moved, arguments), LAUNCHES.get(op, 1))
+            self._pricing.charge(0.0, *cost_of(op, moved_by(op, arguments), arguments), LAUNCHES.get(op, 1))
             if op == "l1_score":
                 shape = arguments[0].shape[:2]
                 return torch.rand(shape, generator=self._generator) * self._largest, torch.ones(shape)
             if op in ("select", "qk_norm_rope"):
-                return getattr(TorchOps(), op)(*arguments)
+                return getattr(TorchOps(), op)(*arguments, **named)
             if op == "encode_residual":
                 prefer_linear(arguments[2], arguments[5])
         return None  # the others write into what they are given

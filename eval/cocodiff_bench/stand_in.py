@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocodiff.assemble import build_strategy
 from cocodiff.attention.local import LocalAttention, Partial
-from cocodiff.kernels import Kernels
+from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planning.costs import CallKind
 from cocodiff.planning.layers import SITES, Case, ModelCalls
 from cocodiff.planning.one_peer import SerialTransport
@@ -47,12 +47,12 @@ class WaitingKernels(Kernels):
         super().__init__(path, note)
         self._clock = clock
 
-    def _run(self, op: str, moved: Sequence[Tensor], *arguments: Any, kernels: bool = True) -> Any:
+    def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
         if op not in PASSES:
-            return super()._run(op, moved, *arguments, kernels=kernels)
+            return super()._run(op, *arguments, **named)
         device = self._clock.device
         launches_s = LAUNCHES.get(op, 1) * device.launch_us * 1e-6
-        self._clock.wait(seconds(device, 0.0, *cost_of(op, moved, arguments)) + launches_s)
+        self._clock.wait(seconds(device, 0.0, *cost_of(op, moved_by(op, arguments), arguments)) + launches_s)
         if op == "l1_score":
             shape = arguments[0].shape[:2]
             return torch.zeros(shape), torch.ones(shape)
