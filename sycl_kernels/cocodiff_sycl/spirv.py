@@ -1,8 +1,8 @@
 """The kernels' SPIR-V, which compilers for devices that are not here take.
 
 libsycl compiles SYCL source to it on its way to the CPU device, and writes it into the working directory where
-SYCL_DUMP_IMAGES is set. It reads that when it is loaded, so a process of its own does it. There the CPU device is told to
-make no vectors: it then refuses kernels for sub-groups, whose code for a CPU nobody needs and takes it minutes.
+SYCL_DUMP_IMAGES is set. It reads that when it is loaded, so a process of its own does it. There the CPU device is told
+to make no vectors: it then refuses kernels for sub-groups, whose code for a CPU nobody needs and takes it minutes.
 """
 
 from __future__ import annotations
