@@ -27,7 +27,7 @@ class Rows:
         """[1, K, H, D], as the gathered rows of all batch rows in one would have it."""
         return torch.Size((1, len(self.index_K), *self.source_RHD.shape[1:]))
 
-    def held_tensors(self) -> tuple[Tensor | None, ...]:
+    def contained_tensors(self) -> tuple[Tensor | None, ...]:
         return self.source_RHD, self.index_K, self.reference_RHD, self.reference_index_K
 
     def heads(self, heads: slice) -> Rows:
