@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from cocodiff.kernels.lossless import Cut
 
-STREAM_GROUP = 16  # numbers; SYCL's streams have none in two heads
+STREAM_GROUP = 8  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
-from cocodiff.wire.blocks import BlockSet, Payload, Streams, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.blocks import BlockSet, Payload, Streams, Target, blocks_of, whole_cell
 from cocodiff.wire.coded import CodedCall, Encoded
 
 
@@ -69,6 +69,7 @@ class Forward:
 
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._code = self._code or self.encoded(), None
+        self._in_turn = isinstance(payloads[0], Streams)
         own, parts = self._end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
         blocks = {Block(own, peer): list(of) for peer, of in enumerate(zip(*parts, strict=True))}
         return BlockSet(blocks, self.layout, self._whole)
@@ -78,10 +79,11 @@ class Forward:
 
     def target(self, held: BlockSet) -> Target:
         own, layout = self._end.rank, held.layout
-        shape = (len(held.like), sum(layout.rows), layout.heads[own], held.like.shape[-1])
-        received_BSGW = [held.like.new_empty(shape) for _ in range(held.tensors)]
-        of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
-        places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
+        shape, ranks = (len(held.like), sum(layout.rows), layout.heads[own]), layout.in_sequence
+        received_BSGW = [held.like.new_empty((*shape, width)) for width in held.widths]
+        rows = [layout.rows[rank] for rank in ranks]
+        of_ranks = zip(*(blocks_of(x, rows, 1, self._in_turn) for x in received_BSGW), strict=True)
+        places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
         return Target(received_BSGW, places, self._end.kernels)
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
@@ -133,6 +135,6 @@ class Back:
         own, layout = self._end.rank, held.layout
         shape = (len(held.like), layout.rows[own], sum(layout.heads), held.like.shape[-1])
         out_BLHW = held.like.new_empty(shape)
-        parts = out_BLHW.split_with_sizes(layout.heads, 2)
+        parts = blocks_of(out_BLHW, layout.heads, 2, isinstance(self._code, Streams))
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self._end.kernels)

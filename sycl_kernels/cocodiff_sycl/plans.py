@@ -23,7 +23,7 @@ TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 16, 32, 10  # of the lossless codec: numbers, groups; of its launches
+STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
 NOTES = 4  # of a tensor's coding
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -57,9 +57,8 @@ def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
     """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
     places = [0]
     for count in cells:
-        groups = -(-count * head_dim // STREAM_GROUP)
-        words = -(-groups // STREAM_TILE) + -(-groups // 4) + STREAM_GROUP * groups
-        places.append(places[-1] + 2 * words)
+        numbers = count * head_dim
+        places.append(places[-1] + 2 * (-(-numbers // (STREAM_GROUP * STREAM_TILE)) + numbers))
     return places
 
 

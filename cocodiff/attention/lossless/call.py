@@ -155,7 +155,7 @@ class LosslessCall(CodedCall):
                     ends[name] = End([x_BSGD, *(torch.empty_like(x_BSGD) for _ in range(self._coding.kept - 1))])
             return list(received_BTHW.values())
         arrived = [
-            Arrived(name, x_BTHW[:, rows], cut, ends[name].known(self.number, rows))
+            Arrived(name, _rows_in_turn(x_BTHW, rows), cut, ends[name].known(self.number, rows))
             for name, x_BTHW in received_BTHW.items()
         ]
         with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
@@ -235,6 +235,15 @@ class Arrived:
     def decode(self, kernels: Kernels, factor: float | None) -> None:
         given = self._code_BTHW, self._rests, self.lengths_N, self._found
         kernels.decode_lossless(*given, self._known, factor, self._cut)
+
+
+def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
+    """Some rows of a tensor whose blocks of rows lie one behind the other in memory."""
+    B, T, *cell = x_BTHW.shape
+    if rows == slice(0, T):
+        return x_BTHW
+    count = rows.stop - rows.start
+    return x_BTHW.view(T, -1)[rows].view(B, count, *cell)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
