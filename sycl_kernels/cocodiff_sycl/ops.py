@@ -224,7 +224,8 @@ class SyclOps:
         how = (dim, sizes), places, factor is not None and before_BLHD is not None
         plan, addresses = self._plans.of_streams("encode_lossless", (x_BLHD, last_BLHD, before_BLHD), *how)
         if plan.tiles:
-            given = streams, None, plan.table, self._begins(plan.tiles), lengths_N, needed_1
+            begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
+            given = streams, None, plan.table, begins, lengths_N, needed_1
             self._launch_all(plan, addresses, given, factor)
         else:
             lengths_N.zero_()

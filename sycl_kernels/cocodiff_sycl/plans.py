@@ -5,6 +5,7 @@ A later call with tensors of such layouts (`layouts.py`) finds the plan and brin
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
+FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's coding
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -60,6 +62,12 @@ def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
         numbers = count * head_dim
         places.append(places[-1] + 2 * (-(-numbers // (STREAM_GROUP * STREAM_TILE)) + numbers))
     return places
+
+
+def _divisor(number: int) -> int:
+    """As kernels take it, which multiply by its inverse and shift: exact for what is below 2**31. 0 for 1."""
+    shift = (number - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // number) | (shift - 1) << 32 if number > 1 else 0
 
 
 class Plans:
@@ -281,7 +289,12 @@ class Plans:
         """places: where streams begin."""
         self._check_known("encode_lossless", x_BLHD, last_BLHD, before_BLHD)
         dtype = DTYPES[x_BLHD.dtype]
-        kernels = f"stream_sizes_{dtype}", "stream_begins", f"stream_numbers_{dtype}"
+        begins = (
+            ()
+            if max(map(operator.sub, places[1:], places)) <= FEW_TILES * STREAM_TILE * STREAM_GROUP * 2
+            else ("stream_begins",)
+        )
+        kernels = f"stream_sizes_{dtype}", *begins, f"stream_numbers_{dtype}"
         return self._streams(kernels, (x_BLHD, last_BLHD, before_BLHD), cut, places, 0, linear)
 
     def _stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
@@ -327,11 +340,12 @@ class Plans:
             groups = cells * D // STREAM_GROUP
             tiles = -(-groups // STREAM_TILE)
             begins = place if places is None else places[number]
-            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2))
+            divisors = [_divisor(by) for by in ((H, size) if dim == 1 else (size, T))]
+            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2, *divisors))
             first_tile, start, place = first_tile + tiles, start + size, place + cells * width
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
         strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
-        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), *strides
+        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), _divisor(D // STREAM_GROUP), *strides
         lanes = self._library.lanes
         launches = []
         for kernel in kernels:

@@ -123,6 +123,15 @@ def test_streams_have_the_same_bits(sycl, shape, dtype, kind, dim, factor, room,
     assert all(torch.equal(one, other) for one, other in zip(theirs[1:], ours[1:], strict=True))
 
 
+def test_large_blocks_have_the_same_streams(sycl):
+    """Of more tiles than a launch adds up by itself where each begins."""
+    given, cut = case((1, 4200, 1, 128), torch.bfloat16, "mixed", 0), Cut(1, (4190, 0, 10))
+    theirs = there_and_back(TORCH, sycl, given, cut, 0.5, 90, "contiguous", True)
+    ours = there_and_back(sycl, TORCH, given, cut, 0.5, 90, "contiguous", True)
+    assert all(torch.equal(one, other) for one, other in zip(theirs[0], ours[0], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(theirs[1:], ours[1:], strict=True))
+
+
 def test_heads_of_odd_sizes_are_torchs(monkeypatch):
     noted = []
     kernels = Kernels("sycl", lambda op, path: noted.append((op, path)))

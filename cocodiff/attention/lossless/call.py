@@ -69,7 +69,7 @@ class LosslessCall(CodedCall):
         self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._head_dim = like_BLHD.shape[-1]
+        self._batch, self._head_dim = len(like_BLHD), like_BLHD.shape[-1]
         self._coding.begin_call(self, like_BLHD)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -210,7 +210,7 @@ class LosslessCall(CodedCall):
     def _bytes_of_whole(self) -> int:
         """Of one tensor of this rank, all heads of its rows."""
         rows, heads = self.layout.rows[self._exchange.rank], sum(self.layout.heads)
-        return rows * heads * 2 * self._head_dim
+        return self._batch * rows * heads * 2 * self._head_dim
 
 
 class Arrived:

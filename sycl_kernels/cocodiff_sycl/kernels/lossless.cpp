@@ -2,12 +2,14 @@
 //
 // stream_sizes finds every tile's words, stream_begins where tiles begin and how long streams are, stream_numbers writes
 // the tiles and what is known next; read_streams is the way back. LANES work-items take a tile, each a group of 8
-// numbers in a pass. x and what is known are read twice.
+// numbers in a pass. x and what is known are read twice. Where blocks are of few tiles, stream_numbers finds by itself
+// where they begin, which saves a launch.
 namespace lossless {
 constexpr int RUN = 8, TILE = 64, RAW = 15, NOTED_PARTS = 16;
 
 struct StreamBlock { // in the launch's table
   i64 first_tile, tiles, groups, cells, start, size, place, room; // place: of the stream; room: of its first part, bytes
+  i64 by_inner, by_middle;
 };
 
 struct StreamsOf {
@@ -17,7 +19,7 @@ struct StreamsOf {
   const StreamBlock *blocks;
   i64 *begins, *lengths, *needed; // begins: of tiles, in words behind the sizes
   i64 factor_bits;
-  i64 tiles, count, tokens, heads, numbers, by_rows, linear;
+  i64 tiles, count, tokens, heads, numbers, by_rows, linear, by_head;
   Strides of_x, of_last, of_before;
 };
 
@@ -86,16 +88,21 @@ template <typename Type> inline Run narrowed(RunOfFloats x) {
 // Of 16 bits with their sign; its own inverse.
 inline Run order_of(Run bits) { return bits ^ ((bits >> 15) & 0x7fff); }
 
+// x < 2**31 over what `_divisor` gave: a GPU has no division.
+inline uint32_t divided(uint32_t x, i64 divisor) {
+  return divisor ? sycl::mul_hi(x, uint32_t(divisor)) >> uint32_t(divisor >> 32) : x;
+}
+
 // Where a group of a block lies in a tensor.
 struct Spot {
   i64 batch, token, head, number;
   Spot(const StreamsOf &of, const StreamBlock &block, i64 group) {
     const uint32_t inner = of.by_rows ? of.heads : block.size, middle = of.by_rows ? block.size : of.tokens;
-    const uint32_t of_head = uint32_t(of.numbers) / RUN, cell = uint32_t(group) / of_head, above = cell / inner;
-    number = (uint32_t(group) - cell * of_head) * RUN;
-    batch = above / middle;
-    token = above - batch * middle + (of.by_rows ? block.start : 0);
-    head = cell - above * inner + (of.by_rows ? 0 : block.start);
+    const uint32_t cell = divided(group, of.by_head), row = divided(cell, block.by_inner);
+    number = uint32_t(group) * RUN - cell * uint32_t(of.numbers);
+    batch = divided(row, block.by_middle);
+    token = row - batch * middle + (of.by_rows ? block.start : 0);
+    head = cell - row * inner + (of.by_rows ? 0 : block.start);
   }
   i64 in(const Strides &by) const { return batch * by.batch + token * by.token + head * by.head + number; }
 };
@@ -180,6 +187,16 @@ template <typename Type, bool WORDS> inline void stream_sizes(const StreamsOf &o
 
 inline int32_t word_at(const uint8_t *from) { return from[0] | from[1] << 8; } // may lie anywhere
 
+// words: of all its tiles.
+inline void note_length(const StreamsOf &of, const StreamBlock &block, i64 words) {
+  const i64 length = 2 * (block.tiles + words);
+  of.lengths[&block - of.blocks] = length;
+  if (of.needed && block.cells)
+    sycl::atomic_ref<i64, sycl::memory_order::relaxed, sycl::memory_scope::device,
+                     sycl::access::address_space::global_space>(*of.needed)
+        .fetch_max((length * NOTED_PARTS + block.cells - 1) / block.cells);
+}
+
 // One work-group a block.
 inline void stream_begins(const StreamsOf &of) {
   auto item = syclext::this_work_item::get_nd_item<1>();
@@ -202,13 +219,7 @@ inline void stream_begins(const StreamsOf &of) {
     of.begins[block.first_tile + tile] = at;
     at += word_at(sizes + 2 * tile);
   }
-  if (own) return;
-  const i64 length = 2 * (block.tiles + all);
-  of.lengths[item.get_group(0)] = length;
-  if (of.needed && block.cells)
-    sycl::atomic_ref<i64, sycl::memory_order::relaxed, sycl::memory_scope::device,
-                     sycl::access::address_space::global_space>(*of.needed)
-        .fetch_max((length * NOTED_PARTS + block.cells - 1) / block.cells);
+  if (!own) note_length(of, block, all);
 }
 
 // Appends numbers to a word that is begun: calls emit(word) with each that is full. Returns the one that is not.
@@ -229,7 +240,18 @@ template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf 
   const Tile tile(of, place.row);
   uint16_t *const stream = reinterpret_cast<uint16_t *>(of.first + tile.block->place);
   const bool raw = tile.raw(stream[tile.number]);
-  uint16_t *const codes = stream + tile.block->tiles + of.begins[place.row];
+  i64 begin = 0;
+  if (of.begins)
+    begin = of.begins[place.row];
+  else {
+    int32_t words = 0;
+    for (int32_t before = lane(); before < tile.number; before += LANES) words += stream[before];
+    begin = sum_of_all(words);
+    if (lane() == 0 && tile.number == tile.block->tiles - 1) note_length(of, *tile.block, begin + stream[tile.number]);
+    for (i64 block = 0; place.row == 0 && block < of.count; ++block)
+      if (lane() == 0 && !of.blocks[block].tiles) of.lengths[block] = 0;
+  }
+  uint16_t *const codes = stream + tile.block->tiles + begin;
   uint16_t *to = codes + (raw ? 0 : tile.codes);
   uint32_t held = 0, code_word = 0; // the word that is not full, alike on all work-items; count: its bits
   int32_t count = 0;
