@@ -320,6 +320,10 @@ class Plans:
         check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD, **there)
         for name, tensor in there.items():
             check_no_overlap(op, name, tensor)
+        for name, tensor in (there | {"x": x_BLHD}).items():
+            spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            if spanned >= 2**32:
+                raise ValueError(f"{op}: {name} spans {spanned} numbers: give less than {2**32}")
 
     def _streams(
         self,

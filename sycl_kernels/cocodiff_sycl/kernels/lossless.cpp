@@ -93,18 +93,20 @@ inline uint32_t divided(uint32_t x, i64 divisor) {
   return divisor ? sycl::mul_hi(x, uint32_t(divisor)) >> uint32_t(divisor >> 32) : x;
 }
 
-// Where a group of a block lies in a tensor.
+// Where a group of a block lies in a tensor, of less than 2**32 numbers.
 struct Spot {
-  i64 batch, token, head, number;
+  uint32_t batch, token, head, number;
   Spot(const StreamsOf &of, const StreamBlock &block, i64 group) {
     const uint32_t inner = of.by_rows ? of.heads : block.size, middle = of.by_rows ? block.size : of.tokens;
     const uint32_t cell = divided(group, of.by_head), row = divided(cell, block.by_inner);
     number = uint32_t(group) * RUN - cell * uint32_t(of.numbers);
     batch = divided(row, block.by_middle);
-    token = row - batch * middle + (of.by_rows ? block.start : 0);
-    head = cell - row * inner + (of.by_rows ? 0 : block.start);
+    token = row - batch * middle + (of.by_rows ? uint32_t(block.start) : 0);
+    head = cell - row * inner + (of.by_rows ? 0 : uint32_t(block.start));
   }
-  i64 in(const Strides &by) const { return batch * by.batch + token * by.token + head * by.head + number; }
+  uint32_t in(const Strides &by) const {
+    return batch * uint32_t(by.batch) + token * uint32_t(by.token) + head * uint32_t(by.head) + number;
+  }
 };
 
 // What is known of a group: the order of its prediction, and by how many bits its numbers may be longer.
@@ -113,15 +115,22 @@ template <typename Type, bool WORDS> struct Known {
   Known(const StreamsOf &of, const uint16_t *last, const uint16_t *before) {
     const Run newest = taken<WORDS>(last);
     Run bits = newest;
+    int32_t largest;
     if (of.linear) {
       const RunOfFloats one = widened<Type>(newest), two = widened<Type>(taken<WORDS>(before));
       const RunOfFloats forecast = one + (one - two) * sycl::bit_cast<float>(uint32_t(of.factor_bits));
-      const Run finite = (__builtin_bit_cast(Run, forecast) & 0x7fffffff) < 0x7f800000;
-      bits = finite ? narrowed<Type>(forecast) : newest;
-    }
-    const Run exponent = std::is_same_v<Type, BF16> ? (bits >> 7) & 0xff : (bits >> 10) & 0x1f;
-    order = order_of(bits), further = most(exponent) - exponent;
+      bits = narrowed<Type>(forecast);
+      largest = most(exponent_of(bits));
+      if (largest == NOT_FINITE) { // or rounded to infinity
+        const Run finite = (__builtin_bit_cast(Run, forecast) & 0x7fffffff) < 0x7f800000;
+        bits = finite ? bits : newest, largest = most(exponent_of(bits));
+      }
+    } else
+      largest = most(exponent_of(bits));
+    order = order_of(bits), further = largest - exponent_of(bits);
   }
+  static constexpr int32_t NOT_FINITE = std::is_same_v<Type, BF16> ? 0xff : 0x1f;
+  static Run exponent_of(Run bits) { return bits >> (std::is_same_v<Type, BF16> ? 7 : 10) & NOT_FINITE; }
   Run width(int32_t code) const {
     const Run wanted = further + (code == RAW ? 16 : sycl::max(code - 1, 0));
     const int32_t most = code ? 16 : 0;
@@ -222,8 +231,9 @@ inline void stream_begins(const StreamsOf &of) {
   if (!own) note_length(of, block, all);
 }
 
-// Appends numbers to a word that is begun: calls emit(word) with each that is full. Returns the one that is not.
-template <typename Emit> inline uint32_t append(uint32_t held, int32_t count, Run z, Run width, Emit emit) {
+// Puts numbers behind `count` bits of a word: calls emit(word) with each that is full. Returns the one that is not.
+template <typename Emit> inline uint32_t append(int32_t count, Run z, Run width, Emit emit) {
+  uint32_t held = 0;
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
     held |= uint32_t(z[i]) << count, count += width[i];
@@ -263,14 +273,20 @@ template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf 
                            : reinterpret_cast<uint16_t *>(of.last) + pass.spot.in(of.of_last), pass.bits);
     const int32_t group = first + lane();
     code_word = (group % 4 ? code_word : 0) | uint32_t(pass.code) << 4 * (group % 4);
-    uint32_t begun = held; // what lies before this work-item's bits in its first word
-    int32_t last_word = end / 16;
+    uint16_t *const at = to + from / 16;
+    uint32_t first_word = 0;
+    int32_t full = 0;
+    uint32_t left = append(from % 16, pass.z, pass.width, [&](uint16_t word) {
+      if (full++) at[full - 1] = word;
+      else first_word = word;
+    });
+    uint32_t begun = from < 16 ? held : 0; // what lies before this work-item's bits in its first word
 #if LANES > 1
     code_word = uint32_t(pass.code) << 4 * (group % 4);
     code_word |= sycl::permute_group_by_xor(lanes(), code_word, 1);
     code_word |= sycl::permute_group_by_xor(lanes(), code_word, 2);
     // Of the word that this work-item leaves unfilled, its own bits and those of the work-items before it.
-    uint32_t left = append(0, from % 16, pass.z, pass.width, [](uint16_t) {});
+    const int32_t last_word = end / 16;
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) {
       const uint32_t other = sycl::shift_group_right(lanes(), left, distance);
@@ -278,18 +294,17 @@ template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf 
       if (lane() >= distance && its_word == last_word) left |= other;
     }
     const uint32_t earlier = sycl::shift_group_right(lanes(), left, 1);
-    begun = (lane() ? earlier : 0) | (from < 16 ? held : 0);
+    begun |= lane() ? earlier : 0;
 #endif
+    if (full) at[0] = uint16_t(first_word | begun);
     if (!raw && pass.there && (group % 4 == 3 || group == tile.groups - 1)) codes[group / 4] = uint16_t(code_word);
-    uint16_t *at = to + from / 16;
-    uint32_t unfilled = append(begun, from % 16, pass.z, pass.width, [&](uint16_t word) { *at++ = word; });
 #if LANES > 1
-    unfilled = sycl::select_from_group(lanes(), unfilled, LANES - 1);
+    left = sycl::select_from_group(lanes(), left, LANES - 1);
     const int32_t whole_end = sycl::select_from_group(lanes(), end, LANES - 1);
 #else
     const int32_t whole_end = end;
 #endif
-    held = unfilled & 0xffff, count = whole_end % 16, to += whole_end / 16;
+    held = left | (whole_end < 16 ? held : 0), count = whole_end % 16, to += whole_end / 16;
   }
   if (count && lane() == 0) *to = uint16_t(held);
 }
@@ -313,7 +328,7 @@ template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &o
     const int32_t group = first + lane();
     const bool there = group < tile.groups;
     const Spot spot(of, block, tile.group(first));
-    const i64 of_last = spot.in(of.of_last), of_before = spot.in(of.of_before);
+    const uint32_t of_last = spot.in(of.of_last), of_before = spot.in(of.of_before);
     const Known<Type, WORDS> known(of, last + of_last, before + of_before);
     int32_t code = there ? RAW : 0;
     if (there && !raw) code = *byte(group / 2) >> 4 * (group % 2) & 15;
