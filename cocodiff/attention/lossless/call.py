@@ -199,7 +199,8 @@ class LosslessCall(CodedCall):
                 self._exchange.port.count(rank, rest.nbytes)
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
-            self.noted_step.overflow(sum(rest.nbytes for rest, _ in sends), self._bytes_of_whole())
+            rests = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
+            self.noted_step.overflow(sum(rest.nbytes for rest in rests), self._bytes_of_whole())
             with self._trace.span("wait for rests", layer=self._layer):
                 self._coding.ranks.control.submit_inline(self._exchange_rests, sends, receives).wait()
 
