@@ -329,8 +329,8 @@ class Engine:
         purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
         guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
         "gather" for the model's output within a part, "notes" for what the residual codec decides by, "whole" for
-        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" for the
-        part of "attention" that no call waited for."""
+        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
+        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
         return self._current_results().sent(purpose)
 
     def drift_profile(self) -> list[dict[str, Any]]:

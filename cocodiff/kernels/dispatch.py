@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Which argument tells an operation's size, where it is not the first: of what is written, or of what is known.
 SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream_lengths": 2, "decode_lossless": 4}
 STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
-STREAM_GROUP = 16  # numbers; SYCL's streams have none in two heads
+STREAM_GROUP = 8  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 log = logging.getLogger("cocodiff.kernels")
 

@@ -14,7 +14,7 @@ A number's difference is large where its size is small, for units are small ther
 prediction, which both ends know. With e, the bits of p's exponent as an integer:
 
 A tensor travels in blocks, one for each peer. The numbers of a block, in the order of batch, token, head and channel,
-are taken in groups of 16 and the groups in tiles of 32; the last ones may have fewer. A group has a code c:
+are taken in groups of 8 and the groups in tiles of 64; the last ones may have fewer. A group has a code c:
 
     0            all z are 0; they take no bits
     1 to 14      z takes w = min(c - 1 + E - e, 16) bits, E being the largest e of the group: the smallest such c that
@@ -23,19 +23,19 @@ are taken in groups of 16 and the groups in tiles of 32; the last ones may have 
 
 A block's stream is
 
-    sizes        of every tile how many 16-bit words its numbers take, as 16 bits
-    codes        4 bits a group, the first one in the lower half of a byte; filled up to a whole number of 16-bit words
-    numbers      tile after tile the bits of all z without gaps, the lowest bit first; each tile is filled up to a whole
-                 number of 16-bit words
+    sizes        of every tile how many 16-bit words it takes, as 16 bits
+    tiles        of each the codes, 4 bits a group, the first one in the lower half of a byte, filled up to a whole
+                 number of 16-bit words; then the bits of all z without gaps, the lowest bit first, filled up likewise.
+                 A tile that would take as many words as it has numbers, or more, has no codes: z of 16 bits alone
 
-Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most
-65/64 + 1/512 of the block's own bytes, and a few for its ends. docs/lossless.md tells how streams travel.
+Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most 1 + 1/512 of
+the block's own bytes, and a few for its end. docs/lossless.md tells how streams travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,8 +44,8 @@ from torch import Tensor
 
 from cocodiff.kernels.residual import Reconstructions
 
-RUN = 16  # numbers of a group
-TILE = 32  # groups of a tile
+RUN = 8  # numbers of a group
+TILE = 64  # groups of a tile
 PARTS = 16  # of a byte, in which it is noted how much a token and head needs
 RAW = 15  # the code of a group whose numbers take 16 bits
 CODED = (torch.bfloat16, torch.float16)  # what is coded; other types travel whole
@@ -63,29 +63,18 @@ class Cut(NamedTuple):
         return [B * size * (H if self.dim == 1 else T) for size in self.sizes]
 
 
-class Sizes(NamedTuple):
-    """Of a block's stream, in 16-bit words: where its codes begin, and where its numbers."""
-
-    groups: int
-    tiles: int
-    numbers: int
-
-    @classmethod
-    def of(cls, cells: int, head_dim: int) -> Sizes:
-        groups = math.ceil(cells * head_dim / RUN)
-        tiles = math.ceil(groups / TILE)
-        return cls(groups, tiles, tiles + math.ceil(groups / 4))
+def tiles_of(cells: int, head_dim: int) -> int:
+    return math.ceil(cells * head_dim / (RUN * TILE))
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
     """Of a block's stream, whatever its numbers are."""
-    sizes = Sizes.of(cells, head_dim)
-    return 2 * (sizes.numbers + RUN * sizes.groups)
+    return 2 * (tiles_of(cells, head_dim) + cells * head_dim)
 
 
 def least_room(head_dim: int) -> int:
-    """Bytes for a token and head in which sizes and codes of any block fit."""
-    return 2 * Sizes.of(1, head_dim).numbers
+    """Bytes for a token and head in which the sizes of any block's tiles fit."""
+    return 2 * tiles_of(1, head_dim)
 
 
 def room_of(cells: int, width: int) -> int:
@@ -118,7 +107,7 @@ def encode_lossless(
     cells = cut.cells(x_BLHD.shape)
     places = stream_places(cells, D)
     for number, block in enumerate(folded_BLHD.split_with_sizes(cut.sizes, cut.dim)):
-        stream = _stream(block.reshape(-1), exponents[number].reshape(-1), Sizes.of(cells[number], D))
+        stream = _stream(block.reshape(-1), exponents[number].reshape(-1))
         streams[places[number] : places[number] + len(stream)] = stream
         lengths_N[number] = len(stream)
         if cells[number]:
@@ -128,11 +117,11 @@ def encode_lossless(
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
     """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
-    else was found on the way, for `decode_lossless`."""
+    else was found on the way, for `decode_lossless`. code: the blocks' first parts lie one behind the other in it."""
     cells = cut.cells(code_BLHW.shape)
-    for number, block in enumerate(code_BLHW.split_with_sizes(cut.sizes, cut.dim)):
-        sizes = Sizes.of(cells[number], head_dim)
-        lengths_N[number] = 2 * (sizes.numbers + _words(block.reshape(-1), sizes.tiles).sum())
+    for number, part in enumerate(_first_parts(code_BLHW, cells)):
+        words_T = _words(part, tiles_of(cells[number], head_dim))
+        lengths_N[number] = 2 * (len(words_T) + words_T.sum())
     return None
 
 
@@ -146,25 +135,26 @@ def decode_lossless(
     cut: Cut,
 ) -> None:
     """Writes the tensor over the older of what is known, from the first part of every block's stream and the rests,
-    uint8, one behind the other in the order of the blocks. lengths_N, found: of `stream_lengths`."""
-    D = known.last.shape[-1]
-    predicted = _predicted(known, factor)
-    order, exponents = _order(predicted), _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
-    cells, taken = cut.cells(code_BLHW.shape), 0
-    written = _target(known)
-    blocks = zip(
-        code_BLHW.split_with_sizes(cut.sizes, cut.dim), order.split_with_sizes(cut.sizes, cut.dim), strict=True
-    )
+    uint8, one behind the other in the order of the blocks. code_BLHW, lengths_N, found: of `stream_lengths`."""
+    predicted, written = _predicted(known, factor), _target(known)
+    exponents = _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
+    orders = _order(predicted).split_with_sizes(cut.sizes, cut.dim)
     targets = written.split_with_sizes(cut.sizes, cut.dim)
-    for number, (block, order_BLHD) in enumerate(blocks):
-        room, length = room_of(cells[number], block.shape[-1]), int(lengths_N[number])
-        stream = block.reshape(-1)[:room]
+    cells, taken = cut.cells(code_BLHW.shape), 0
+    for number, part in enumerate(_first_parts(code_BLHW, cells)):
+        room, length, order_BLHD = room_of(cells[number], code_BLHW.shape[-1]), int(lengths_N[number]), orders[number]
+        stream = part[:room]
         if length > room:
             stream = torch.cat([stream, rests[taken : taken + length - room]])
             taken += length - room
-        folded = _unpacked(stream, exponents[number].reshape(-1), Sizes.of(cells[number], D)).view(order_BLHD.shape)
+        folded = _unpacked(stream, exponents[number].reshape(-1)).view(order_BLHD.shape)
         bits = _order_of_bits(_wrapped(order_BLHD + _unfolded(folded)))
         targets[number].copy_(bits.to(torch.int16).view(written.dtype))
+
+
+def _first_parts(code_BLHW: Tensor, cells: Sequence[int]) -> Sequence[Tensor]:
+    width = code_BLHW.shape[-1]
+    return code_BLHW.flatten().split_with_sizes([count * width for count in cells])
 
 
 def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
@@ -228,6 +218,29 @@ def _further(exponents: Tensor) -> Tensor:
     return groups_GN.amax(-1, keepdim=True) - groups_GN if len(groups_GN) else groups_GN
 
 
+class _Tiles:
+    """How the tiles of a block are made up, by the number of its numbers."""
+
+    def __init__(self, numbers: int, like: Tensor) -> None:
+        tiles = math.ceil(numbers / (RUN * TILE))
+        in_order = torch.arange(tiles, dtype=torch.int32, device=like.device)
+        self.numbers_T = (numbers - RUN * TILE * in_order).clamp(max=RUN * TILE)
+        self.codes_T = (self.numbers_T + 4 * RUN - 1) // (4 * RUN)  # words
+        self.of_group = in_order.repeat_interleave(TILE)[: math.ceil(numbers / RUN)]
+        self.of_number = in_order.repeat_interleave(RUN * TILE)[:numbers]
+
+    def codes(self, begins_T: Tensor, codes_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every group's code where its bits begin, and how many they are."""
+        in_tile = torch.arange(len(self.of_group), dtype=torch.int32, device=begins_T.device) % TILE
+        return (16 * begins_T)[self.of_group] + 4 * in_tile, 4 * (codes_T > 0).int()[self.of_group]
+
+    def numbers(self, begins_T: Tensor, width_N: Tensor) -> Tensor:
+        """Where the bits of every number begin. begins_T: words, behind the codes."""
+        before_N = width_N.cumsum(0) - width_N
+        first_T = before_N[:: RUN * TILE]
+        return (16 * begins_T - first_T)[self.of_number] + before_N
+
+
 def _widths(code_G: Tensor, exponents: Tensor) -> Tensor:
     """Bits of every number, without those of the filling."""
     code_G1 = code_G[:, None]
@@ -236,34 +249,39 @@ def _widths(code_G: Tensor, exponents: Tensor) -> Tensor:
     return width_GN.flatten()[: len(exponents)]
 
 
-def _places(width_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Of a block's numbers where each one's bits begin, from the first number's on; and the words of every tile."""
-    tile_TN = torch.nn.functional.pad(width_N, (0, -len(width_N) % (RUN * TILE))).view(sizes.tiles, -1)
-    words_T = (tile_TN.sum(-1) + 15) // 16
-    begins_T = words_T.cumsum(0) - words_T
-    begins_TN = 16 * begins_T[:, None] + tile_TN.cumsum(-1) - tile_TN
-    return begins_TN.flatten()[: len(width_N)], words_T
-
-
-def _stream(folded: Tensor, exponents: Tensor, sizes: Sizes) -> Tensor:
+def _stream(folded: Tensor, exponents: Tensor) -> Tensor:
     """The stream of a block's numbers z, uint8."""
-    if not sizes.groups:
+    if not len(folded):
         return folded.new_empty(0, dtype=torch.uint8)
-    bits = torch.arange(17, dtype=torch.int32, device=folded.device)
-    length = (folded[:, None] >= (1 << bits[:16])).sum(-1)  # of each z
+    tiles = _Tiles(len(folded), folded)
+    powers = 1 << torch.arange(16, dtype=torch.int32, device=folded.device)
+    length = (folded[:, None] >= powers).sum(-1)  # of each z
     code_G = 1 + (_in_groups(length) - _further(exponents)).amax(-1).clamp(min=0)
     code_G = torch.where(code_G >= RAW, RAW, code_G)
     code_G = torch.where(_in_groups(folded).amax(-1) == 0, 0, code_G)
     width_N = _widths(code_G, exponents)
-    begins_N, words_T = _places(width_N, sizes)
-    in_use = bits[:16] < width_N[:, None]
-    stream_bits = folded.new_zeros(16 * int(words_T.sum()), dtype=torch.uint8)
-    places = (begins_N[:, None] + bits[:16])[in_use]
-    stream_bits[places] = ((folded[:, None] >> bits[:16]) & 1)[in_use].to(torch.uint8)
-    halves = torch.nn.functional.pad(code_G.to(torch.uint8), (0, -len(code_G) % 4))
-    codes = halves[0::2] | halves[1::2] << 4
-    numbers = (stream_bits.view(-1, 8) << bits[:8].to(torch.uint8)).sum(-1, dtype=torch.uint8)
-    return torch.cat([words_T.to(torch.int16).view(torch.uint8), codes, numbers])
+    bits_T = torch.zeros_like(tiles.numbers_T).index_add_(0, tiles.of_number, width_N.to(torch.int32))
+    words_T = tiles.codes_T + (bits_T + 15) // 16
+    raw_T = words_T >= tiles.numbers_T
+    words_T = torch.where(raw_T, tiles.numbers_T, words_T)
+    codes_T = torch.where(raw_T, 0, tiles.codes_T)
+    width_N = torch.where(raw_T[tiles.of_number], 16, width_N)
+    begins_T = words_T.cumsum(0) - words_T
+    bits = folded.new_zeros(16 * int(words_T.sum()), dtype=torch.uint8)
+    for places, used, taken in _bits_of(*tiles.codes(begins_T, codes_T)):
+        bits[places] = ((code_G[used] >> taken) & 1).to(torch.uint8)
+    for places, used, taken in _bits_of(tiles.numbers(begins_T + codes_T, width_N), width_N):
+        bits[places] = ((folded[used] >> taken) & 1).to(torch.uint8)
+    packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+    return torch.cat([words_T.to(torch.int16).view(torch.uint8), packed])
+
+
+def _bits_of(begins: Tensor, widths: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Of some numbers the places of all their bits in turn: those of the first bits, of which numbers they are, and
+    that they are bit 0; and so on."""
+    for bit in range(int(widths.max())):
+        used = (widths > bit).nonzero().flatten()
+        yield begins[used] + bit, used, bit
 
 
 def _words(stream: Tensor, tiles: int) -> Tensor:
@@ -271,17 +289,22 @@ def _words(stream: Tensor, tiles: int) -> Tensor:
     return stream[: 2 * tiles].clone().view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def _unpacked(stream: Tensor, exponents: Tensor, sizes: Sizes) -> Tensor:
+def _unpacked(stream: Tensor, exponents: Tensor) -> Tensor:
     """The numbers z of a stream, int32."""
-    if not sizes.groups:
+    if not len(exponents):
         return exponents
-    packed = stream[2 * sizes.tiles : 2 * sizes.numbers]
-    code_G = torch.stack([packed & 15, packed >> 4], -1).flatten()[: sizes.groups].to(torch.int32)
+    tiles = _Tiles(len(exponents), exponents)
+    words_T = _words(stream, len(tiles.numbers_T))
+    raw_T = words_T == tiles.numbers_T
+    codes_T = torch.where(raw_T, 0, tiles.codes_T)
+    begins_T = words_T.cumsum(0) - words_T
+    packed = stream[2 * len(words_T) :, None]
+    bits = ((packed >> torch.arange(8, dtype=torch.uint8, device=stream.device)) & 1).flatten()
+    code_G = torch.where(raw_T, RAW, 0)[tiles.of_group]
+    for places, used, taken in _bits_of(*tiles.codes(begins_T, codes_T)):
+        code_G[used] |= bits[places].to(code_G.dtype) << taken
     width_N = _widths(code_G, exponents)
-    begins_N, _ = _places(width_N, sizes)
-    bits = torch.arange(16, dtype=torch.int32, device=stream.device)
-    stream_bits = ((stream[2 * sizes.numbers :, None] >> bits[:8].to(torch.uint8)) & 1).flatten()
-    in_use = bits < width_N[:, None]
-    found = torch.zeros(in_use.shape, dtype=torch.int32, device=stream.device)
-    found[in_use] = stream_bits[(begins_N[:, None] + bits)[in_use]].to(torch.int32)
-    return (found << bits).sum(-1, dtype=torch.int32)
+    found = torch.zeros_like(exponents)
+    for places, used, taken in _bits_of(tiles.numbers(begins_T + codes_T, width_N), width_N):
+        found[used] |= bits[places].to(torch.int32) << taken
+    return found

@@ -37,7 +37,7 @@ UNPRICED = FREE - MAKERS
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm", "linear", "addmm", "baddbmm"])
 COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
 ATTENTION = "scaled_dot_product"
-SENT_PART = 0.42  # of whole tensors, what the lossless codec writes in their place, in a typical run
+SENT_PART = 0.37  # of whole tensors, what the lossless codec writes in their place, in a typical run
 
 
 class Pricing(TorchFunctionMode):

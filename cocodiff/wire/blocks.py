@@ -43,8 +43,8 @@ class BlockSet:
     def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int] | None = None) -> None:
         self.blocks, self.layout, self.whole = dict(blocks), layout, whole
         some = next(iter(blocks.values()))
-        self.like, self.tensors = some[0], len(some)
-        self._batch, self._width = len(self.like), self.like.shape[-1]
+        self.like, self.widths = some[0], [one.shape[-1] for one in some]
+        self._batch, self._width = len(self.like), sum(self.widths)
         self._itemsize = self.like.new_empty(0).element_size()
 
     def contained_tensors(self) -> list[Payload]:
@@ -53,12 +53,12 @@ class BlockSet:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one token of one head, of all tensors together."""
-        return self._batch * self._width * self.tensors * self._itemsize
+        return self._batch * self._width * self._itemsize
 
     def numel(self, message: Sequence[Block]) -> int:
         rows, heads = self.layout.rows, self.layout.heads
         cells = sum([rows[block.rows] * heads[block.heads] for block in message])
-        return cells * self._batch * self._width * self.tensors
+        return cells * self._batch * self._width
 
     def bytes(self, message: Sequence[Block]) -> int:
         return self.numel(message) * self._itemsize
@@ -82,10 +82,9 @@ class BlockSet:
 
     def views(self, message: Sequence[Block], buffer: Tensor) -> dict[Block, list[Payload]]:
         """The blocks of a message as they lie in a flat buffer."""
-        B, W, rows, heads = self._batch, self._width, self.layout.rows, self.layout.heads
-        tensors = range(self.tensors)
-        parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for _ in tensors]))
-        return {block: [next(parts) for _ in tensors] for block in message}
+        B, rows, heads = self._batch, self.layout.rows, self.layout.heads
+        parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for W in self.widths]))
+        return {block: [next(parts) for _ in self.widths] for block in message}
 
 
 def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
@@ -110,8 +109,10 @@ class Target:
             self._kernels.unpack(parts, [place for block in here for place in self._places[block]])
 
 
-def rows_of_ranks(x_BSGD: Tensor, layout: Layout) -> dict[int, Tensor]:
-    """The rows of every rank as views of a tensor with the whole sequence."""
-    ranks = layout.in_sequence
-    parts = x_BSGD.split_with_sizes([layout.rows[rank] for rank in ranks], 1)
-    return dict(zip(ranks, parts, strict=True))
+def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
+    """The blocks of a tensor, cut by rows or by heads. in_turn: what travelled as `EncodedBlocks` lies block by block in
+    its memory, whatever the tensor's strides say."""
+    if not in_turn:
+        return x_BTHW.split_with_sizes(sizes, dim)
+    B, T, H, W = x_BTHW.shape
+    return views(x_BTHW.view(-1), [(B, size, H, W) if dim == 1 else (B, T, size, W) for size in sizes])

@@ -14,7 +14,7 @@ from torch import Tensor
 from cocodiff.kernels import Kernels
 from cocodiff.routes.plans import Block
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target, rows_of_ranks, whole_cell
+from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target, blocks_of, whole_cell
 from cocodiff.wire.coded import CodedCall, Encoded
 
 OUTPUT = "o"  # the name of attention's output among the tensors of a call
@@ -42,6 +42,7 @@ class Outgoing(ABC):
         self.layout: Layout = end.coded.layout
         self._whole = self.layout, whole_cell(tensors.values())
         self._encoded: Encoded | None = None
+        self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
 
     def contained_tensors(self) -> Sequence[object]:
         """The tensors that `blocks` is made of."""
@@ -53,6 +54,7 @@ class Outgoing(ABC):
 
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
+        self._in_turn = isinstance(payloads[0], EncodedBlocks)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
     @abstractmethod
@@ -86,10 +88,11 @@ class TensorsToHeads(Outgoing):
 
     def target(self, here: BlockSet) -> Target:
         own, layout = self.end.rank, here.layout
-        shape = (len(here.like), sum(layout.rows), layout.heads[own], here.like.shape[-1])
-        received_BSGW = [here.like.new_empty(shape) for _ in range(here.tensors)]
-        of_ranks = [rows_of_ranks(x, layout) for x in received_BSGW]
-        places = {Block(rank, own): [rows[rank] for rows in of_ranks] for rank in range(len(layout.rows))}
+        shape, ranks = (len(here.like), sum(layout.rows), layout.heads[own]), layout.in_sequence
+        received_BSGW = [here.like.new_empty((*shape, width)) for width in here.widths]
+        rows = [layout.rows[rank] for rank in ranks]
+        of_ranks = zip(*(blocks_of(x, rows, 1, self._in_turn) for x in received_BSGW), strict=True)
+        places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
         return Target(received_BSGW, places, self.end.kernels)
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
@@ -122,7 +125,7 @@ class OutputToRows(Outgoing):
         own, layout = self.end.rank, here.layout
         shape = (len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1])
         out_BLHW = here.like.new_empty(shape)
-        parts = out_BLHW.split_with_sizes(layout.heads, 2)
+        parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self.end.kernels)
 

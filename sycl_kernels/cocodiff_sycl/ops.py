@@ -217,7 +217,8 @@ class SyclOps:
         how = (dim, sizes), places, factor is not None and before_BLHD is not None
         plan, addresses = self._plans.of_streams("encode_lossless", (x_BLHD, last_BLHD, before_BLHD), *how)
         if plan.tiles:
-            given = streams, None, plan.table, self._begins(plan.tiles), lengths_N, needed_1
+            begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
+            given = streams, None, plan.table, begins, lengths_N, needed_1
             self._launch_all(plan, addresses, given, factor)
         else:
             lengths_N.zero_()
@@ -227,7 +228,7 @@ class SyclOps:
     ) -> Tensor:
         plan, _ = self._plans.of_streams("stream_lengths", (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
-        given = self._blocks(code_BLHW, cut), None, plan.table, begins, lengths_N, None
+        given = code_BLHW, None, plan.table, begins, lengths_N, None
         self._launch_all(plan, 3 * NOWHERE, given, None)
         return begins
 
@@ -244,19 +245,11 @@ class SyclOps:
         how = tuple(cut), code_BLHW.shape[-1], factor is not None and known[1] is not None
         plan, addresses = self._plans.of_streams("decode_lossless", tuple(known), *how)
         if plan.tiles:
-            given = self._blocks(code_BLHW, cut), rests, plan.table, found, lengths_N, None
+            given = code_BLHW, rests, plan.table, found, lengths_N, None
             self._launch_all(plan, NOWHERE + addresses, given, factor)
 
     def _begins(self, tiles: int) -> Tensor:
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
-
-    @staticmethod
-    def _blocks(code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]]) -> Tensor:
-        """Received blocks one after the other in memory, as those of one batch row are that are cut by rows."""
-        dim, sizes = cut
-        if code_BLHW.is_contiguous() and (len(sizes) == 1 or (dim == 1 and len(code_BLHW) == 1)):
-            return code_BLHW
-        return torch.cat([block.flatten() for block in code_BLHW.split_with_sizes(sizes, dim)])
 
     def _launch_all(
         self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float | None

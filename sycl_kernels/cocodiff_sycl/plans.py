@@ -5,6 +5,7 @@ A later call with tensors of such layouts (`layouts.py`) finds the plan and brin
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 RESIDUAL = "encode_residual", "note_change", "decode_residual", "continue_linearly"
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 16, 32, 10  # of the lossless codec: numbers, groups; of its launches
+STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
+FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's coding
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
@@ -54,10 +56,15 @@ def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
     """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
     places = [0]
     for count in cells:
-        groups = -(-count * head_dim // STREAM_GROUP)
-        words = -(-groups // STREAM_TILE) + -(-groups // 4) + STREAM_GROUP * groups
-        places.append(places[-1] + 2 * words)
+        numbers = count * head_dim
+        places.append(places[-1] + 2 * (-(-numbers // (STREAM_GROUP * STREAM_TILE)) + numbers))
     return places
+
+
+def _divisor(number: int) -> int:
+    """As kernels take it, which multiply by its inverse and shift: exact for what is below 2**31. 0 for 1."""
+    shift = (number - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // number) | (shift - 1) << 32 if number > 1 else 0
 
 
 class Plans:
@@ -240,7 +247,12 @@ class Plans:
         """places: where streams begin."""
         self._check_known("encode_lossless", x_BLHD, last_BLHD, before_BLHD)
         dtype = DTYPES[x_BLHD.dtype]
-        kernels = f"stream_sizes_{dtype}", "stream_begins", f"stream_numbers_{dtype}"
+        begins = (
+            ()
+            if max(map(operator.sub, places[1:], places)) <= FEW_TILES * STREAM_TILE * STREAM_GROUP * 2
+            else ("stream_begins",)
+        )
+        kernels = f"stream_sizes_{dtype}", *begins, f"stream_numbers_{dtype}"
         return self._streams(kernels, (x_BLHD, last_BLHD, before_BLHD), cut, places, 0, linear)
 
     def _stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
@@ -266,6 +278,10 @@ class Plans:
         check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD, **there)
         for name, tensor in there.items():
             check_no_overlap(op, name, tensor)
+        for name, tensor in (there | {"x": x_BLHD}).items():
+            spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            if spanned >= 2**32:
+                raise ValueError(f"{op}: {name} spans {spanned} numbers: give less than {2**32}")
 
     def _streams(
         self,
@@ -286,11 +302,12 @@ class Plans:
             groups = cells * D // STREAM_GROUP
             tiles = -(-groups // STREAM_TILE)
             begins = place if places is None else places[number]
-            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2))
+            divisors = [_divisor(by) for by in ((H, size) if dim == 1 else (size, T))]
+            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2, *divisors))
             first_tile, start, place = first_tile + tiles, start + size, place + cells * width
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
         strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
-        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), *strides
+        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), _divisor(D // STREAM_GROUP), *strides
         lanes = self._library.lanes
         launches = []
         for kernel in kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -111,22 +112,40 @@ def test_no_call_after_the_second_sends_more_than_whole_tensors_and_a_fiftieth(k
             assert total[number + 1] - total[number] <= 1.02 * (of_whole[number + 1] - of_whole[number])
 
 
+def random_world(draw: random.Random, sizes: Sequence[int]) -> None:
+    size, how = draw.choice(sizes), dict(draw.choice(ROUTES))
+    if size % how.get("ring", 1):
+        how.pop("ring")
+    kind, dtype = draw.choice(KINDS), draw.choice((torch.bfloat16, torch.float16))
+    heads = size * draw.choice((1, 2)) + (0 if how.get("ring") else draw.choice((0, 1)))
+    image = size + draw.choice((0, 5, 23, 64))
+    world = Data(size, heads, image, draw.choice((8, 20, 64)), draw.choice((1, 2)), dtype=dtype, kind=kind)
+    how["predictor"] = draw.choice(("last", "taylor"))
+    if "chunks" not in how and draw.random() < 0.3:
+        displaced(world, how)
+    else:
+        same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
+
+
 @pytest.mark.exhaustive
 def test_random_worlds():
     draw = random.Random(0)
     for _ in range(150):
-        size = draw.choice((2, 3, 4, 5, 8, 12))
-        how = dict(draw.choice(ROUTES))
-        if how.get("ring") and size % 2:
-            how.pop("ring")
-        kind, dtype = draw.choice(KINDS), draw.choice((torch.bfloat16, torch.float16))
-        heads = size * draw.choice((1, 2)) + (0 if how.get("ring") else draw.choice((0, 1)))
-        world = Data(size, heads, draw.choice((5, 23, 64)), draw.choice((8, 24, 64)), dtype=dtype, kind=kind)
-        arrival = draw.choice(("now", "now", "displaced")) if "chunks" not in how else "now"
-        if arrival == "now":
-            same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
-        else:
-            displaced(world, how)
+        random_world(draw, (2, 3, 4, 5, 8, 12))
+
+
+@pytest.mark.exhaustive
+def test_random_worlds_of_many_ranks():
+    draw = random.Random(1)
+    for _ in range(12):
+        random_world(draw, (16, 23, 24))
+
+
+@pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])
+def test_two_nodes_of_ranks_give_the_same_bits(machine):
+    """24, most of whose blocks are smaller than a tile, and on two nodes with what is passed on over their NICs."""
+    world = Data(24, heads=24, image=31, channels=16, batch=1, machine=machine, dtype=torch.bfloat16, kind="jumps")
+    same_bits(world, RUN[:3], exchange="split", order="v_first")
 
 
 def displaced(world: Data, how: dict) -> None:

@@ -69,7 +69,7 @@ class LosslessCall(CodedCall):
         self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._head_dim = like_BLHD.shape[-1]
+        self._batch, self._head_dim = len(like_BLHD), like_BLHD.shape[-1]
         self._coding.begin_call(self, like_BLHD)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -155,7 +155,7 @@ class LosslessCall(CodedCall):
                     ends[name] = End([x_BSGD, *(torch.empty_like(x_BSGD) for _ in range(self._coding.kept - 1))])
             return list(received_BTHW.values())
         arrived = [
-            Arrived(name, x_BTHW[:, rows], cut, ends[name].known(self.number, rows))
+            Arrived(name, _rows_in_turn(x_BTHW, rows), cut, ends[name].known(self.number, rows))
             for name, x_BTHW in received_BTHW.items()
         ]
         with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
@@ -199,7 +199,8 @@ class LosslessCall(CodedCall):
                 self._exchange.port.count(rank, rest.nbytes)
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
-            self.noted_step.overflow(sum(rest.nbytes for rest, _ in sends), self._bytes_of_whole())
+            rests = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
+            self.noted_step.overflow(sum(rest.nbytes for rest in rests), self._bytes_of_whole())
             with self._trace.span("wait for rests", layer=self._layer):
                 self._coding.ranks.control.submit_inline(self._exchange_rests, sends, receives).wait()
 
@@ -210,7 +211,7 @@ class LosslessCall(CodedCall):
     def _bytes_of_whole(self) -> int:
         """Of one tensor of this rank, all heads of its rows."""
         rows, heads = self.layout.rows[self._exchange.rank], sum(self.layout.heads)
-        return rows * heads * 2 * self._head_dim
+        return self._batch * rows * heads * 2 * self._head_dim
 
 
 class Arrived:
@@ -235,6 +236,15 @@ class Arrived:
     def decode(self, kernels: Kernels, factor: float | None) -> None:
         given = self._code_BTHW, self._rests, self.lengths_N, self._found
         kernels.decode_lossless(*given, self._known, factor, self._cut)
+
+
+def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
+    """Some rows of a tensor whose blocks of rows lie one behind the other in memory."""
+    B, T, *cell = x_BTHW.shape
+    if rows == slice(0, T):
+        return x_BTHW
+    count = rows.stop - rows.start
+    return x_BTHW.view(T, -1)[rows].view(B, count, *cell)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:

@@ -104,8 +104,6 @@ class Lossless(Coding):
         call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
         if call.codes and state.follows:
             call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS}
-            of_three = max(call.rooms[name] for name in "qkv")  # what may travel together is equally wide
-            call.rooms |= dict.fromkeys("qkv", of_three)
             call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
             call.noted = self.notes.of_call(like_BLHD.device, largest=True)
             call.noted.takers.append(state.take_notes)

@@ -13,8 +13,9 @@ from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 
-# Of a whole tensor, what the first part of a coded call takes over 50 steps (docs/lossless.md).
-TYPICAL = 0.42
+# Of a whole tensor, what a coded call sends in a run of 50 steps, where heads are so wide that rounding to whole bytes
+# does not count (docs/lossless.md).
+TYPICAL = 0.37
 
 
 class LosslessCosts(Costs):
