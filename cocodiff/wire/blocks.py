@@ -110,8 +110,8 @@ class Target:
 
 
 def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
-    """The blocks of a tensor, cut by rows or by heads. in_turn: what travelled as `EncodedBlocks` lies block by block in
-    its memory, whatever the tensor's strides say."""
+    """The blocks of a tensor, cut by rows or by heads. in_turn: what travelled as `EncodedBlocks` lies block by
+    block in its memory, whatever the tensor's strides say."""
     if not in_turn:
         return x_BTHW.split_with_sizes(sizes, dim)
     B, T, H, W = x_BTHW.shape
