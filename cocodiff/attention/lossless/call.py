@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.calls import Noted
-from cocodiff.attention.lossless.state import NEEDED, End, LosslessStep, SiteState
+from cocodiff.attention.lossless.state import NEEDED, LosslessStep, SiteState
+from cocodiff.attention.sites import End
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import Cut, room_of, stream_places

@@ -13,21 +13,21 @@ A site's first call travels whole. docs/lossless.md has the figures.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, SharedNotes
+from cocodiff.attention.calls import TENSORS
 from cocodiff.attention.lossless.call import LosslessCall
 from cocodiff.attention.lossless.state import LosslessStep, SiteState
+from cocodiff.attention.sites import SiteCoding
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels.lossless import CODED, PARTS, least_room
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.coded import CodedCall
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.wire.coding import AllRanks
 from cocodiff.wire.exchange import Exchange
 
 FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
@@ -42,19 +42,15 @@ class LosslessKind(NamedTuple):
     share: float
 
 
-class Lossless(Coding):
-    """Sends streams. On one rank nothing travels, and nothing is coded."""
+class Lossless(SiteCoding[SiteState, LosslessStep]):
+    """Sends streams."""
 
-    keeps_state = prefers_ulysses = True
     fixed_kind: LosslessKind | None = None
 
     def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
-        """ranks: of the Ulysses group. everyone: those that share the sequence, who agree on sizes."""
-        self.ranks, self.moment, self.factor = ranks, Moment(-1, 0, None), CONTINUED[settings.predictor]
-        self.kept = values_kept(settings)
-        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
-        self._sites: dict[Site, SiteState] = {}
-        self._report: defaultdict[int, LosslessStep] = defaultdict(LosslessStep)
+        """ranks: of the Ulysses group."""
+        super().__init__(exchange, everyone, SiteState, LosslessStep)
+        self.ranks, self.factor, self.kept = ranks, CONTINUED[settings.predictor], values_kept(settings)
 
     @classmethod
     def of(
@@ -63,36 +59,7 @@ class Lossless(Coding):
         return cls(exchange, transport, everyone, settings)
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        state = self._sites.setdefault(site, SiteState())
-        return LosslessCall(self, state, exchange, layout, site.kind)
-
-    def begin_step(self, moment: Moment) -> None:
-        """Has the ranks agree on the sizes of the last call's streams, behind what comes before the first attention."""
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
-
-    def forget(self, site: Site) -> None:
-        self._sites.pop(site, None)
-
-    def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.hand_out()
-            self.notes.clear()
-        self._sites.clear()
-
-    def bytes_held(self) -> int:
-        return sum(site.bytes_held() for site in self._sites.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        return {**self._report}
-
-    def forget_report(self) -> None:
-        self._report.clear()
+        return LosslessCall(self, self.state_of(site), exchange, layout, site.kind)
 
     def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
         """Decides how a call is coded, alike on all ranks."""

@@ -6,47 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from cocodiff.attention.calls import TENSORS, SiteCalls
-from cocodiff.kernels.residual import Reconstructions
+from cocodiff.attention.calls import TENSORS
+from cocodiff.attention.sites import SiteEnds
 
 NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 
 
 @dataclass
-class End:
-    """One end's values of one tensor at the last calls, each contiguous, in turn the newest."""
-
-    buffers: list[Tensor]
-
-    def known(self, call: int, rows: slice) -> Reconstructions:
-        """Some rows of what the call of this number, from 1, finds: the newest, and what it writes over."""
-        newest, written = self.buffers[(call - 1) % len(self.buffers)], self.written(call)
-        return Reconstructions(newest[:, rows], None if written is newest else written[:, rows])
-
-    def written(self, call: int) -> Tensor:
-        return self.buffers[call % len(self.buffers)]
-
-
-@dataclass
-class SiteState(SiteCalls):
+class SiteState(SiteEnds):
     """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
-    sixteenths of a byte, 0 where that is not known. sent, received: what both ends know, by the tensors' names."""
+    sixteenths of a byte, 0 where that is not known."""
 
     needed: Mapping[str, int] = field(default_factory=dict)
-    sent: dict[str, End] = field(default_factory=dict)
-    received: dict[str, End] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
-        self.needed, self.sent, self.received = {}, {}, {}
+        super().begin_anew()
+        self.needed = {}
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
-
-    def bytes_held(self) -> int:
-        ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
 
 
 @dataclass

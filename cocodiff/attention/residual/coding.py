@@ -8,7 +8,6 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/co
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -16,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, is_fine
-from cocodiff.attention.residual.state import CodedStep, End, SiteState, kept
+from cocodiff.attention.calls import TENSORS, Noted, is_fine
+from cocodiff.attention.residual.state import CodedStep, SiteState, kept
+from cocodiff.attention.sites import End, SiteCoding
 from cocodiff.attention.strategy import Site
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
@@ -25,7 +25,7 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coded import CodedCall, Encoded
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.wire.coding import AllRanks
 from cocodiff.wire.exchange import Exchange
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
@@ -43,20 +43,16 @@ class ResidualKind(NamedTuple):
     fine: bool
 
 
-class Residual(Coding):
-    """Sends residuals. On one rank nothing travels, and nothing is coded."""
+class Residual(SiteCoding[SiteState, CodedStep]):
+    """Sends residuals."""
 
-    keeps_state = prefers_ulysses = True
     fixed_kind: ResidualKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
-        """everyone: the ranks that share the sequence, who decide together. settings: codec, predictor, fine_steps and
-        arrival, see `Config`."""
-        self._settings, self.moment, self.kept = settings, Moment(-1, 0, None), reconstructions(settings)
+        """settings: codec, predictor, fine_steps and arrival, see `Config`."""
+        super().__init__(exchange, everyone, SiteState, CodedStep)
+        self._settings, self.kept = settings, reconstructions(settings)
         self.measures = settings.arrival == "adaptive"  # encoding tells how tensors change, in the same pass
-        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
-        self._sites: dict[Site, SiteState] = {}
-        self._report: defaultdict[int, CodedStep] = defaultdict(CodedStep)
 
     @classmethod
     def of(
@@ -65,38 +61,7 @@ class Residual(Coding):
         return cls(exchange, everyone, settings)
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        state = self._sites.setdefault(site, SiteState())
-        return ResidualCall(self, state, exchange.kernels, exchange.trace, layout, site.kind)
-
-    # Lifecycle --------------------------------------------------------------------------------------------------------
-
-    def begin_step(self, moment: Moment) -> None:
-        """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
-
-    def forget(self, site: Site) -> None:
-        self._sites.pop(site, None)
-
-    def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.hand_out()
-            self.notes.clear()
-        self._sites.clear()
-
-    def bytes_held(self) -> int:
-        return sum(site.bytes_held() for site in self._sites.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        return {**self._report}
-
-    def forget_report(self) -> None:
-        self._report.clear()
+        return ResidualCall(self, self.state_of(site), exchange.kernels, exchange.trace, layout, site.kind)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 

@@ -9,55 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, SiteCalls
-from cocodiff.kernels.residual import Onward, Prediction, Reconstructions
+from cocodiff.attention.calls import TENSORS
+from cocodiff.attention.sites import End, SiteEnds
+from cocodiff.kernels.residual import Onward, Prediction
 
 
 @dataclass
-class End:
-    """One end's reconstructions of one tensor, each contiguous, in turn the newest."""
-
-    buffers: list[Tensor]
-
-    def newest(self, call: int) -> Tensor:
-        """The newest one that the call of this number, from 1, finds."""
-        return self.buffers[(call - 1) % len(self.buffers)]
-
-    def known(self, call: int, rows: slice) -> Reconstructions:
-        """Some rows for that call: the newest, and what is written over."""
-        last, written = self.newest(call), self.written(call)
-        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
-
-    def written(self, call: int) -> Tensor:
-        """The buffer that that call's reconstruction is written to."""
-        return self.buffers[call % len(self.buffers)]
-
-
-@dataclass
-class SiteState(SiteCalls):
+class SiteState(SiteEnds):
     """linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
     plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
-    wanted: by name, the continuations that are to be written while the last call's tensors are decoded.
-    sent, received: both ends' reconstructions by the tensors' names: of q, k and v the sender has its own rows and all
-    heads, the receiver all rows and its own heads; of the output it is the other way round."""
+    wanted: by name, the continuations that are to be written while the last call's tensors are decoded."""
 
     linear: frozenset[str] = frozenset()
     plain: bool = False
     wanted: dict[str, Onward] = field(default_factory=dict)
-    sent: dict[str, End] = field(default_factory=dict)
-    received: dict[str, End] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
-        self.plain, self.linear, self.sent, self.received = not self.fits, frozenset(), {}, {}
+        super().begin_anew()
+        self.plain, self.linear = not self.fits, frozenset()
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         super().take_notes(notes)
         compared = dict(zip(TENSORS, (of_tensor[1] for of_tensor in notes), strict=True))
         self.linear = frozenset(name for name, better in compared.items() if better < 0)
-
-    def bytes_held(self) -> int:
-        ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
 
 
 @dataclass
