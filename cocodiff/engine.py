@@ -8,7 +8,7 @@ and leaving the context puts everything back as it was.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -31,7 +31,7 @@ from cocodiff.errors import PeerLost, UserError
 from cocodiff.guidance import Call, Guidance, Parts, Way, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Adapter, Arguments, replace_attention, replace_forward
+from cocodiff.models.adapter import Arguments, replace_forward
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, load
 from cocodiff.results import Results
@@ -51,17 +51,19 @@ def parallelize(
     *,
     config: Config | None = None,
     transport: Transport | None = None,
+    plan: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Engine:
     """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
 
     preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
     transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
+    plan: where tokens are cut and gathered (`cocodiff.models.plan`), by default what is known of the class.
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
     that do not fit machine or model.
     """
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
-    return Engine(target, settings, transport)
+    return Engine(target, settings, transport, plan)
 
 
 def open_transport(
@@ -80,7 +82,7 @@ def open_transport(
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
-    def __init__(self, target: Any, config: Config, transport: Transport | None = None) -> None:
+    def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
         model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
         if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
@@ -88,11 +90,11 @@ class Engine:
         self._pipe = target if target is not model else None
         self.config = config
         checks.check_not_compiled(self.model.named_modules())
-        self.family = family_of(self.model)
-        self.adapter: Adapter = self.family.adapter
+        self.family = family_of(self.model, plan)
+        self.adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
-        self.transport = transport if transport is not None else open_transport(config)
+        self.transport = transport or open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
         self._inside = False
         self._results: Results | None = None
@@ -119,10 +121,7 @@ class Engine:
         self._trace_together = self.trace.counted_as("unsplit" if self._guidance.pinned else "attention")
         self._together = self._sequence_of(self.topology, self.transport, trace=self._trace_together)
         self._parts: Parts | None = None
-        if self._guidance.pinned:
-            self._ranks = self._split().sequence
-        else:
-            self._ranks = self._together
+        self.sequence = self._split().sequence if self._guidance.pinned else self._together
         self._call = Call()
         _ = self.strategy
 
@@ -135,8 +134,7 @@ class Engine:
         return self._parts
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
-        shape: Any = self.model.config
-        work = Work(shape.num_attention_heads, shape.attention_head_dim)
+        work = Work(*self.adapter.heads(self.model))
         return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
 
     def _mesh_on(self, topology: Topology) -> Mesh:
@@ -146,17 +144,17 @@ class Engine:
     @property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring, over the ranks that share the current call's sequence."""
-        return self._ranks.mesh
+        return self.sequence.mesh
 
     @property
     def strategy(self) -> Ulysses:
         """The attention of the current call."""
-        return self._ranks.strategy
+        return self.sequence.strategy
 
     @property
     def chosen(self) -> str | None:
         """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
-        return self._ranks.chosen
+        return self.sequence.chosen
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -173,18 +171,15 @@ class Engine:
         pipe: Any = self._pipe
         vae = getattr(pipe, "vae", None)
         shared = None if vae is None else shared_vae(vae, self.config.vae, self.transport)
-        model: Any = self.model
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._restore.append(replace_attention(self.adapter, model, self, kernels))
+        self._restore.append(self.adapter.attach(self.model, self, kernels))
         hooks = [self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)]
         if self.size > 1:
-            hooks += [hook.register() for hook in self.adapter.hooks(model, self)]
-            layer, segment = self.adapter.exit(model)
-            hooks.append(layer.register_forward_hook(lambda _, __, x_BLC: self._ranks.gather(x_BLC, segment)))
+            hooks += [hook.register() for hook in self.adapter.all_hooks(self.model, self)]
         self._restore += [hook.remove for hook in hooks]
         if self._guidance.possible:
-            self._restore.append(replace_forward(model, self._compute))
+            self._restore.append(replace_forward(self.model, self._compute))
         if vae is not None:
             pipe.vae = shared
             self._restore.append(lambda: setattr(pipe, "vae", vae))
@@ -241,10 +236,9 @@ class Engine:
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
-        scheduler = getattr(self._pipe, "scheduler", None)
-        sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
-        self.counter.call(arguments.get("timestep"), sample, text, scheduler)
-        ranks, call = self._begin_call(arguments)
+        sample, timestep, text = self.adapter.called_with(arguments)
+        self.counter.call(timestep, sample, text, getattr(self._pipe, "scheduler", None))
+        ranks, call = self._begin_call(sample, arguments.get("return_dict"))
         ranks.segments = self.adapter.segments(self.model, arguments)
         if self.size > 1 and self.counter.calls <= COMPARED_CALLS:
             self._compare_with_others(arguments)
@@ -253,14 +247,13 @@ class Engine:
             changed = arguments = self._split().own_rows(arguments, len(sample))
         moment = Moment(self.counter.run, self.counter.step, self._steps(), self.counter.sigma)
         ranks.strategy.coding.begin_step(moment)
-        if ranks.strategy.coding.keeps_state and self.size > 1:
-            self._check_memory(arguments["hidden_states"])
+        if ranks.strategy.coding.keeps_state and self.size > 1 and ranks.segments:
+            self._check_memory(sample)
         return None if changed is None else ((), changed)
 
-    def _begin_call(self, arguments: Arguments) -> tuple[SequenceRanks, Call]:
+    def _begin_call(self, sample: Tensor, return_dict: Any) -> tuple[SequenceRanks, Call]:
         """Decides who computes this call, alike on all ranks, and makes these the current ones."""
-        sample = arguments["hidden_states"]
-        form = tuple(sample.shape), sample.dtype, arguments.get("return_dict")
+        form = tuple(sample.shape), sample.dtype, return_dict
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         way = self._guidance.way(self.counter, len(sample), form, guided)
         if way is Way.TOGETHER and self.rank == 0:
@@ -269,11 +262,11 @@ class Engine:
         if parts is not None and self.counter.branch == 0:
             parts.begin_step(self._guidance.expected)
         if parts is None or way is Way.TOGETHER:
-            self._ranks, self._call = self._together, Call(way, True, form)
+            self.sequence, self._call = self._together, Call(way, True, form)
         else:
             own = way is Way.ROWS or parts.keeps(self.counter.branch)
-            self._ranks, self._call = parts.sequence, Call(way, own, form)
-        return self._ranks, self._call
+            self.sequence, self._call = parts.sequence, Call(way, own, form)
+        return self.sequence, self._call
 
     def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""
@@ -306,16 +299,16 @@ class Engine:
         }
         if self.counter.calls == 1:
             facts["digest of weights"] = weights_digest(self.model)
-        device = arguments["hidden_states"].device
+        device = self.adapter.called_with(arguments)[0].device
         # A part that does not compute a call does not wait for the one that does: each compares its own.
         apart = self._call.way is Way.CALLS and self.counter.branch > 0
         if self._call.own or not apart:
-            check_agreement(facts | arguments, device, self._ranks.transport if apart else self.transport)
+            check_agreement(facts | arguments, device, self.sequence.transport if apart else self.transport)
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
-        ranks, branches = self._ranks, self.counter.branch + 1
+        ranks, branches = self.sequence, self.counter.branch + 1
         if self._call.way in (Way.ALIKE, Way.CALLS):  # a part keeps something for its own branches alone
             branches = (branches + 1) // 2
         call = len(hidden), hidden.element_size(), branches
@@ -331,17 +324,17 @@ class Engine:
     @property
     def segments(self) -> Segments:
         """The segments of the model's current call, as its adapter says them."""
-        return self._ranks.segments
+        return self.sequence.segments
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a segment of the current call, out of all of them: for the adapter's hooks."""
-        return self._ranks.cut(segment, whole, dim)
+        return self.sequence.cut(segment, whole, dim)
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
         site = Site(layer, self.counter.branch)
-        self._ranks.transport.health.arrive(f"attention {layer}")
+        self.sequence.transport.health.arrive(f"attention {layer}")
         out_BLHD = self.strategy.attend(qkv, site)
         if not self._call.own:
             self.strategy.coding.forget(site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family, Pipelines
@@ -28,15 +29,13 @@ def families() -> Iterator[Family]:
     return map(load_family, FAMILIES)
 
 
-def family_of(model: object) -> Family:
-    """The family of a transformer. Raises UserError that lists the known ones."""
-    for family in families():
+def family_of(model: object, plan: Any = None) -> Family:
+    """The family of a transformer, or what runs it by a plan (`by_plan.py`). Raises UserError that lists the known."""
+    for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
-    raise UserError(
-        f"no adapter for {type(model).__name__}; known families: {', '.join(FAMILIES)}; "
-        f"docs/new-model.md tells how one is written"
-    )
+    found: Family = import_module("cocodiff.models.by_plan").family_by_plan(model, plan, FAMILIES)
+    return found
 
 
 def family_of_class(name: str) -> Family | None:

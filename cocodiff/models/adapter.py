@@ -21,7 +21,9 @@ from cocodiff.topology.layout import Segments
 
 
 class Shard(Protocol):
-    """This rank's share of the current call."""
+    """This rank's share of the current call. sequence: the ranks that have one each."""
+
+    sequence: Any
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a segment, out of all of them along a dimension."""
@@ -121,6 +123,23 @@ class Adapter(ABC):
         segment's name."""
         return model.proj_out, IMAGE
 
+    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
+        """Where tokens are cut, and where they are gathered."""
+        module, segment = self.exit(model)
+        return [*self.hooks(model, shard), Hook(module, output=lambda x_BLC: shard.sequence.gather(x_BLC, segment))]
+
+    def heads(self, model: Any) -> tuple[int, int]:
+        """How many heads attention has, and how wide one is: what a mesh is chosen by."""
+        return model.config.num_attention_heads, model.config.attention_head_dim
+
+    def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Tensor | None]:
+        """Of a call: what is denoised, its timestep, and the text, as far as there are any."""
+        return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
+
+    def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
+        """Has the model's attention asked of a Host; the returned function puts the model back. See below."""
+        return replace_attention(self, model, host, kernels)
+
 
 def replace_attention(adapter: Adapter, model: nn.Module, host: Host, kernels: Kernels) -> Callable[[], None]:
     """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
@@ -173,6 +192,13 @@ def _check_plain(name: str, module: Any, processor: Any, plain: Container[type])
             f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "
             f"has): unload the adapter or unfuse the projections that put it there, then parallelize"
         )
+    check_backend(name, processor)
+    if getattr(module, "fused_projections", False):
+        raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")
+
+
+def check_backend(name: str, processor: Any) -> None:
+    """Raises UserError for attention that is not computed in one process by torch's own function."""
     if getattr(processor, "_parallel_config", None) is not None:
         raise UserError(f"{name} is parallel already, by diffusers' own enable_parallelism: load the model anew")
     backend = getattr(processor, "_attention_backend", None)
@@ -181,5 +207,3 @@ def _check_plain(name: str, module: Any, processor: Any, plain: Container[type])
             f"{name} uses the attention backend {getattr(backend, 'value', backend)}, which ranks do not: call "
             f"transformer.reset_attention_backend() first"
         )
-    if getattr(module, "fused_projections", False):
-        raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")

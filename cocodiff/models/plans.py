@@ -1,0 +1,94 @@
+"""Plans that this project brings for classes of diffusers that have none, or one that is wrong or dear.
+
+A class that is not here runs by its own `_cp_plan`, if it has one. Those in `OWN` have one that was compared with one
+process, as all plans here were: `tests/test_plans.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from cocodiff.models.plan import Cut, Gather, Plan
+
+
+class Shipped(NamedTuple):
+    """unless: settings of a model's config with which the plan would be wrong, and why."""
+
+    plan: Plan
+    unless: Mapping[str, str] = MappingProxyType({})
+
+
+VIDEO, TEXT = "video", "text"
+
+OWN = ("WanTransformer3DModel", "ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel")
+
+# The text goes whole into attention over the text alone, so nothing of it travels.
+LTX: Plan = {
+    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
+    "rope": {0: Cut(1, 3), 1: Cut(1, 3)},
+    "proj_out": Gather(1),
+}
+
+ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved, or split: with a dimension of heads before that of tokens
+
+# diffusers' own is a copy of the one for LTX-Video: it cuts texts of two streams by one length, and neither the angles
+# between video and audio nor timesteps for each token. Audio is short: every rank has all of it.
+LTX2: Plan = {
+    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
+    "rope": {0: ROTARY, 1: ROTARY},
+    "cross_attn_rope": {0: ROTARY, 1: ROTARY},
+    "proj_out": Gather(1),
+}
+
+HELIOS: Plan = {
+    "blocks.*.attn1": {"hidden_states": Cut(1), "rotary_emb": Cut(1), 0: Gather(1)},
+    "blocks.*.attn2": {"hidden_states": Cut(1), 0: Gather(1)},
+    "blocks.*.ffn": {0: Gather(1), "hidden_states": Cut(1)},
+}
+
+HUNYUAN_VIDEO_15: Plan = {
+    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+    "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
+    "transformer_blocks.*": {"attention_mask": Cut(1)},
+    "proj_out": Gather(1),
+}
+
+Z_IMAGE: Plan = {
+    "layers.0": {"x": Cut(1)},
+    "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
+    "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
+}
+
+PLANS: dict[str, Shipped] = {
+    "LTXVideoTransformer3DModel": Shipped(LTX),
+    "LTX2VideoTransformer3DModel": Shipped(LTX2),
+    "HeliosTransformer3DModel": Shipped(
+        HELIOS, {"is_amplify_history": "its keys of the history are amplified by their place among all tokens"}
+    ),
+    "HunyuanVideo15Transformer3DModel": Shipped(HUNYUAN_VIDEO_15),
+    "ZImageTransformer2DModel": Shipped(Z_IMAGE),
+}
+
+
+def plan_of(model: Any) -> Plan | None:
+    """The plan of a transformer's class: ours, or else its own; None where there is neither.
+
+    Raises UserError for a model that ours does not fit."""
+    from cocodiff.errors import UserError
+
+    names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
+    name = next((name for name in names if name in PLANS), None)
+    if name is None:
+        own: Plan | None = getattr(model, "_cp_plan", None)
+        return own
+    for setting, reason in PLANS[name].unless.items():
+        if getattr(model.config, setting, None):
+            raise UserError(f"{name} with {setting} has no parallel form by its plan, since {reason}")
+    return PLANS[name].plan
+
+
+def is_proven(model: Any, plan: Plan) -> bool:
+    """Whether the plan is one that was compared with one process."""
+    return type(model).__name__ in OWN or plan in [one.plan for one in PLANS.values()]
