@@ -10,11 +10,13 @@ import torch
 
 
 class Planned(NamedTuple):
-    """make: the class's name in diffusers and its config. inputs: of a call, in float32."""
+    """name, config: of the class in diffusers. inputs: of a call, in float32. in_double: whether the class computes in
+    float64 where its weights are."""
 
     name: str
     config: dict[str, Any]
     inputs: Callable[[torch.Generator], dict[str, Any]]
+    in_double: bool = True
 
     def model(self) -> Any:
         import diffusers
@@ -145,9 +147,9 @@ def ltx_with_a_timestep_for_each_token(g: torch.Generator) -> dict[str, Any]:
 LTX = {
     "in_channels": 4,
     "out_channels": 4,
-    "num_attention_heads": 8,
-    "attention_head_dim": 8,
-    "cross_attention_dim": 64,
+    "num_attention_heads": 32,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 128,
     "num_layers": 2,
     "caption_channels": 10,
 }
@@ -178,9 +180,9 @@ def ltx2_with_a_timestep_for_each_token(g: torch.Generator) -> dict[str, Any]:
 LTX2 = LTX | {
     "audio_in_channels": 6,
     "audio_out_channels": 6,
-    "audio_num_attention_heads": 8,
-    "audio_attention_head_dim": 4,
-    "audio_cross_attention_dim": 32,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 2,
+    "audio_cross_attention_dim": 64,
     "rope_double_precision": False,
 }
 
@@ -239,7 +241,134 @@ Z_IMAGE = {
 }
 
 
+def hunyuan(g: torch.Generator) -> dict[str, Any]:
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, 8:] = 0
+    return {
+        "hidden_states": torch.randn(2, 4, 3, 5, 3, generator=g),
+        "timestep": torch.tensor([500, 500]),
+        "encoder_hidden_states": torch.randn(2, 13, 12, generator=g),
+        "encoder_attention_mask": mask,
+        "pooled_projections": torch.randn(2, 8, generator=g),
+        "guidance": torch.tensor([6000.0, 6000.0]),
+    }
+
+
+HUNYUAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 24,
+    "attention_head_dim": 8,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "mlp_ratio": 2.0,
+    "patch_size": 1,
+    "text_embed_dim": 12,
+    "pooled_projection_dim": 8,
+    "rope_axes_dim": (2, 2, 4),
+    "guidance_embeds": True,
+}
+
+
+def diffusion_forcing(g: torch.Generator) -> dict[str, Any]:
+    return wan(g) | {"timestep": torch.tensor([[100, 400, 900]]), "enable_diffusion_forcing": True}
+
+
+def cosmos(g: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 3, 6, 10, generator=g),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 7, 12, generator=g),
+        "fps": 24,
+    }
+
+
+def cosmos_with_a_timestep_for_each_frame(g: torch.Generator) -> dict[str, Any]:
+    return cosmos(g) | {"timestep": torch.tensor([100, 400, 900]).view(1, 1, 3, 1, 1)}
+
+
+COSMOS = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 32,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "mlp_ratio": 2.0,
+    "text_embed_dim": 12,
+    "adaln_lora_dim": 4,
+    "max_size": (4, 16, 16),
+    "concat_padding_mask": False,
+}
+
+
+def kandinsky(g: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 3, 6, 10, 4, generator=g),
+        "encoder_hidden_states": torch.randn(1, 7, 12, generator=g),
+        "timestep": torch.tensor([500.0]),
+        "pooled_projections": torch.randn(1, 8, generator=g),
+        "visual_rope_pos": [torch.arange(3), torch.arange(3), torch.arange(5)],
+        "text_rope_pos": torch.arange(7),
+    }
+
+
+KANDINSKY = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 12,
+    "in_text_dim2": 8,
+    "time_dim": 16,
+    "model_dim": 14 * 12,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (4, 4, 4),
+}
+
+
+def krea(g: torch.Generator) -> dict[str, Any]:
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 4:] = False
+    positions = torch.cat([torch.zeros(7, 3), torch.cartesian_prod(*map(torch.arange, (1, 5, 6))).float()])
+    return {
+        "hidden_states": torch.randn(2, 30, 4, generator=g),
+        "encoder_hidden_states": torch.randn(2, 7, 3, 12, generator=g),
+        "timestep": torch.tensor([0.5, 0.5]),
+        "position_ids": positions,
+        "encoder_attention_mask": mask,
+    }
+
+
+KREA = {
+    "in_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 6,
+    "intermediate_size": 32,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 12,
+    "num_text_layers": 3,
+    "text_num_attention_heads": 3,
+    "text_num_key_value_heads": 3,
+    "text_intermediate_size": 16,
+    "num_layerwise_text_blocks": 1,
+    "num_refiner_text_blocks": 1,
+    "axes_dims_rope": (4, 2, 2),
+}
+
+
 PLANNED = {
+    "hunyuan": Planned("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
+    "skyreels": Planned("SkyReelsV2Transformer3DModel", WAN | {"num_attention_heads": 16}, wan),
+    "skyreels, forcing": Planned("SkyReelsV2Transformer3DModel", WAN | {"num_attention_heads": 16}, diffusion_forcing),
+    "cosmos": Planned("CosmosTransformer3DModel", COSMOS, cosmos, in_double=False),
+    "cosmos, timesteps": Planned(
+        "CosmosTransformer3DModel", COSMOS, cosmos_with_a_timestep_for_each_frame, in_double=False
+    ),
+    "kandinsky": Planned("Kandinsky5Transformer3DModel", KANDINSKY, kandinsky, in_double=False),
+    "krea": Planned("Krea2Transformer2DModel", KREA, krea),
     "wan": Planned("WanTransformer3DModel", WAN, wan),
     "wan, timesteps": Planned("WanTransformer3DModel", WAN, wan_with_a_timestep_for_each_token),
     "wan, image": Planned("WanTransformer3DModel", WAN_IMAGE, wan_from_an_image),

@@ -103,6 +103,7 @@ MAY_IMPORT = {
         "cocodiff.agreement",
         "cocodiff.results",
     ),
+    "cocodiff.verification": ("cocodiff.comm", "cocodiff.config", "cocodiff.engine", "cocodiff.models.provenance"),
     "cocodiff.planning": (
         "cocodiff.topology",
         "cocodiff.routes",
@@ -119,7 +120,7 @@ MAY_IMPORT = {
         "cocodiff.sequence",
     ),
     "cocodiff.demo_model": (),
-    "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine"),
+    "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
     "cocodiff.__main__": ("cocodiff.cli",),
     "cocodiff.cli": ("cocodiff.__init__", "cocodiff.commands", "cocodiff.comm.launch", "cocodiff.config"),
     "cocodiff.commands": ("cocodiff", "cocodiff_eval", "cocodiff_bench"),

@@ -5,6 +5,7 @@ so, and attention is taken where torch computes it, in the order in which the mo
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
 from cocodiff.models.planned_attention import Followed, PlannedAttention, PlannedHost, Site, segments_of, told_by_all
-from cocodiff.models.plans import plan_of
+from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.models.provenance import Marks, TorchFunctions
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
@@ -48,7 +49,10 @@ class PlanAdapter(Adapter):
         return ()
 
     def heads(self, model: Any) -> tuple[int, int]:
-        config, of_modules = model.config, [getattr(m, "heads", None) for m in model.modules()]
+        config, of_modules = (
+            model.config,
+            [getattr(m, name, None) for _, m in attention_modules(model) for name in ("heads", "num_heads")],
+        )
         named = [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_heads")]
         heads = next((number for number in (*named, *of_modules) if isinstance(number, int) and number), None)
         if heads is None:
@@ -67,6 +71,11 @@ class PlanAdapter(Adapter):
             check_backend(name, module.processor)
         if host.sequence.size == 1:
             return lambda: None
+        if host.sequence.rank == 0 and not is_proven(model, self.plan):
+            warnings.warn(
+                f"{type(model).__name__} runs by a plan that nobody compared with one process: cocodiff verify does",
+                stacklevel=3,
+            )
         return PlannedModel(self.plan, model, host).attach()
 
 
@@ -148,7 +157,7 @@ class PlannedModel:
         self._of_length: dict[int, Segment] = {}
         self._named: dict[str, int] = {}
         self._inside: list[str] = []
-        self._called: dict[tuple[str, str], bool] = {}  # by classes of modules that got own tokens: did one attend?
+        self._called: dict[str, str] = {}  # kinds of attention that got own tokens, and what they are
         self._within = nullcontext()
         self._attention.begin(self._sites, self._marks)
 
@@ -157,7 +166,7 @@ class PlannedModel:
             self._within.__enter__()
         self._inside.append(name)
         if self._marks is not None and (self._marks.any_of(args) or self._marks.any_of(kwargs.values())):
-            self._called.setdefault(_classes(module), False)
+            self._called[_kind(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
 
     def _leave(self) -> None:
         if self._inside:
@@ -166,18 +175,13 @@ class PlannedModel:
                 self._within.__exit__(None, None, None)
 
     def _check_followed(self) -> None:
-        """Raises UserError for attention of a shard that torch's function did not compute."""
-        modules = dict(self._model.named_modules())
-        for site in self._sites:
-            name = site.partition(" ")[0]
-            if name in modules:
-                self._called[_classes(modules[name])] = True
-        for (module, processor), attended in self._called.items():
-            if not attended:
-                raise UserError(
-                    f"{module} with {processor} attends to a shard by other means than torch's "
-                    f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
-                )
+        """Raises UserError for attention of a shard that torch's function did not compute. Some blocks may skip theirs
+        (LTX-2's guidance by perturbed attention), but not all of a kind."""
+        for kind in self._called.keys() - {_kind(site) for site in self._sites}:
+            raise UserError(
+                f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
+                f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
+            )
 
     # Cuts and gathers -----------------------------------------------------------------------------------------------
 
@@ -283,8 +287,9 @@ class PlannedModel:
 OUTSIDE = "attention"  # the layer of what no module with a processor computes
 
 
-def _classes(module: Any) -> tuple[str, str]:
-    return type(module).__name__, type(module.processor).__name__
+def _kind(site: str) -> str:
+    """A layer's name without its numbers."""
+    return ".".join(part for part in site.partition(" ")[0].split(".") if not part.isdigit())
 
 
 def _first_tensor(value: Any) -> Any:

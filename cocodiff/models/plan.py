@@ -3,7 +3,7 @@
 A plan is what diffusers' models have as `_cp_plan`, a dictionary from module names to what is cut of a module's
 arguments (by name) or of its output (by number), or to how its output is gathered; with `Cut` and `Gather` in the place
 of diffusers' ContextParallelInput and ContextParallelOutput, which are taken as well. In a module's name `*` stands for
-one part of it; "" is the transformer itself.
+one part of it, and `-1` for the last of a list; "" is the transformer itself.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
     is not there."""
     modules = dict(model.named_modules())
     for pattern, value in plan.items():
-        parts = pattern.split(".")
-        found = [name for name in modules if _fits(name.split("."), parts)] if "*" in pattern else [pattern]
+        wanted, parts = pattern, pattern.split(".")
+        if "-1" in parts:
+            listed = modules.get(".".join(parts[: parts.index("-1")]))
+            wanted = pattern.replace("-1", str(len(listed) - 1)) if isinstance(listed, nn.ModuleList) else pattern
+        found = [name for name in modules if _fits(name.split("."), parts)] if "*" in pattern else [wanted]
         if not found or found[0] not in modules:
             raise UserError(f"the plan cuts at {pattern!r}, which {type(model).__name__} has not: correct its name")
         arguments, outputs, gathers = _read(pattern, value)

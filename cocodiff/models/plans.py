@@ -6,18 +6,17 @@ process, as all plans here were: `tests/test_plans.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cocodiff.models.plan import Cut, Gather, Plan
 
 
 class Shipped(NamedTuple):
-    """unless: settings of a model's config with which the plan would be wrong, and why."""
+    """unless: settings of a model's config with which the plan would be wrong, as name, value (True for any that is
+    set) and reason."""
 
     plan: Plan
-    unless: Mapping[str, str] = MappingProxyType({})
+    unless: tuple[str, Any, str] | None = None
 
 
 VIDEO, TEXT = "video", "text"
@@ -61,11 +60,59 @@ Z_IMAGE: Plan = {
     "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
 }
 
+# Its forward goes on with whole tensors after the last block, as Kandinsky's and Krea's do.
+SKYREELS_V2: Plan = {
+    "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
+    "blocks.0": {"hidden_states": Cut(1)},
+    "blocks.*": {"temb": Cut(2, 4)},
+    "blocks.-1": Gather(1),
+}
+
+HUNYUAN_VIDEO: Plan = {
+    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+    "transformer_blocks.0": {"hidden_states": Cut(1, tokens=VIDEO), "encoder_hidden_states": Cut(1, tokens=TEXT)},
+    "transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
+    "single_transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
+    "proj_out": Gather(1),
+}
+
+COSMOS: Plan = {
+    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+    "transformer_blocks.0": {"hidden_states": Cut(1)},
+    "transformer_blocks.*": {
+        "embedded_timestep": Cut(1, 3),
+        "temb": Cut(1, 3),
+        "extra_pos_emb": Cut(1),
+        "controlnet_residual": Cut(1),
+    },
+    "norm_out": {"embedded_timestep": Cut(1, 3), "temb": Cut(1, 3)},
+    "proj_out": Gather(1),
+}
+
+KANDINSKY_5: Plan = {
+    "visual_transformer_blocks.0": {"visual_embed": Cut(1)},
+    "visual_transformer_blocks.*": {"rope": Cut(1)},
+    "visual_transformer_blocks.-1": Gather(1),
+}
+
+KREA_2: Plan = {
+    "transformer_blocks.0": {"hidden_states": Cut(1)},
+    "transformer_blocks.*": {"image_rotary_emb": Cut(0, 2), "attention_mask": Cut(3)},
+    "transformer_blocks.-1": Gather(1),
+}
+
 PLANS: dict[str, Shipped] = {
+    "SkyReelsV2Transformer3DModel": Shipped(SKYREELS_V2),
+    "HunyuanVideoTransformer3DModel": Shipped(
+        HUNYUAN_VIDEO, ("image_condition_type", "token_replace", "tokens of the first frame are told by their place")
+    ),
+    "CosmosTransformer3DModel": Shipped(COSMOS),
+    "Kandinsky5Transformer3DModel": Shipped(KANDINSKY_5),
+    "Krea2Transformer2DModel": Shipped(KREA_2),
     "LTXVideoTransformer3DModel": Shipped(LTX),
     "LTX2VideoTransformer3DModel": Shipped(LTX2),
     "HeliosTransformer3DModel": Shipped(
-        HELIOS, {"is_amplify_history": "its keys of the history are amplified by their place among all tokens"}
+        HELIOS, ("is_amplify_history", True, "keys of the history are amplified by their place among all tokens")
     ),
     "HunyuanVideo15Transformer3DModel": Shipped(HUNYUAN_VIDEO_15),
     "ZImageTransformer2DModel": Shipped(Z_IMAGE),
@@ -83,9 +130,10 @@ def plan_of(model: Any) -> Plan | None:
     if name is None:
         own: Plan | None = getattr(model, "_cp_plan", None)
         return own
-    for setting, reason in PLANS[name].unless.items():
-        if getattr(model.config, setting, None):
-            raise UserError(f"{name} with {setting} has no parallel form by its plan, since {reason}")
+    setting, value, reason = PLANS[name].unless or ("", True, "")
+    has = getattr(model.config, setting, None)
+    if has == value or (value is True and has):
+        raise UserError(f"{name} with {setting} {has} has no parallel form by its plan: {reason}")
     return PLANS[name].plan
 
 
