@@ -137,38 +137,35 @@ class Adapter(ABC):
         return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
-        """Has the model's attention asked of a Host; the returned function puts the model back. See below."""
-        return replace_attention(self, model, host, kernels)
+        """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
+        function puts the old ones back.
 
+        Raises UserError, with the model as it was, where one does something else than the family's plain attention, in
+        one process, with torch's own kernels: it would attend to a shard.
+        """
+        # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
+        walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
+        attending: list[tuple[str, Any, Any]] = [
+            (n, module, before) for n, module, before in walk if before is not None
+        ]
+        ours = self.processors()
+        for name, module, before in attending:
+            _check_plain(name, module, before, ours)
+        for name, module, before in attending:
+            module.set_processor(ours[type(before)](host, name, kernels))
 
-def replace_attention(adapter: Adapter, model: nn.Module, host: Host, kernels: Kernels) -> Callable[[], None]:
-    """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
-    function puts the old ones back.
-
-    Raises UserError, with the model as it was, where one does something else than the family's plain attention, in one
-    process, with torch's own kernels: it would attend to a shard.
-    """
-    # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
-    walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
-    attending: list[tuple[str, Any, Any]] = [(n, module, before) for n, module, before in walk if before is not None]
-    ours = adapter.processors()
-    for name, module, before in attending:
-        _check_plain(name, module, before, ours)
-    for name, module, before in attending:
-        module.set_processor(ours[type(before)](host, name, kernels))
-
-    forwards = adapter.blocks()
-    blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
-    for block in blocks:
-        block.forward = partial(forwards[type(block)], block)
-
-    def put_back() -> None:
-        for _, module, before in attending:
-            module.set_processor(before)
+        forwards = self.blocks()
+        blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
         for block in blocks:
-            del block.forward
+            block.forward = partial(forwards[type(block)], block)
 
-    return put_back
+        def put_back() -> None:
+            for _, module, before in attending:
+                module.set_processor(before)
+            for block in blocks:
+                del block.forward
+
+        return put_back
 
 
 def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:

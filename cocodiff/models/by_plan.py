@@ -71,6 +71,11 @@ class PlanAdapter(Adapter):
             check_backend(name, module.processor)
         if host.sequence.size == 1:
             return lambda: None
+        if host.config.selection != "full":
+            raise UserError(
+                f"selection {host.config.selection} keeps tokens of an image back, and the plan of "
+                f"{type(model).__name__} does not say which these are: choose selection full, or another preset"
+            )
         if host.sequence.rank == 0 and not is_proven(model, self.plan):
             warnings.warn(
                 f"{type(model).__name__} runs by a plan that nobody compared with one process: cocodiff verify does",
