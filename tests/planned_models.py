@@ -359,7 +359,33 @@ KREA = {
 }
 
 
+def cogvideox(g: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 3, 4, 10, 6, generator=g),
+        "encoder_hidden_states": torch.randn(2, 13, 12, generator=g),
+        "timestep": torch.tensor([500, 500]),
+        "image_rotary_emb": [torch.randn(45, 8, generator=g), torch.randn(45, 8, generator=g)],
+    }
+
+
+COGVIDEOX = {
+    "num_attention_heads": 30,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 8,
+    "text_embed_dim": 12,
+    "num_layers": 2,
+    "sample_width": 6,
+    "sample_height": 10,
+    "sample_frames": 9,
+    "max_text_seq_length": 13,
+    "use_rotary_positional_embeddings": True,
+}
+
+
 PLANNED = {
+    "cogvideox": Planned("CogVideoXTransformer3DModel", COGVIDEOX, cogvideox),
     "hunyuan": Planned("HunyuanVideoTransformer3DModel", HUNYUAN, hunyuan),
     "skyreels": Planned("SkyReelsV2Transformer3DModel", WAN | {"num_attention_heads": 16}, wan),
     "skyreels, forcing": Planned("SkyReelsV2Transformer3DModel", WAN | {"num_attention_heads": 16}, diffusion_forcing),

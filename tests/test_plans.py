@@ -243,3 +243,83 @@ def test_verify_catches_what_is_silently_wrong():
     assert {trial.outcome for trial in found.trials} == {"wrong"} and found.exit_code == 1
     refused = verify(model, case.call(), ranks=[2])
     assert {trial.outcome for trial in refused.trials} == {"refused"} and refused.exit_code == 2
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+LOSSY = {"codec": {"preset": "coded"}, "displaced": {"preset": "ahead"}, "guidance": {"guidance_parallel": 2}}
+
+
+def test_the_page_tells_how_a_plan_is_written(capsys):
+    (code,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs/new-model.md").read_text(), re.DOTALL)
+    assert "plan = {" in code and len(code.splitlines()) <= 22
+    exec(compile(code, "new-model.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("ChromaTransformer2DModel: exact\n")
+
+
+def rows_of_the_page() -> dict[str, dict[str, str]]:
+    lines = [
+        line.strip("|").split("|") for line in (ROOT / "docs/models.md").read_text().splitlines() if line[:1] == "|"
+    ]
+    head, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return {row[0].strip("`"): dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_the_table_of_models_has_every_class():
+    rows, adapters = rows_of_the_page(), {family.class_name for family in families()}
+    assert set(rows) == adapters | {*PLANS, *OWN}
+    for name, row in rows.items():
+        assert row["by"].partition(":")[0] == ("a family" if name in adapters else "a plan")
+        assert {row[of] for of in ("V-First", "V-Major")} == {"yes" if name in adapters else "no"}
+        assert name in adapters or row["by"].startswith("a plan: ours" if name in PLANS else "a plan: diffusers'")
+        assert {row[of] for of in LOSSY} == {"yes"}
+
+
+def six_calls(case: Planned) -> list[dict[str, Any]]:
+    """Three steps with two branches of guidance."""
+    calls = []
+    for step in range(3):
+        for scale in (1.0, 0.5):
+            call = case.call()
+            time, text = (
+                ("t" if "t" in call else "timestep"),
+                ("cap_feats" if "cap_feats" in call else "encoder_hidden_states"),
+            )
+            call[time] = (call[time] * (1 - step / 4)).to(call[time].dtype)
+            call[text] = [x * scale for x in call[text]] if isinstance(call[text], list) else call[text] * scale
+            calls.append(call)
+    return calls
+
+
+SOME = ("wan", "hunyuan 1.5", "z-image")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
+)
+def test_what_the_table_says_of_codec_displacement_and_guidance(name):
+    """Each does something, all ranks end with the same bits, and what is lossy is close to what one process gives."""
+    model, calls = PLANNED[name].model(), six_calls(PLANNED[name])
+    with torch.no_grad():
+        plain = [x for call in calls for x in outputs_of(model, copy.deepcopy(call))]
+
+    def work(transport: Any, settings: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, int]]:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport, steps=3, **settings) as engine:
+            found = [x + 0 for call in calls for x in outputs_of(own, copy.deepcopy(call))]
+            return found, {of: sum(engine.bytes(of).values()) for of in ("attention", "whole", "guidance")}
+
+    for column, settings in LOSSY.items():
+        of_ranks = run_ranks(4, lambda t, s=settings: work(t, s))
+        outputs, sent = of_ranks[0]
+        assert all(torch.equal(x, y) for own, _ in of_ranks for x, y in zip(own, outputs, strict=True))
+        error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(outputs, plain, strict=True))
+        assert error < (0.02 if column != "guidance" else 1e-5)
+        assert sent["guidance"] > 0 if column == "guidance" else sent["attention"] < sent["whole"] or column != "codec"
+
+
+def test_v_major_is_refused():
+    with pytest.raises(UserError, match="the plan of WanTransformer3DModel does not say which these are"):
+        on_two_ranks(PLANNED["wan"].model(), PLANNED["wan"].call(), preset="cocodiff")

@@ -24,7 +24,7 @@ OPTIONS = (
     Option("height", "of a pipeline's image; by default the pipeline's own", type=int),
     Option("width", "of a pipeline's image; by default the pipeline's own", type=int),
     Option("frames", "of a pipeline's video; by default the pipeline's own", type=int),
-    Option("ranks", "numbers of ranks to try", (2, 3), type=int, many=True),
+    Option("ranks", "numbers of ranks to try (default: 2 3)", [2, 3], type=int, many=True),
     LOG_LEVEL,
 )
 
@@ -49,7 +49,9 @@ def load(model: str) -> Any:
 
     folder = Path(model)
     if (folder / "model_index.json").is_file():
-        return diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True, local_files_only=True)
+        index = read_json(folder / "model_index.json")
+        absent = {name: None for name, part in index.items() if part == [None, None]}
+        return diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True, local_files_only=True, **absent)
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {model}: neither model_index.json nor config.json is there: name a model's folder")
     name = read_json(folder / "config.json").get("_class_name", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cocodiff.errors import UserError
 from cocodiff.models.plan import Cut, Gather, Plan
 
 
@@ -101,7 +102,14 @@ KREA_2: Plan = {
     "transformer_blocks.-1": Gather(1),
 }
 
+COGVIDEOX: Plan = {
+    "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
+    "transformer_blocks.*": {"image_rotary_emb": Cut(0)},
+    "proj_out": Gather(1),
+}
+
 PLANS: dict[str, Shipped] = {
+    "CogVideoXTransformer3DModel": Shipped(COGVIDEOX),
     "SkyReelsV2Transformer3DModel": Shipped(SKYREELS_V2),
     "HunyuanVideoTransformer3DModel": Shipped(
         HUNYUAN_VIDEO, ("image_condition_type", "token_replace", "tokens of the first frame are told by their place")
@@ -123,8 +131,6 @@ def plan_of(model: Any) -> Plan | None:
     """The plan of a transformer's class: ours, or else its own; None where there is neither.
 
     Raises UserError for a model that ours does not fit."""
-    from cocodiff.errors import UserError
-
     names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
     name = next((name for name in names if name in PLANS), None)
     if name is None:
