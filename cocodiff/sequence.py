@@ -3,7 +3,6 @@ how what the ranks have computed becomes whole again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -70,7 +69,7 @@ class SequenceRanks:
         self.transport.health.arrive("the gather of outputs")
         return self.gather_rows(x, self.shares(segment), dim, "gather")
 
-    def gather_rows(self, x: Tensor, shares: Sequence[int], dim: int, purpose: str) -> Tensor:
+    def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, purpose: str) -> Tensor:
         """All ranks' rows along a dimension, `shares` of each, on every rank. purpose: what bytes are counted for."""
 
         def gather(x: Tensor) -> Tensor:

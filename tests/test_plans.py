@@ -133,7 +133,28 @@ def test_a_plan_of_the_users_own(size, mask, kv_heads):
         expected = model(**call)
     for preset in ("flat", "tapa", "split", "lossless"):
         torch.testing.assert_close(on_two_ranks(model, call, size, plan=PLAN, preset=preset), expected)
-    torch.testing.assert_close(on_two_ranks(model, call, size, plan=PLAN, ring=size), expected)
+    for more in ({"ring": size}, {"chunks": 2}):
+        torch.testing.assert_close(on_two_ranks(model, call, size, plan=PLAN, **more), expected)
+
+
+@pytest.mark.parametrize("ring", [1, 3])
+def test_keys_that_heads_share_travel_once(ring):
+    def sent(kv_heads: int) -> int:
+        model = Toy(kv_heads=kv_heads)
+
+        def work(transport: Any) -> int:
+            own = copy.deepcopy(model)
+            with torch.no_grad(), parallelize(own, "flat", transport=transport, plan=PLAN, ring=ring) as engine:
+                own(**toy_inputs(False))
+                return sum(engine.bytes().values())
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_ranks(3, work)[0]
+
+    # Queries and output of six heads, keys and values of three; a ring sends keys and values alone.
+    assert sent(3) == sent(6) * (3 / 4 if ring == 1 else 1 / 2)
+    assert sent(2) == sent(6) * (1 if ring == 1 else 1 / 3)  # a rank for which no key is left gets them repeated
 
 
 def test_a_class_may_bring_its_plan():

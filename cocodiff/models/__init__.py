@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family, Pipelines
@@ -29,18 +28,13 @@ def families() -> Iterator[Family]:
     return map(load_family, FAMILIES)
 
 
-def family_of(model: object, plan: Any = None) -> Family:
+def family_of(model: object, plan: object = None) -> Family:
     """The family of a transformer, or what runs it by a plan (`by_plan.py`). Raises UserError that lists the known."""
     for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
     found: Family = import_module("cocodiff.models.by_plan").family_by_plan(model, plan, FAMILIES)
     return found
-
-
-def family_of_class(name: str) -> Family | None:
-    """The family whose transformer's class has this name, as a config.json gives it; None where none has."""
-    return next((family for family in families() if family.class_name == name), None)
 
 
 def pipelines_of(pipeline: str, model: str) -> Pipelines:

@@ -150,7 +150,7 @@ class Adapter(ABC):
         ]
         ours = self.processors()
         for name, module, before in attending:
-            _check_plain(name, module, before, ours)
+            check_plain(name, module, before, ours)
         for name, module, before in attending:
             module.set_processor(ours[type(before)](host, name, kernels))
 
@@ -183,19 +183,12 @@ def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], Non
     return put_back
 
 
-def _check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
+def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
     if type(processor) not in plain:
         raise UserError(
             f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "
             f"has): unload the adapter or unfuse the projections that put it there, then parallelize"
         )
-    check_backend(name, processor)
-    if getattr(module, "fused_projections", False):
-        raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")
-
-
-def check_backend(name: str, processor: Any) -> None:
-    """Raises UserError for attention that is not computed in one process by torch's own function."""
     if getattr(processor, "_parallel_config", None) is not None:
         raise UserError(f"{name} is parallel already, by diffusers' own enable_parallelism: load the model anew")
     backend = getattr(processor, "_attention_backend", None)
@@ -204,3 +197,5 @@ def check_backend(name: str, processor: Any) -> None:
             f"{name} uses the attention backend {getattr(backend, 'value', backend)}, which ranks do not: call "
             f"transformer.reset_attention_backend() first"
         )
+    if getattr(module, "fused_projections", False):
+        raise UserError(f"{name} has fused projections: call transformer.unfuse_qkv_projections() first")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_backend, replace_forward
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_plain, replace_forward
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
 from cocodiff.models.planned_attention import Followed, PlannedAttention, PlannedHost, Site, segments_of, told_by_all
@@ -67,8 +67,8 @@ class PlanAdapter(Adapter):
         return _first_tensor(sample), timestep, _first_tensor(text)
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
-        for name, module in attention_modules(model):
-            check_backend(name, module.processor)
+        for name, module in attention_modules(model):  # projections may be fused
+            check_plain(name, None, module.processor, (type(module.processor),))
         if host.sequence.size == 1:
             return lambda: None
         if host.config.selection != "full":

@@ -59,8 +59,13 @@ class Ranks(Protocol):
 class PlannedHost(Host, Protocol):
     """The engine, with the ranks of the model's current call."""
 
+    config: Any
+
     @property
     def sequence(self) -> Ranks: ...
+
+    @property
+    def mesh(self) -> Any: ...
 
 
 class Followed(NamedTuple):
@@ -145,16 +150,22 @@ class PlannedAttention:
         scale, usual = call.get("scale"), q_BHLD.shape[-1] ** -0.5
         if scale is not None and abs(scale - usual) > 1e-6 * usual:
             q_BHLD = q_BHLD * (scale / usual)
-        heads = q_BHLD.shape[1]
-        if k_BHLD.shape[1] != heads:
-            k_BHLD, v_BHLD = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k_BHLD, v_BHLD))
         masks, attending_BL = self._masks_of(site, call.get("attn_mask"), len(q_BHLD), found)
-        q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BHLD, v_BHLD))
-        qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, heads, masks)
-        out_BLHD = self._host.attend(qkv, site)
-        if attending_BL is not None:  # queries that attend to nothing, as torch has them
-            out_BLHD = out_BLHD * attending_BL[..., None, None]
-        return out_BLHD.transpose(1, 2)
+        groups = q_BHLD.shape[1] // k_BHLD.shape[1]
+        if groups > 1 and not self._sends_groups(k_BHLD.shape[1]):
+            k_BHLD, v_BHLD = (x.repeat_interleave(groups, dim=1) for x in (k_BHLD, v_BHLD))
+            groups = 1
+        q, k, v = _in_groups(q_BHLD, groups), k_BHLD.transpose(1, 2), v_BHLD.transpose(1, 2)
+        qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, k.shape[2], masks)
+        out_BHLD = _out_of_groups(self._host.attend(qkv, site), groups)
+        # Queries that attend to nothing, as torch has them.
+        return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
+
+    def _sends_groups(self, key_heads: int) -> bool:
+        """Whether keys and values that several heads of queries share travel once: as they are, where every rank has
+        one."""
+        config = self._host.config
+        return config.codec == "none" and config.arrival == "now" and self._host.mesh.ulysses <= key_heads
 
     def _gathered(
         self, k_BHLD: Tensor, v_BHLD: Tensor, call: dict[str, Any], found: Followed
@@ -184,6 +195,18 @@ class PlannedAttention:
         pieces = self._mask[2].split([share for of in zip(*of_segments, strict=True) for share in of], dim=1)
         number = len(found.segments)
         return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
+
+
+def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
+    """[groups * B, L, H / groups, D]: heads that share a key's are those of one place in all groups."""
+    B, H, L, D = x_BHLD.shape
+    return x_BHLD.view(B, H // groups, groups, L, D).permute(2, 0, 3, 1, 4).reshape(groups * B, L, H // groups, D)
+
+
+def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
+    """The inverse: [B, H, L, D]."""
+    B, L, H, D = x_BLHD.shape
+    return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
 
 
 def told_by_all(ranks: Ranks, value: Any) -> list[Any]:
