@@ -4,6 +4,7 @@ how what the ranks have computed becomes whole again."""
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -69,14 +70,14 @@ class SequenceRanks:
         self.transport.health.arrive("the gather of outputs")
         return self.gather_rows(x, self.shares(segment), dim, "gather")
 
-    def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, purpose: str) -> Tensor:
-        """All ranks' rows along a dimension, `shares` of each, on every rank. purpose: what bytes are counted for."""
+    def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, *purposes: str) -> Tensor:
+        """All ranks' rows along a dimension, `shares` of each, on every rank. purposes: what bytes are counted for."""
 
         def gather(x: Tensor) -> Tensor:
             parts = [x.new_empty(*x.shape[:dim], share, *x.shape[dim:][1:]) for share in shares]
             with self._trace.span("gather", "gather"):
                 self.transport.world.all_gather(x.contiguous(), parts).wait()
-            for peer in range(self.size):
+            for peer, purpose in product(range(self.size), purposes):
                 self._trace.count(self.topology.link_class(self.rank, peer), x.nbytes, purpose=purpose)
             return torch.cat(parts, dim=dim)
 

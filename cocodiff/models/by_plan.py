@@ -69,14 +69,14 @@ class PlanAdapter(Adapter):
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
         for name, module in attention_modules(model):  # projections may be fused
             check_plain(name, None, module.processor, (type(module.processor),))
-        if host.sequence.size == 1:
+        if host.size == 1:
             return lambda: None
         if host.config.selection != "full":
             raise UserError(
                 f"selection {host.config.selection} keeps tokens of an image back, and the plan of "
                 f"{type(model).__name__} does not say which these are: choose selection full, or another preset"
             )
-        if host.sequence.rank == 0 and not is_proven(model, self.plan):
+        if host.rank == 0 and not is_proven(model, self.plan):
             warnings.warn(
                 f"{type(model).__name__} runs by a plan that nobody compared with one process: cocodiff verify does",
                 stacklevel=3,

@@ -31,6 +31,9 @@ from cocodiff.topology.layout import Segments
 Site = str  # an attention layer, or the n-th attention that it computes in a call
 
 
+COUNTED = ("attention", "whole")  # what messages of attention are counted for
+
+
 class Ranks(Protocol):
     """The ranks that share the current call's sequence. segments: what it consists of."""
 
@@ -51,7 +54,7 @@ class Ranks(Protocol):
         """All ranks' tokens of a segment on every rank."""
         ...
 
-    def gather_rows(self, x: Tensor, shares: Any, dim: int, purpose: str) -> Tensor:
+    def gather_rows(self, x: Tensor, shares: Any, dim: int, *purposes: str) -> Tensor:
         """All ranks' rows along a dimension, so many of each."""
         ...
 
@@ -173,9 +176,9 @@ class PlannedAttention:
         """Keys and values of all ranks, and their masks where these are a shard's."""
         sequence, mask = self._host.sequence, call.get("attn_mask")
         shares = _sums(sequence.shares(one.name) for one in found.segments)
-        k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, "attention") for x in (k_BHLD, v_BHLD))
+        k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, *COUNTED) for x in (k_BHLD, v_BHLD))
         if mask is not None and mask.shape[-1] == found.rows[1] != sum(shares):
-            mask = sequence.gather_rows(mask, shares, mask.ndim - 1, "attention")
+            mask = sequence.gather_rows(mask, shares, mask.ndim - 1, *COUNTED)
         return k_BHSD, v_BHSD, call | {"attn_mask": mask}
 
     def _masks_of(
@@ -190,7 +193,7 @@ class PlannedAttention:
         # Layers often share one mask. It is kept, so that no other one can have its memory meanwhile.
         told = mask.data_ptr(), mask.shape, mask.stride(), mask._version, found.segments
         if self._mask is None or self._mask[0] != told:
-            self._mask = told, mask, sequence.gather_rows(keys_BL, _sums(of_segments), 1, "attention")
+            self._mask = told, mask, sequence.gather_rows(keys_BL, _sums(of_segments), 1, *COUNTED)
         # Rank by rank, rows of each segment: which of a rank's rows are called which segment's makes no difference.
         pieces = self._mask[2].split([share for of in zip(*of_segments, strict=True) for share in of], dim=1)
         number = len(found.segments)
