@@ -1,8 +1,8 @@
 """The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
 
 It wires the modules together and owns all state of a run: transport, topology, strategy, trace, the count of steps and
-guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding through forward hooks,
-and leaving the context puts everything back as it was.
+guidance branches. Nothing is patched: attention goes in through `set_processor`, or is seen where torch computes it,
+sharding through forward hooks, and leaving the context puts everything back as it was.
 """
 
 from __future__ import annotations

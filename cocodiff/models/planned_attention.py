@@ -104,7 +104,7 @@ class PlannedAttention:
         if marks is not None:
             self.sites[site] = self._follow(site, query, key, value, marks)
         if site not in self.sites:
-            raise UserError(f"{site} attends in this call and did not in the first one like it: call new_run() first")
+            raise UserError(f"{site} attends in this call and did not in the first one like it: run it on one rank")
         found = self.sites[site]
         if found.rows != rows:
             raise UserError(f"{site} has {rows[0]} queries and {rows[1]} keys here, {found.rows} were awaited")

@@ -131,18 +131,25 @@ def plan_of(model: Any) -> Plan | None:
     """The plan of a transformer's class: ours, or else its own; None where there is neither.
 
     Raises UserError for a model that ours does not fit."""
-    names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
-    name = next((name for name in names if name in PLANS), None)
-    if name is None:
+    name, shipped = shipped_for(model)
+    if shipped is None:
         own: Plan | None = getattr(model, "_cp_plan", None)
         return own
-    setting, value, reason = PLANS[name].unless or ("", True, "")
+    setting, value, reason = shipped.unless or ("", True, "")
     has = getattr(model.config, setting, None)
     if has == value or (value is True and has):
         raise UserError(f"{name} with {setting} {has} has no parallel form by its plan: {reason}")
-    return PLANS[name].plan
+    return shipped.plan
+
+
+def shipped_for(model: Any) -> tuple[str, Shipped | None]:
+    """The name of a transformer's class in diffusers that ours know, and what we bring for it; "" for others."""
+    names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
+    name = next((name for name in names if name in PLANS or name in OWN), "")
+    return name, PLANS.get(name)
 
 
 def is_proven(model: Any, plan: Plan) -> bool:
-    """Whether the plan is one that was compared with one process."""
-    return type(model).__name__ in OWN or plan in [one.plan for one in PLANS.values()]
+    """Whether the plan is the one with which this class was compared with one process."""
+    name, shipped = shipped_for(model)
+    return bool(name) and plan == (model._cp_plan if shipped is None else shipped.plan)
