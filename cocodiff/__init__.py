@@ -6,20 +6,22 @@ with cocodiff.parallelize(pipe, preset="tapa", machine="aurora") as engine:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.config import Config
 from cocodiff.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
-    from cocodiff.engine import Engine
+    from cocodiff.engine import parallelize
+    from cocodiff.verification import verify
 
-__all__ = ["Config", "PeerLost", "UserError", "parallelize"]
+__all__ = ["Config", "PeerLost", "UserError", "parallelize", "verify"]
 __version__ = "0.1.0"
 
 
-def parallelize(target: Any, preset: str = "tapa", **settings: Any) -> Engine:
-    """Makes a diffusers pipeline or transformer parallel over all ranks; see `cocodiff.engine.parallelize`."""
-    from cocodiff.engine import parallelize as parallelize_now  # torch takes seconds to import; Config does not need it
-
-    return parallelize_now(target, preset, **settings)
+def __getattr__(name: str) -> Any:
+    """`parallelize` and `verify`, when they are asked for: torch takes seconds to import; Config does not need it."""
+    if name not in ("parallelize", "verify"):
+        raise AttributeError(f"module cocodiff has no attribute {name}")
+    return getattr(import_module("cocodiff.engine" if name == "parallelize" else "cocodiff.verification"), name)

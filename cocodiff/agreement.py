@@ -18,7 +18,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.digest import digest
 from cocodiff.errors import UserError
 
-ROWS = 32  # of the table: more than any call has arguments
+ROWS = 64  # of the table: more than any call has arguments
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model
 NAMED_RANKS = 8  # in an error; of more only the number

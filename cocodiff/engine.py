@@ -1,14 +1,14 @@
 """The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
 
 It wires the modules together and owns all state of a run: transport, topology, the ranks that compute a call, trace,
-the count of steps and guidance branches. Nothing is patched: attention goes in through `set_processor`, sharding
-through forward hooks, and leaving the context puts everything back as it was.
+the count of steps and guidance branches. Nothing is patched: attention goes in through `set_processor`, or is
+seen where torch computes it, sharding through forward hooks, and leaving the context puts everything back as it was.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -32,7 +32,7 @@ from cocodiff.guidance.ranks import GuidedRanks
 from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Arguments, replace_attention, replace_forward
+from cocodiff.models.adapter import Arguments, replace_forward
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, load
 from cocodiff.results import Results, own_results
@@ -52,17 +52,19 @@ def parallelize(
     *,
     config: Config | None = None,
     transport: Transport | None = None,
+    plan: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Engine:
     """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
 
     preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
     transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
+    plan: where tokens are cut and gathered (`cocodiff.models.plan`), by default what is known of the class.
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
     that do not fit machine or model.
     """
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
-    return Engine(target, settings, transport)
+    return Engine(target, settings, transport, plan)
 
 
 def open_transport(
@@ -81,7 +83,7 @@ def open_transport(
 class Engine:
     """A parallel transformer. Use as a context manager; see `parallelize`."""
 
-    def __init__(self, target: Any, config: Config, transport: Transport | None = None) -> None:
+    def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
         model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
         if not isinstance(model, nn.Module):
             raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
@@ -89,7 +91,7 @@ class Engine:
         self._pipe: Any = target if target is not model else None
         self.config = config
         checks.check_not_compiled(self.model.named_modules())
-        self.family = family_of(self.model)
+        self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
@@ -125,24 +127,28 @@ class Engine:
         return GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
-        shape: Any = self.model.config
-        work = AttentionWork(shape.num_attention_heads, shape.attention_head_dim)
+        work = AttentionWork(*self.adapter.heads(self.model))
         return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
+
+    @property
+    def sequence(self) -> SequenceRanks:
+        """The ranks that compute the current call."""
+        return self._guided.current
 
     @property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring, over the ranks that share the current call's sequence."""
-        return self._guided.current.mesh
+        return self.sequence.mesh
 
     @property
     def strategy(self) -> Ulysses:
         """The attention of the current call."""
-        return self._guided.current.strategy
+        return self.sequence.strategy
 
     @property
     def chosen(self) -> str | None:
         """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
-        return self._guided.current.chosen
+        return self.sequence.chosen
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -182,20 +188,15 @@ class Engine:
     def _replace_attention(self) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._undo.callback(replace_attention(self.adapter, self.model, self, kernels))
+        self._undo.callback(self.adapter.attach(self.model, self, kernels))
 
     def _hook_calls(self) -> None:
         self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
 
     def _hook_tokens(self) -> None:
         """Cuts tokens where they enter the model, and gathers them where they leave it."""
-        if self.size == 1:
-            return
-        for hook in self.adapter.hooks(self.model, self):
+        for hook in self.adapter.all_hooks(self.model, self) if self.size > 1 else ():
             self._undo.callback(hook.register().remove)
-        layer, segment = self.adapter.exit(self.model)
-        gather = layer.register_forward_hook(lambda _, __, x_BLC: self._guided.current.gather(x_BLC, segment))
-        self._undo.callback(gather.remove)
 
     def _replace_forward(self) -> None:
         if self._rule.possible:
@@ -239,12 +240,12 @@ class Engine:
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
         self._count_call(arguments)
-        self._guided.begin_call(self.counter, arguments, getattr(self._pipe, "do_classifier_free_guidance", None))
-        self._guided.current.segments = self.adapter.segments(self.model, arguments)
+        self._choose_ranks(arguments)
+        self.sequence.segments = self.adapter.segments(self.model, arguments)
         self._compare_with_others(arguments)
-        own_rows = self._guided.own_rows(arguments)
+        own_rows = self._guided.own_rows(arguments, len(self._sample_of(arguments)))
         self._begin_step()
-        self._check_memory((own_rows or arguments)["hidden_states"])
+        self._check_memory(self._sample_of(own_rows or arguments))
         return None if own_rows is None else ((), own_rows)
 
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -263,8 +264,17 @@ class Engine:
             checks.check_no_gradients(self.model, arguments)
 
     def _count_call(self, arguments: Arguments) -> None:
-        sample, text = arguments["hidden_states"], arguments.get("encoder_hidden_states")
-        self.counter.call(arguments.get("timestep"), sample, text, getattr(self._pipe, "scheduler", None))
+        sample, timestep, text = self.adapter.called_with(arguments)
+        self.counter.call(timestep, sample, text, getattr(self._pipe, "scheduler", None))
+
+    def _sample_of(self, arguments: Arguments) -> Tensor:
+        """What a call denoises."""
+        return self.adapter.called_with(arguments)[0]
+
+    def _choose_ranks(self, arguments: Arguments) -> None:
+        """Decides which ranks compute a call together."""
+        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
+        self._guided.begin_call(self.counter, self._sample_of(arguments), arguments.get("return_dict"), guided)
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
@@ -279,7 +289,7 @@ class Engine:
         }
         if self.counter.calls == 1:
             facts["digest of weights"] = weights_digest(self.model)
-        check_agreement(facts | arguments, arguments["hidden_states"].device, ranks)
+        check_agreement(facts | arguments, self._sample_of(arguments).device, ranks)
 
     def _begin_step(self) -> None:
         counter = self.counter
@@ -288,9 +298,9 @@ class Engine:
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
-        if self.size == 1 or not self.strategy.coding.keeps_state:
+        ranks = self.sequence
+        if self.size == 1 or not ranks.strategy.coding.keeps_state or not ranks.segments:
             return
-        ranks = self._guided.current
         call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
@@ -304,17 +314,17 @@ class Engine:
     @property
     def segments(self) -> Segments:
         """The segments of the model's current call, as its adapter says them."""
-        return self._guided.current.segments
+        return self.sequence.segments
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a segment of the current call, out of all of them: for the adapter's hooks."""
-        return self._guided.current.cut(segment, whole, dim)
+        return self.sequence.cut(segment, whole, dim)
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
         site = Site(layer, self.counter.branch)
-        self._guided.current.transport.arrive(f"attention {layer}")
+        self.sequence.transport.arrive(f"attention {layer}")
         out_BLHD = self.strategy.attend(qkv, site)
         if not self._guided.call.own:
             self.strategy.coding.forget(site)

@@ -4,6 +4,7 @@ how what the ranks have computed becomes whole again."""
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -68,21 +69,23 @@ class SequenceRanks:
         own = slices(shares)[self.rank]
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
-    def gather(self, x_BLC: Tensor, segment: str) -> Tensor:
-        """All ranks' tokens of a segment [B, S, C] on every rank, so that all go on with the same bits."""
+    def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
+        """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""
         if self.size == 1:
-            return x_BLC
+            return x
         self.transport.arrive("the gather of outputs")
-        shares = self.shares(segment)
-        B, _L, C = x_BLC.shape
+        return self.gather_rows(x, self.shares(segment), dim, "gather")
 
-        def gather(x_BLC: Tensor) -> Tensor:
-            parts = [x_BLC.new_empty(B, share, C) for share in shares]
+    def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, *purposes: str) -> Tensor:
+        """All ranks' rows along a dimension, `shares` of each, on every rank. purposes: what bytes are counted for."""
+
+        def gather(x: Tensor) -> Tensor:
+            parts = [x.new_empty(*x.shape[:dim], share, *x.shape[dim:][1:]) for share in shares]
             with self._trace.span("gather", "gather"):
-                self.transport.world.all_gather(x_BLC.contiguous(), parts).wait()
-            for peer in range(self.size):
-                self._trace.count(self.topology.link_class(self.rank, peer), x_BLC.nbytes, purpose="gather")
-            return torch.cat(parts, dim=1)
+                self.transport.world.all_gather(x.contiguous(), parts).wait()
+            for peer, purpose in product(range(self.size), purposes):
+                self._trace.count(self.topology.link_class(self.rank, peer), x.nbytes, purpose=purpose)
+            return torch.cat(parts, dim=dim)
 
         with self._trace.span("wait for outputs"):
-            return self.transport.control.submit_inline(gather, x_BLC).wait()
+            return self.transport.control.submit_inline(gather, x).wait()

@@ -35,12 +35,21 @@ class LocalAttention:
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
         """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
+        k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
         q_BHSD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
         """Attention to these keys alone; its result is taken over."""
         return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
+
+
+def _for_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and mask for a batch of queries that holds groups of heads one after the other, which share them."""
+    groups = len(q) // len(k)
+    if groups == 1:
+        return k, v, mask
+    return k.repeat(groups, 1, 1, 1), v.repeat(groups, 1, 1, 1), None if mask is None else mask.repeat(groups, 1, 1, 1)
 
 
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
@@ -50,6 +59,7 @@ def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S:
     """
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
+    k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
     q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
     bias = None
     if mask_B11S is not None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: memory, bytes and time, without starting it",
     "doctor": "check this machine, how ranks sit on it, their messages and memory",
+    "verify": "whether a model gives on several ranks what it gives in one process",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
 }
 

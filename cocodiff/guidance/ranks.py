@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import PeerLost
 from cocodiff.guidance.rule import GuidanceRule, SharedCall, Sharing
@@ -37,11 +39,11 @@ class GuidedRanks:
         self.call = SharedCall()
         _ = self.current.strategy
 
-    def begin_call(self, counter: StepCounter, arguments: Mapping[str, Any], guided: bool | None) -> None:
-        """Decides who computes this call, alike on all ranks, and makes these the current ones. guided: whether the
-        pipeline says that it guides; None where it does not say."""
-        sample = arguments["hidden_states"]
-        form = tuple(sample.shape), sample.dtype, arguments.get("return_dict")
+    def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
+        """Decides who computes this call, alike on all ranks, and makes these the current ones. sample: what is
+        denoised; return_dict: an argument of the call; guided: whether the pipeline says that it guides, None where it
+        does not say."""
+        form = tuple(sample.shape), sample.dtype, return_dict
         sharing = self._rule.sharing(counter, len(sample), form, guided)
         if sharing is Sharing.TOGETHER and self._transport.rank == 0:
             self._rule.warn_together(counter.step)
@@ -54,11 +56,11 @@ class GuidedRanks:
             own = sharing is Sharing.ROWS or parts.keeps(counter.branch)
             self.current, self.call = parts.sequence, SharedCall(sharing, own, form)
 
-    def own_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    def own_rows(self, arguments: Mapping[str, Any], batch: int) -> dict[str, Any] | None:
         """A call's arguments with the rows of the batch that this rank's part computes; None where that is all."""
         if self.call.sharing is not Sharing.ROWS:
             return None
-        return self._split().own_rows(arguments, len(arguments["hidden_states"]))
+        return self._split().own_rows(arguments, batch)
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""

@@ -11,7 +11,8 @@ from cocodiff.config import check_choice, find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
 from cocodiff.loading.model_checks import read_shape
 from cocodiff.loading.weights import stored_values
-from cocodiff.models import FAMILIES, families, family_of_class, load_family
+from cocodiff.models import FAMILIES, families, load_family
+from cocodiff.models.family import Family
 from cocodiff.planning.memory import ModelShape, shape_of_config
 
 
@@ -78,3 +79,8 @@ def of_other_parts(shape: ModelShape, folder: Path) -> dict[str, Any]:
 
     encoders, vae = sum(map(numbers, folder.glob("text_encoder*"))), numbers(folder / "vae")
     return {"encoders": encoders} | ({"vae": replace(shape.vae, parameters=vae)} if shape.vae and vae else {})
+
+
+def family_of_class(name: str) -> Family | None:
+    """The family whose transformer's class has this name, as a config.json gives it; None where none has."""
+    return next((family for family in families() if family.class_name == name), None)

@@ -28,20 +28,13 @@ def families() -> Iterator[Family]:
     return map(load_family, FAMILIES)
 
 
-def family_of(model: object) -> Family:
-    """The family of a transformer. Raises UserError that lists the known ones."""
-    for family in families():
+def family_of(model: object, plan: object = None) -> Family:
+    """The family of a transformer, or what runs it by a plan (`by_plan.py`). Raises UserError that lists the known."""
+    for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
-    raise UserError(
-        f"no adapter for {type(model).__name__}; known families: {', '.join(FAMILIES)}; "
-        f"docs/new-model.md tells how one is written"
-    )
-
-
-def family_of_class(name: str) -> Family | None:
-    """The family whose transformer's class has this name, as a config.json gives it; None where none has."""
-    return next((family for family in families() if family.class_name == name), None)
+    found: Family = import_module("cocodiff.models.by_plan").family_by_plan(model, plan, FAMILIES)
+    return found
 
 
 def pipelines_of(pipeline: str, model: str) -> Pipelines:

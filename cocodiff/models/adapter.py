@@ -23,6 +23,11 @@ from cocodiff.topology.layout import Segments
 class Shard(Protocol):
     """This rank's share of the current call."""
 
+    @property
+    def sequence(self) -> Any:
+        """The ranks that have one each."""
+        ...
+
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a segment, out of all of them along a dimension."""
         ...
@@ -121,35 +126,49 @@ class Adapter(ABC):
         segment's name."""
         return model.proj_out, IMAGE
 
+    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
+        """Where tokens are cut, and where they are gathered."""
+        module, segment = self.exit(model)
+        return [*self.hooks(model, shard), Hook(module, output=lambda x_BLC: shard.sequence.gather(x_BLC, segment))]
 
-def replace_attention(adapter: Adapter, model: nn.Module, host: Host, kernels: Kernels) -> Callable[[], None]:
-    """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
-    function puts the old ones back.
+    def heads(self, model: Any) -> tuple[int, int]:
+        """How many heads attention has, and how wide one is: what a mesh is chosen by."""
+        return model.config.num_attention_heads, model.config.attention_head_dim
 
-    Raises UserError, with the model as it was, where one does something else than the family's plain attention, in one
-    process, with torch's own kernels: it would attend to a shard.
-    """
-    # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
-    walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
-    attending: list[tuple[str, Any, Any]] = [(n, module, before) for n, module, before in walk if before is not None]
-    ours = adapter.processors()
-    for name, module, before in attending:
-        _check_plain(name, module, before, ours)
-    for name, module, before in attending:
-        module.set_processor(ours[type(before)](host, name, kernels))
+    def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Tensor | None]:
+        """Of a call: what is denoised, its timestep, and the text, as far as there are any."""
+        return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
 
-    forwards = adapter.blocks()
-    blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
-    for block in blocks:
-        block.forward = partial(forwards[type(block)], block)
+    def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
+        """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
+        function puts the old ones back.
 
-    def put_back() -> None:
-        for _, module, before in attending:
-            module.set_processor(before)
+        Raises UserError, with the model as it was, where one does something else than the family's plain attention, in
+        one process, with torch's own kernels: it would attend to a shard.
+        """
+        # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
+        walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
+        attending: list[tuple[str, Any, Any]] = [
+            (n, module, before) for n, module, before in walk if before is not None
+        ]
+        ours = self.processors()
+        for name, module, before in attending:
+            check_plain(name, module, before, ours)
+        for name, module, before in attending:
+            module.set_processor(ours[type(before)](host, name, kernels))
+
+        forwards = self.blocks()
+        blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
         for block in blocks:
-            del block.forward
+            block.forward = partial(forwards[type(block)], block)
 
-    return put_back
+        def put_back() -> None:
+            for _, module, before in attending:
+                module.set_processor(before)
+            for block in blocks:
+                del block.forward
+
+        return put_back
 
 
 def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
@@ -167,7 +186,7 @@ def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], Non
     return put_back
 
 
-def _check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
+def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
     if type(processor) not in plain:
         raise UserError(
             f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "

@@ -49,6 +49,8 @@ class Transfer:
         if not self._sent:
             self.open(tensors_BLHD)
         self._sent += len(tensors_BLHD)
+        if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys have a larger batch
+            return self.post({"q": tensors_BLHD.pop("q")}, wait_next) | self.post(tensors_BLHD, wait_next)
         return self.post(tensors_BLHD, wait_next)
 
     @property

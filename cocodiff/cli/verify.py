@@ -1,0 +1,83 @@
+"""`cocodiff verify`: whether a model gives on several ranks what it gives in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cocodiff.comm.launch import Launch
+from cocodiff.console.options import LOG_LEVEL, Option, check_counts, parse
+from cocodiff.console.terminal import quiet_libraries, say
+from cocodiff.errors import UserError
+from cocodiff.files import read_json
+
+ABOUT = (
+    "Runs a model's transformer on ranks that are threads of this process, with every exact setting that it allows, "
+    "and compares with one process. Exit code 0: all that run are exact; 1: one is not; 2: none runs."
+)
+OPTIONS = (
+    Option("model", "folder of a pipeline, or of a transformer, in diffusers' layout; safetensors only", required=True),
+    Option("inputs", "file of torch.save with a dictionary of the arguments of a call: what a bare transformer needs"),
+    Option("prompt", "what a pipeline is asked for", "a tooth"),
+    Option("steps", "of a pipeline", 2, type=int),
+    Option("height", "of a pipeline's image; by default the pipeline's own", type=int),
+    Option("width", "of a pipeline's image; by default the pipeline's own", type=int),
+    Option("frames", "of a pipeline's video; by default the pipeline's own", type=int),
+    Option("ranks", "numbers of ranks to try (default: 2 3)", [2, 3], type=int, many=True),
+    LOG_LEVEL,
+)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    values = parse("verify", ABOUT, OPTIONS, words)
+    check_counts(values, "steps", "height", "width", "frames", "ranks")
+    if (launch.size or 1) > 1:
+        raise UserError(f"verify starts its ranks itself, and here are {launch.size} of them: start it once")
+    quiet_libraries(values["log_level"])
+    from cocodiff.verification import verify
+
+    target = load(values["model"])
+    found = verify(target, inputs_of(target, values), ranks=values["ranks"])
+    say(str(found))
+    return found.exit_code
+
+
+def load(model: str) -> Any:
+    """A pipeline or a transformer from a folder, in its own dtype."""
+    import diffusers
+
+    folder = Path(model)
+    if (folder / "model_index.json").is_file():
+        index = read_json(folder / "model_index.json")
+        absent = {name: None for name, part in index.items() if part == [None, None]}
+        return diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True, local_files_only=True, **absent)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--model {model}: neither model_index.json nor config.json is there: name a model's folder")
+    name = read_json(folder / "config.json").get("_class_name", "")
+    kind = getattr(diffusers, str(name), None)
+    if not hasattr(kind, "from_pretrained"):
+        raise UserError(f"--model {model}: its config.json names the class {name!r}, which diffusers has not")
+    loaded: Any = kind.from_pretrained(model, use_safetensors=True, local_files_only=True)  # type: ignore[union-attr]
+    return loaded.eval()
+
+
+def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call: those of the file, or a pipeline's usual ones."""
+    import torch
+
+    if values["inputs"] is not None:
+        try:
+            inputs = torch.load(values["inputs"], weights_only=True)
+        except Exception as error:
+            raise UserError(
+                f"--inputs {values['inputs']}: no file of torch.save that holds tensors: {error}"
+            ) from error
+        if not isinstance(inputs, dict):
+            raise UserError(f"--inputs {values['inputs']} holds a {type(inputs).__name__}: save a dictionary")
+        return inputs
+    if isinstance(target, torch.nn.Module):
+        raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
+    names = {"height": "height", "width": "width", "frames": "num_frames"}
+    given = {argument: values[name] for name, argument in names.items() if values[name] is not None}
+    return {"prompt": values["prompt"], "num_inference_steps": values["steps"]} | given

@@ -1,0 +1,314 @@
+"""Any transformer by a plan (`plan.py`), without an adapter of its own: tokens are cut and gathered where the plan says
+so, and attention is taken where torch computes it, in the order in which the model computes q, k and v.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_plain, replace_forward
+from cocodiff.models.family import Family
+from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
+from cocodiff.models.planned_attention import Followed, PlannedAttention, PlannedHost, Site, segments_of, told_by_all
+from cocodiff.models.plans import is_proven, plan_of
+from cocodiff.models.provenance import Marks, TorchFunctions
+from cocodiff.topology.layout import Segments
+from cocodiff.topology.segments import Segment
+
+
+class PlanAdapter(Adapter):
+    """A class of transformers by its plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def hooks(self, model: Any, shard: Shard) -> Sequence[Hook]:
+        return ()
+
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
+        return {}
+
+    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
+        """None: `attach` does it."""
+        return []
+
+    def check_call(self, arguments: Arguments) -> None:
+        return
+
+    def segments(self, model: Any, arguments: Arguments) -> Segments:
+        """Those of a call are known when they are cut."""
+        return ()
+
+    def heads(self, model: Any) -> tuple[int, int]:
+        config, of_modules = (
+            model.config,
+            [getattr(m, name, None) for _, m in attention_modules(model) for name in ("heads", "num_heads")],
+        )
+        named = [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_heads")]
+        heads = next((number for number in (*named, *of_modules) if isinstance(number, int) and number), None)
+        if heads is None:
+            raise UserError(f"the config of {type(model).__name__} does not tell its number of attention heads")
+        width = getattr(config, "attention_head_dim", None)
+        return heads, width if isinstance(width, int) else 128
+
+    def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Any]:
+        sample = arguments.get("hidden_states", next(iter(arguments.values())))
+        timestep = next((arguments[name] for name in ("timestep", "t", "timesteps") if name in arguments), None)
+        text = next((arguments[n] for n in ("encoder_hidden_states", "cap_feats") if n in arguments), None)
+        return _first_tensor(sample), timestep, _first_tensor(text)
+
+    def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
+        for name, module in attention_modules(model):  # projections may be fused
+            check_plain(name, None, module.processor, (type(module.processor),))
+        if host.size == 1:
+            return lambda: None
+        if host.config.selection != "full":
+            raise UserError(
+                f"selection {host.config.selection} keeps tokens of an image back, and the plan of "
+                f"{type(model).__name__} does not say which these are: choose selection full, or another preset"
+            )
+        if host.rank == 0 and not is_proven(model, self.plan):
+            warnings.warn(
+                f"{type(model).__name__} runs by a plan that nobody compared with one process: cocodiff verify does",
+                stacklevel=3,
+            )
+        return PlannedModel(self.plan, model, host).attach()
+
+
+def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Family:
+    """What runs a model by a plan: the one given, one of ours, or its class's own. Raises UserError where there is none
+    that says what the families are."""
+    kind, plan = type(model), plan_of(model) if plan is None else plan
+    if plan is None:
+        raise UserError(
+            f"no adapter for {kind.__name__}; known families: {', '.join(families)}; "
+            f"docs/new-model.md tells how one is written, and how a plan does without"
+        )
+    return Family(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", PlanAdapter(plan))
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
+
+
+class PlannedModel:
+    """A model between entering and leaving the engine."""
+
+    def __init__(self, plan: Plan, model: nn.Module, host: PlannedHost) -> None:
+        self._model, self._host = model, host
+        self._attention = PlannedAttention(host)
+        self._steps = list(steps_of(plan, model))
+        self._signature = inspect.signature(model.forward)
+        self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
+        self._exits: dict[Any, dict[str, Segment]] = {}
+        self._marks: Marks | None = None  # while a call is followed
+        self._within: AbstractContextManager[Any]  # entered in modules that attend
+        self._begin(None)
+
+    def attach(self) -> Callable[[], None]:
+        handles = []
+        for step in self._steps:
+            if step.name:
+                handles += self._hooks_at(step)
+        for name, module in attention_modules(self._model):
+            handles.append(
+                module.register_forward_pre_hook(lambda m, a, k, n=name: self._enter(n, m, a, k), with_kwargs=True)
+            )
+            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        put_back = replace_forward(self._model, self._forward)
+
+        def detach() -> None:
+            put_back()
+            for handle in handles:
+                handle.remove()
+
+        return detach
+
+    # One call of the model ------------------------------------------------------------------------------------------
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        form = self._host.sequence, _form(dict(bound.arguments))
+        self._begin(form)
+        here = [step for step in self._steps if not step.name]
+        for step in here:
+            self._cut_arguments(step, bound.arguments)
+        functions = TorchFunctions(self._attend, self._marks)
+        # Where every attention is known to be a module's, functions need be seen in these modules alone.
+        whole = self._marks is not None or any(site.startswith(OUTSIDE) for site in self._sites)
+        self._within = nullcontext() if whole else functions
+        with functions if whole else nullcontext():
+            output = forward(*bound.args, **bound.kwargs)
+        for step in here:
+            output = self._gather_outputs(step, output)
+        if self._marks is not None:
+            self._check_followed()
+            self._known[form], self._exits[form], self._marks = self._sites, self._leaving, None
+        return output
+
+    def _begin(self, form: Any) -> None:
+        self._sites = self._known.get(form, {})
+        self._leaving = self._exits.get(form, {})
+        self._marks = Marks() if form not in self._known else None
+        self._of_length: dict[int, Segment] = {}
+        self._named: dict[str, int] = {}
+        self._inside: list[str] = []
+        self._called: dict[str, str] = {}  # kinds of attention that got own tokens, and what they are
+        self._within = nullcontext()
+        self._attention.begin(self._sites, self._marks)
+
+    def _enter(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._inside:  # entered twice, it would see what it calls itself
+            self._within.__enter__()
+        self._inside.append(name)
+        if self._marks is not None and (self._marks.any_of(args) or self._marks.any_of(kwargs.values())):
+            self._called[_kind(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+            if not self._inside:
+                self._within.__exit__(None, None, None)
+
+    def _check_followed(self) -> None:
+        """Raises UserError for attention of a shard that torch's function did not compute. Some blocks may skip theirs
+        (LTX-2's guidance by perturbed attention), but not all of a kind."""
+        for kind in self._called.keys() - {_kind(site) for site in self._sites}:
+            raise UserError(
+                f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
+                f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
+            )
+
+    # Cuts and gathers -----------------------------------------------------------------------------------------------
+
+    def _hooks_at(self, step: Step) -> list[Any]:
+        handles: list[Any] = []
+        if step.arguments:
+            signature = inspect.signature(step.module.forward)
+
+            def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+                bound = signature.bind(*args, **kwargs)
+                self._cut_arguments(step, bound.arguments)
+                return bound.args, bound.kwargs
+
+            handles.append(step.module.register_forward_pre_hook(cut, with_kwargs=True))
+        if step.outputs or step.gathers:
+            handles.append(step.module.register_forward_hook(lambda _, __, output: self._gather_outputs(step, output)))
+        return handles
+
+    def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
+        for name, cuts in step.arguments.items():
+            if name not in arguments and name not in inspect.signature(step.module.forward).parameters:
+                raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
+            if arguments.get(name) is not None:
+                arguments[name] = self._cut_value(cuts, arguments[name], name)
+
+    def _gather_outputs(self, step: Step, output: Any) -> Any:
+        """A module's output, of which parts are cut or gathered."""
+        parts = (
+            [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
+        )
+        for number, cuts in step.outputs.items():
+            parts[number] = self._cut_value(cuts, parts[number], f"{step.name} {number}")
+        for number, gather in step.gathers.items():
+            parts[number] = self._gather(f"{step.name} {number}", parts[number], gather.dim)
+        if isinstance(output, Tensor):
+            return parts[0]
+        if hasattr(output, "values"):
+            return type(output)(**dict(zip(output, parts, strict=True)))
+        return type(output)(parts)
+
+    def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
+            return value if cut is None else self._cut(cut, value, name)
+        if isinstance(value, list | tuple):
+            several = cuts * len(value) if len(cuts) == 1 else cuts
+            if len(several) != len(value):
+                raise UserError(f"the plan has {len(cuts)} cuts for {name!r}, which is {len(value)} tensors")
+            return type(value)(self._cut_value((one,), x, name) for one, x in zip(several, value, strict=True))
+        return value
+
+    def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
+        """This rank's tokens."""
+        if self._marks is not None and whole in self._marks:
+            raise UserError(f"the plan cuts {name!r} a second time: its tokens are cut before")
+        tokens = whole.shape[cut.dim]
+        if cut.tokens:
+            self._named[cut.tokens] = tokens
+        lengths = [self._named.get(one, 0) for one in cut.of] or [tokens]
+        if sum(lengths) != tokens:
+            raise UserError(f"the plan cuts {name!r} into {', '.join(cut.of)}: {lengths} tokens, but it has {tokens}")
+        parts = [
+            self._host.sequence.cut(self._segment(length, name).name, part, cut.dim)
+            for length, part in zip(lengths, whole.split(lengths, cut.dim), strict=True)
+        ]
+        own = parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.dim)
+        if self._marks is not None:
+            self._marks.add(own)
+        return own
+
+    def _segment(self, tokens: int, name: str) -> Segment:
+        """Tokens that are equally many are taken for the same: they are dealt alike in any case."""
+        if tokens not in self._of_length:
+            taken = {one.name for one in self._of_length.values()}
+            new = Segment(name if name not in taken else f"{name} ({tokens})", tokens, on_every_rank=True)
+            self._of_length[tokens] = new
+            self._host.sequence.segments = (*self._host.sequence.segments, new)
+        return self._of_length[tokens]
+
+    def _gather(self, name: str, x: Tensor, dim: int) -> Tensor:
+        rows, sequence = x.shape[dim], self._host.sequence
+        if self._marks is not None:
+            facts = told_by_all(sequence, [rows, x in self._marks])
+            if not all(own for _, own in facts):
+                raise UserError(f"the plan gathers {name!r}, whose tokens were not cut: correct the plan")
+            found = segments_of(sequence, [rows for rows, _ in facts])
+            if len(found) != 1:
+                raise UserError(
+                    f"the plan gathers {name!r}, which has {rows} tokens on rank {sequence.rank}: none that were "
+                    f"cut, or several sorts of them: gather each where it is alone"
+                )
+            self._leaving[name] = found[0]
+        segment = self._leaving[name]
+        whole = sequence.gather(x, segment.name, dim)
+        if self._marks is not None:
+            self._marks.remove(whole)
+        return whole
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._attention.attend(self._inside[-1] if self._inside else OUTSIDE, *args, **kwargs)
+
+
+OUTSIDE = "attention"  # the layer of what no module with a processor computes
+
+
+def _kind(site: str) -> str:
+    """A layer's name without its numbers."""
+    return ".".join(part for part in site.partition(" ")[0].split(".") if not part.isdigit())
+
+
+def _first_tensor(value: Any) -> Any:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value
+
+
+def _form(value: Any) -> Any:
+    """What tells calls apart that attend in another way: shapes, and whatever is no tensor."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _form(x)) for name, x in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return value if isinstance(value, bool | int | str | None) else type(value)

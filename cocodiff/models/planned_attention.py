@@ -1,0 +1,255 @@
+"""Attention of a model that runs by a plan, where torch computes it.
+
+Nothing of a model tells which tokens an attention call is about. So the first call of each form is followed
+(`provenance.py`): which tensors come from tokens that were cut. SharingRanks then compare how many rows of queries and keys
+each has, and decide alike, once for each layer:
+
+- keys and values are all tokens (a text that every rank has): attention is computed here, with nothing to exchange.
+- queries and keys are this rank's tokens, equally many: they are exchanged as everywhere (`Host.attend`). In which
+  order tokens stand makes no difference to attention, so nobody has to know it.
+- keys and values are this rank's tokens, queries are others: keys and values are gathered.
+- anything else is refused: a sequence that is a mixture of own tokens and all tokens, for instance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.errors import UserError
+from cocodiff.models.adapter import Host
+from cocodiff.models.provenance import Marks
+from cocodiff.topology.layout import Segments
+
+Site = str  # an attention layer, or the n-th attention that it computes in a call
+
+
+COUNTED = ("attention", "whole")  # what messages of attention are counted for
+
+
+class SharingRanks(Protocol):
+    """The ranks that share the current call's sequence. segments: what it consists of."""
+
+    segments: Segments
+    rank: int
+    size: int
+    transport: Any
+
+    def shares(self, segment: str) -> Iterable[int]:
+        """Every rank's tokens of a segment."""
+        ...
+
+    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a segment, out of all of them along a dimension."""
+        ...
+
+    def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
+        """All ranks' tokens of a segment on every rank."""
+        ...
+
+    def gather_rows(self, x: Tensor, shares: Any, dim: int, *purposes: str) -> Tensor:
+        """All ranks' rows along a dimension, so many of each."""
+        ...
+
+
+class PlannedHost(Host, Protocol):
+    """The engine, with the ranks of the model's current call."""
+
+    config: Any
+
+    @property
+    def sequence(self) -> SharingRanks: ...
+
+    @property
+    def mesh(self) -> Any: ...
+
+
+class Followed(NamedTuple):
+    """What was found of one attention layer. how: "here", "exchanged" or "gathered". rows: of the queries and of the
+    keys on this rank. segments: what the keys are."""
+
+    how: str
+    rows: tuple[int, int]
+    segments: Segments = ()
+
+
+class PlannedAttention:
+    """sites: what is known of the layers in calls of the current form. marks: while a call is followed, else None."""
+
+    def __init__(self, host: PlannedHost) -> None:
+        self._host = host
+        self.begin({}, None)
+
+    def begin(self, sites: dict[Site, Followed], marks: Marks | None) -> None:
+        """The model is called."""
+        self.sites, self.marks = sites, marks
+        self._attended: Counter[str] = Counter()
+        self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last one: what tells it, itself, that of all ranks
+
+    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+        """In the place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: the module that attends."""
+        number = self._attended[layer]
+        self._attended[layer] += 1
+        site = f"{layer} {number}" if number else layer
+        call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
+        rows = query.shape[-2], key.shape[-2]
+        marks = self.marks
+        if marks is not None:
+            self.sites[site] = self._follow(site, query, key, value, marks)
+        if site not in self.sites:
+            raise UserError(f"{site} attends in this call and did not in the first one like it: run it on one rank")
+        found = self.sites[site]
+        if found.rows != rows:
+            raise UserError(f"{site} has {rows[0]} queries and {rows[1]} keys here, {found.rows} were awaited")
+        if call.get("is_causal") and not (found.how == "here" and (marks is None or query not in marks)):
+            raise UserError(f"{site} attends causally, which has no parallel form here")
+        if found.how == "exchanged":
+            out = self._exchanged(site, query, key, value, call, found)
+        else:
+            if found.how == "gathered":
+                key, value, call = self._gathered(key, value, call, found)
+            out = scaled_dot_product_attention(query, key, value, **call)
+        if marks is not None and query in marks:
+            marks.add(out)
+        return out
+
+    def _follow(self, site: Site, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
+        """How a layer attends, alike on all ranks, which all come here."""
+        own_keys = key in marks or value in marks
+        # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
+        bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
+        of_ranks = told_by_all(
+            self._host.sequence, [site, query in marks, own_keys, bits, query.shape[-2], key.shape[-2]]
+        )
+        if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
+            raise UserError(
+                f"{site} attends to other keys on some ranks, though the plan does not cut them: correct it"
+            )
+        rows = query.shape[-2], key.shape[-2]
+        if not own_keys:
+            return Followed("here", rows)
+        queries, keys = ([facts[n] for facts in of_ranks] for n in (4, 5))
+        segments = segments_of(self._host.sequence, keys)
+        if not segments:
+            told = ", ".join(f"{one.tokens} {one.name}" for one in self._host.sequence.segments)
+            raise UserError(
+                f"{site} attends to {sum(keys)} keys on all ranks together, which are not tokens that the plan cuts "
+                f"({told}): cut everything that attends jointly, a text too"
+            )
+        return Followed("exchanged" if query in marks and queries == keys else "gathered", rows, segments)
+
+    def _exchanged(
+        self, site: Site, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
+    ) -> Tensor:
+        if q_BHLD.ndim != 4 or q_BHLD.shape[-1] != v_BHLD.shape[-1] or call.get("dropout_p"):
+            raise UserError(f"{site} attends with dropout, or to values of another width than keys: run it on one rank")
+        scale, usual = call.get("scale"), q_BHLD.shape[-1] ** -0.5
+        if scale is not None and abs(scale - usual) > 1e-6 * usual:
+            q_BHLD = q_BHLD * (scale / usual)
+        masks, attending_BL = self._masks_of(site, call.get("attn_mask"), len(q_BHLD), found)
+        groups = q_BHLD.shape[1] // k_BHLD.shape[1]
+        if groups > 1 and not self._sends_groups(k_BHLD.shape[1]):
+            k_BHLD, v_BHLD = (x.repeat_interleave(groups, dim=1) for x in (k_BHLD, v_BHLD))
+            groups = 1
+        q, k, v = _in_groups(q_BHLD, groups), k_BHLD.transpose(1, 2), v_BHLD.transpose(1, 2)
+        qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, k.shape[2], masks)
+        out_BHLD = _out_of_groups(self._host.attend(qkv, site), groups)
+        # Queries that attend to nothing, as torch has them.
+        return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
+
+    def _sends_groups(self, key_heads: int) -> bool:
+        """Whether keys and values that several heads of queries share travel once: as they are, where every rank has
+        one."""
+        config = self._host.config
+        return config.codec == "none" and config.arrival == "now" and self._host.mesh.ulysses <= key_heads
+
+    def _gathered(
+        self, k_BHLD: Tensor, v_BHLD: Tensor, call: dict[str, Any], found: Followed
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Keys and values of all ranks, and their masks where these are a shard's."""
+        sequence, mask = self._host.sequence, call.get("attn_mask")
+        shares = _sums(sequence.shares(one.name) for one in found.segments)
+        k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, *COUNTED) for x in (k_BHLD, v_BHLD))
+        if mask is not None and mask.shape[-1] == found.rows[1] != sum(shares):
+            mask = sequence.gather_rows(mask, shares, mask.ndim - 1, *COUNTED)
+        return k_BHSD, v_BHSD, call | {"attn_mask": mask}
+
+    def _masks_of(
+        self, site: Site, mask: Tensor | None, batch: int, found: Followed
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The masks of all ranks' keys by segment, and which of the own queries attend to anything; None for all."""
+        if mask is None:
+            return {}, None
+        keys_BL, queries_BL = _of_keys_and_queries(site, mask, batch, found.rows)
+        sequence = self._host.sequence
+        of_segments = [sequence.shares(one.name) for one in found.segments]
+        # Layers often share one mask. It is kept, so that no other one can have its memory meanwhile.
+        told = mask.data_ptr(), mask.shape, mask.stride(), mask._version, found.segments
+        if self._mask is None or self._mask[0] != told:
+            self._mask = told, mask, sequence.gather_rows(keys_BL, _sums(of_segments), 1, *COUNTED)
+        # Rank by rank, rows of each segment: which of a rank's rows are called which segment's makes no difference.
+        pieces = self._mask[2].split([share for of in zip(*of_segments, strict=True) for share in of], dim=1)
+        number = len(found.segments)
+        return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
+
+
+def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
+    """[groups * B, L, H / groups, D]: heads that share a key's are those of one place in all groups."""
+    B, H, L, D = x_BHLD.shape
+    return x_BHLD.view(B, H // groups, groups, L, D).permute(2, 0, 3, 1, 4).reshape(groups * B, L, H // groups, D)
+
+
+def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
+    """The inverse: [B, H, L, D]."""
+    B, L, H, D = x_BLHD.shape
+    return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
+
+
+def told_by_all(ranks: SharingRanks, value: Any) -> list[Any]:
+    """Every rank's value, plain data, on every rank. All ranks call it and wait for each other."""
+    values: list[Any] = ranks.transport.broadcast_object(ranks.transport.gather_object(value))
+    return values
+
+
+def segments_of(sequence: SharingRanks, rows: Sequence[int]) -> Segments:
+    """The segments of which every rank has so many rows; none where there are no such."""
+    for number in range(1, len(sequence.segments) + 1):
+        for some in combinations(sequence.segments, number):
+            if _sums(sequence.shares(one.name) for one in some) == list(rows):
+                return some
+    return ()
+
+
+def _of_keys_and_queries(site: Site, mask: Tensor, batch: int, rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """Of a mask of torch's attention: which keys are attended to, [B, keys], and which queries attend to anything,
+    [B, queries]; None for all. Raises UserError for masks that are more than these two."""
+    queries, keys = rows
+    if mask.dtype != torch.bool:
+        raise UserError(
+            f"{site} has a mask of {mask.dtype}, which adds to scores: only true and false have a parallel form"
+        )
+    if mask.shape[-1] != keys:
+        raise UserError(f"{site} has a mask of {mask.shape[-1]} keys and {keys} keys on this rank: cut it in the plan")
+    mask_BHLK = mask[(None,) * (4 - mask.ndim)]
+    alike = mask_BHLK[:, :1]
+    if mask_BHLK.shape[1] > 1 and not torch.equal(mask_BHLK, alike.expand_as(mask_BHLK)):
+        raise UserError(f"{site} has a mask that differs between heads, which has no parallel form here")
+    mask_BLK = alike[:, 0].expand(batch, -1, -1)
+    if mask_BLK.shape[1] == 1 != queries:
+        return mask_BLK[:, 0], None
+    keys_BK, queries_BL = mask_BLK.any(1), mask_BLK.any(2)
+    known = bool(queries_BL.any(1).all())
+    if not known or not torch.equal(mask_BLK, queries_BL[:, :, None] & keys_BK[:, None]):
+        raise UserError(f"{site} has a mask that differs between queries, which has no parallel form here")
+    return keys_BK, queries_BL
+
+
+def _sums(shares: Iterable[Iterable[int]]) -> list[int]:
+    return [sum(of) for of in zip(*shares, strict=True)]

@@ -1,0 +1,206 @@
+"""Whether a transformer gives on several ranks what it gives in one process: every exact setting that it allows is run
+on ranks that are threads of this process, and compared.
+
+A setting may round differently, since attention sums in another order. How much that is for this model is measured: one
+process with the keys of every attention in the opposite order. An error far beyond that is none of rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.transport import Transport
+from cocodiff.config import Config, preset_names
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+from cocodiff.models.provenance import TorchFunctions
+from cocodiff.text_table import aligned
+
+CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance
+BEYOND_ROUNDING = 8.0  # times what another order of summation changes
+Calls = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting on so many ranks. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two.
+    error: the largest difference to one process; alike: whether all ranks ended with the same bits."""
+
+    ranks: int
+    setting: str
+    outcome: str
+    error: float | None = None
+    alike: bool | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """allowed: the largest difference that rounding explains."""
+
+    model: str
+    calls: int
+    allowed: float
+    trials: tuple[Trial, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where every setting that runs is exact, 1 where one is wrong or fails, 2 where none runs."""
+        outcomes = {trial.outcome for trial in self.trials}
+        return 1 if outcomes & {"wrong", "failed"} else 0 if "exact" in outcomes else 2
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    def __str__(self) -> str:
+        head = ("ranks", "setting", "outcome", "error", "same bits", "why")
+        rows = [
+            (
+                str(trial.ranks),
+                trial.setting,
+                trial.outcome,
+                "" if trial.error is None else f"{trial.error:.1e}",
+                "" if trial.alike is None else "yes" if trial.alike else "no",
+                trial.reason,
+            )
+            for trial in self.trials
+        ]
+        about = f"{self.model}: {self.calls} calls, against one process; rounding explains {self.allowed:.1e}"
+        verdict = {0: "exact", 1: "not exact: do not use it", 2: "runs with none of these settings"}[self.exit_code]
+        return "\n".join([about, *aligned([head, *rows], "><<><<"), f"{self.model}: {verdict}"])
+
+
+def verify(
+    target: Any, inputs: Mapping[str, Any] | None = None, *, ranks: Sequence[int] = (2, 3), plan: Any = None
+) -> Verification:
+    """Compares a diffusers pipeline's transformer, or a bare one, on several ranks with one process, on the CPU.
+
+    inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
+    the calls of its transformer are repeated. plan: as of `parallelize`.
+    Raises UserError for targets without a transformer, and for inputs that they cannot be called with.
+    """
+    model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
+    if any(x.device.type != "cpu" for x in model.parameters()):
+        raise UserError(f"{type(model).__name__} is not on the CPU, where ranks are compared: load it there")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = [dict(inputs or {})] * 2 if target is model else recorded_calls(target, model, dict(inputs or {}))
+        plain = _outputs(model, calls)
+        with TorchFunctions(_in_opposite_order):
+            other = _outputs(model, calls)
+        largest = max(float(x.abs().max()) for x in plain)
+        allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
+        case = Case(model, calls, plan, plain, allowed)
+        trials = [case.trial(size, name, config) for size in ranks for name, config in exact_settings().items()]
+    return Verification(type(model).__name__, len(calls), allowed, tuple(trials))
+
+
+def exact_settings() -> dict[str, Config]:
+    """The presets that are exact, and a ring and chunks, by what the table calls them."""
+    presets = {name: Config.preset(name) for name in preset_names()}
+    exact = {name: config for name, config in presets.items() if config.exact}
+    return exact | {"tapa, ring 2": exact["tapa"].with_(ring=2), "split, chunks 2": exact["split"].with_(chunks=2)}
+
+
+def recorded_calls(pipe: Any, model: nn.Module, arguments: dict[str, Any]) -> Calls:
+    """The first calls of a pipeline's transformer, by the names of their arguments."""
+    signature = inspect.signature(model.forward)
+    calls: list[dict[str, Any]] = []
+    known = inspect.signature(pipe.__call__).parameters
+    usual = {"num_inference_steps": 2, "output_type": "latent"}
+    arguments = {name: value for name, value in usual.items() if name in known} | arguments
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(calls) < CALLS:
+            calls.append(copy.deepcopy(dict(signature.bind(*args, **kwargs).arguments)))
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        pipe(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(pipe).__name__} with {', '.join(arguments)}: {error}: call cocodiff.verify(pipe, inputs=...) with "
+            f"what it wants"
+        ) from error
+    finally:
+        handle.remove()
+    if not calls:
+        raise UserError(f"{type(pipe).__name__} did not call its transformer: give inputs that make it")
+    return calls
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all settings are tried on. plain: what one process gives."""
+
+    model: nn.Module
+    calls: Calls
+    plan: Any
+    plain: Sequence[Tensor]
+    allowed: float
+
+    def trial(self, ranks: int, setting: str, config: Config) -> Trial:
+        def work(transport: Transport) -> list[Tensor]:
+            own = twin(self.model)
+            with torch.no_grad(), parallelize(own, config=config, transport=transport, plan=self.plan):
+                return [x + 0 for x in _outputs(own, self.calls)]
+
+        try:
+            of_ranks = run_ranks(ranks, work)
+        except UserError as refusal:
+            return Trial(ranks, setting, "refused", reason=" ".join(str(refusal).split()))
+        except Exception as failure:
+            return Trial(ranks, setting, "failed", reason=" ".join(f"{type(failure).__name__}: {failure}".split()))
+        error = _difference(self.plain, of_ranks[0])
+        alike = all(torch.equal(x, y) for outputs in of_ranks for x, y in zip(outputs, of_ranks[0], strict=True))
+        return Trial(ranks, setting, "exact" if alike and error <= self.allowed else "wrong", error, alike)
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy of a model that shares its weights."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+
+
+def _outputs(model: nn.Module, calls: Calls) -> list[Tensor]:
+    return [x for call in calls for x in tensors_of(model(**copy.deepcopy(call)))]
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """All tensors of what a model returns."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for x in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_of(x)
+
+
+def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The largest; infinite where they have not the same shapes."""
+    if [x.shape for x in one] != [x.shape for x in other]:
+        return float("inf")
+    found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))
+    return found if found == found else float("inf")
+
+
+def _in_opposite_order(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+    """Torch's attention with its keys from the last to the first: the same but for rounding."""
+    call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
+    if call.get("is_causal"):
+        return scaled_dot_product_attention(query, key, value, **call)
+    mask = call.get("attn_mask")
+    if mask is not None and mask.shape[-1] > 1:
+        call["attn_mask"] = mask.flip(-1)
+    return scaled_dot_product_attention(query, key.flip(-2), value.flip(-2), **call)

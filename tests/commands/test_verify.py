@@ -1,0 +1,71 @@
+"""`cocodiff verify`: a table, and an exit code for scripts."""
+
+from typing import Any
+
+import pytest
+import torch
+from planned_models import PLANNED
+from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
+
+from cocodiff.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.fixture
+def wan(tmp_path: Any) -> tuple[str, str]:
+    """The folder of a transformer, and the file of a call's arguments."""
+    PLANNED["wan"].model().save_pretrained(tmp_path / "wan")
+    torch.save(PLANNED["wan"].call(), tmp_path / "call.pt")
+    return str(tmp_path / "wan"), str(tmp_path / "call.pt")
+
+
+def test_a_transformer_with_the_arguments_of_a_call(wan, capsys):
+    model, inputs = wan
+    assert main(["verify", "--model", model, "--inputs", inputs, "--ranks", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("WanTransformer3DModel: 2 calls, against one process; rounding explains ")
+    assert shown[1].split() == ["ranks", "setting", "outcome", "error", "same", "bits", "why"]
+    assert len(shown) == 10 and shown[-1] == "WanTransformer3DModel: exact"
+
+
+def test_a_class_without_a_plan(tmp_path, capsys):
+    from diffusers import ChromaTransformer2DModel
+
+    small = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
+    small |= {"num_attention_heads": 6, "joint_attention_dim": 16, "axes_dims_rope": (2, 2, 4)}
+    ChromaTransformer2DModel(**small, approximator_layers=1).save_pretrained(tmp_path / "chroma")
+    call = {"hidden_states": torch.randn(1, 30, 4), "encoder_hidden_states": torch.randn(1, 7, 16)}
+    call |= {"timestep": torch.tensor([0.5]), "img_ids": torch.zeros(30, 3), "txt_ids": torch.zeros(7, 3)}
+    torch.save(call, tmp_path / "call.pt")
+    words = ["verify", "--model", str(tmp_path / "chroma"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
+    assert main(words) == 2
+    shown = capsys.readouterr().out
+    assert "refused" in shown and "no adapter for ChromaTransformer2DModel" in shown
+    assert shown.endswith("ChromaTransformer2DModel: runs with none of these settings\n")
+
+
+def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
+    pipe = sd3_pipeline()
+    pipe.save_pretrained(tmp_path / "sd3")
+    names = ("prompt_embeds", "negative_prompt_embeds")
+    given = {name: torch.randn(1, 5, TEXT_WIDTH) for name in names}
+    given |= {name.replace("prompt", "pooled_prompt"): torch.randn(1, 16) for name in names}
+    torch.save(given | {"height": 32, "width": 32}, tmp_path / "call.pt")
+    words = ["verify", "--model", str(tmp_path / "sd3"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
+    assert main(words) == 0
+    assert "SD3Transformer2DModel: 2 calls" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "nowhere"], "--model nowhere: neither model_index.json nor config.json is there"),
+        ([], "a WanTransformer3DModel alone: say what it is called with, by --inputs FILE"),
+        (["--inputs", "none.pt"], "--inputs none.pt: no file of torch.save that holds tensors"),
+        (["--ranks", "0"], "--ranks 0: at least 1 is needed"),
+    ],
+)
+def test_mistakes_are_one_line(wan, capsys, words, told):
+    assert main(["verify", *([] if "--model" in words else ["--model", wan[0]]), *words]) == 2
+    assert capsys.readouterr().err.startswith(f"cocodiff: {told}")
