@@ -1,7 +1,7 @@
 """Attention of a model that runs by a plan, where torch computes it.
 
 Nothing of a model tells which tokens an attention call is about. So the first call of each form is followed
-(`provenance.py`): which tensors come from tokens that were cut. SharingRanks then compare how many rows of queries and keys
+(`provenance.py`): which tensors come from tokens that were cut. Ranks then compare how many rows of queries and keys
 each has, and decide alike, once for each layer:
 
 - keys and values are all tokens (a text that every rank has): attention is computed here, with nothing to exchange.
