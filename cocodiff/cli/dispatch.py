@@ -20,7 +20,7 @@ COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure, as in bench step: alltoall, step, selection, attention, placement, kernels, memory, peers",
+    "bench": "measure, as in bench step: alltoall, step, attention, kernels, peers",
     "kernels": "the SYCL kernels: kernels build, kernels report",
     "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: memory, bytes and time, without starting it",

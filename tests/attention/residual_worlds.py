@@ -62,6 +62,7 @@ class World:
     channels: int = 40
     batch: int = 2
     machine: str = "local"
+    kernels: str = "torch"
     dtype: torch.dtype = torch.float32
 
     def segments(self, call: Call) -> Any:
@@ -99,7 +100,7 @@ class Ranks:
         def work(transport: Any) -> Any:
             trace, outputs, sent = Trace(transport.rank), [], []
             over = Delayed(transport) if self.delayed else transport
-            strategy = build_strategy(self.config, self.mesh, over, trace, Kernels("torch"))
+            strategy = build_strategy(self.config, self.mesh, over, trace, Kernels(self.world.kernels))
             for call, tensors in calls:
                 if self.delayed:
                     dawdle()

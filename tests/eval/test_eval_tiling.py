@@ -14,6 +14,7 @@ from cocodiff_eval.tiling import (
     steps_at,
     tile_window,
 )
+from eval_helpers import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +123,7 @@ def test_small_slices_are_one_tile() -> None:
         (level,) = plan.levels
         ((tile,),) = [one.tiles for one in level.passes]
         assert (tile.row, tile.column, level.padded, level.passes[0].strength) == (0, 0, (96, 96), 1.0)
-    assert plan_restoration(np.zeros((50, 50), bool), 96, 8).calls == 0
+    assert calls_of(plan_restoration(np.zeros((50, 50), bool), 96, 8)) == 0
 
 
 def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
@@ -160,7 +161,7 @@ def test_a_lower_strength_holds_on_every_level() -> None:
 def test_progress_is_known_beforehand() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
     tiles = [len(one.tiles) for level in plan.levels for one in level.passes]
-    assert plan.calls == sum(-(-count // 8) for count in tiles)
+    assert calls_of(plan) == sum(-(-count // 8) for count in tiles)
     assert plan.tile_steps(20) == (sum(tiles) - 1) * 4 + 20
     assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import simulated_device
-from cocodiff import cli
+from cocodiff.cli import main as cli
 from cocodiff.cli.doctor import trials
 
 
