@@ -21,7 +21,7 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 from cocodiff_sycl.private import private_folder
 
 HERE = Path(__file__).parent
-HOST = ("host.cpp", "level_zero.hpp", "moves.hpp", "tensors.hpp")
+HOST = ("host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "tensors.hpp")
 SOURCES = (
     "common.hpp",
     "movement.cpp",

@@ -24,6 +24,7 @@
 
 #include "level_zero.hpp"
 #include "moves.hpp"
+#include "opencl.hpp"
 #include "tensors.hpp"
 
 namespace syclexp = sycl::ext::oneapi::experimental;
@@ -96,7 +97,13 @@ private:
 struct Device {
   sycl::queue queue;
   uint32_t units; // compute units that kernels run on
+  std::optional<sycl::queue> of_this_thread; // beside a CPU queue of our own: takes what no other core would share
   TableRing tables;
+
+  sycl::queue &queue_for(sycl::queue *callers, const sycl::nd_range<1> &range) {
+    if (callers) return *callers;
+    return of_this_thread && (units == 1 || range.get_group_range()[0] == 1) ? *of_this_thread : queue;
+  }
 };
 
 // What launches of a kernel on tensors of one layout have in common, as Python packs it: the kernel's struct begins with
@@ -125,7 +132,7 @@ constexpr int64_t WAIT = 1, COPY_TABLE = 2; // flags: wait for a CPU's kernel; c
 //        unless the launch is waited for: a CPU reads the host's memory.
 void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, const sycl::nd_range<1> &range,
            void *arguments, size_t bytes, const void *table, size_t table_bytes, int64_t flags) {
-  sycl::queue &on = callers ? *callers : device.queue;
+  sycl::queue &on = device.queue_for(callers, range);
   size_t slot = 0;
   const bool copied = table && (!(flags & WAIT) || (flags & COPY_TABLE));
   if (table) {
@@ -171,7 +178,8 @@ void *cocodiff_open(void *queue, int threads) {
                             : sycl::queue(sycl::device(sycl::cpu_selector_v), sycl::property::queue::in_order{});
     const sycl::device where = own.get_device();
     const uint32_t units = where.get_info<sycl::info::device::max_compute_units>();
-    return new Device{own, where.is_cpu() ? std::min<uint32_t>(units, threads) : units, {}};
+    return new Device{own, where.is_cpu() ? std::min<uint32_t>(units, threads) : units,
+                      queue ? std::nullopt : queue_of_this_thread(own), {}};
   });
 }
 

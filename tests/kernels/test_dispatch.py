@@ -172,6 +172,36 @@ def test_ranks_that_start_together_compile_once(sycl_on_cpu: SyclOps, monkeypatc
     assert [path.name for path in tmp_path.glob("built-*")] == ["built-a_device"]
 
 
+ONE_THREAD = """
+import os, torch
+from pathlib import Path
+from cocodiff.kernels import sycl_ops
+
+def ran_ns():
+    return {task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()}
+
+ops = sycl_ops(torch.device("cpu"), required=True)
+x_BLHD = torch.ones(1, 4000, 8, 64)  # a launch of many work-groups, which cores could share
+buffer = torch.empty(x_BLHD.numel())
+ops.pack([[x_BLHD]], [buffer])
+before = ran_ns()
+for _ in range(100):
+    ops.pack([[x_BLHD]], [buffer])
+after = ran_ns()
+spent = {name: after[name] - before.get(name, 0) for name in after}
+main = spent.pop(str(os.getpid()))
+print(ops.library.compute_units, main > 5 * sum(spent.values()))
+"""
+
+
+def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sycl: SyclOps):
+    """The CPU device's usual queue has a worker that looks for work as long as kernels come."""
+    environment = {name: value for name, value in os.environ.items() if name != "DPCPP_CPU_NUM_CUS"}
+    words = [sys.executable, "-c", ONE_THREAD]
+    done = subprocess.run(words, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True"]
+
+
 @pytest.mark.parametrize("which", ["COCODIFF_CACHE", "XDG_CACHE_HOME", "HOME"])
 def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_on_cpu, monkeypatch, tmp_path, caplog):
     """`sycl` is an error that says why; `auto` runs torch, and says so once."""
