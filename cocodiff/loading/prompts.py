@@ -39,7 +39,7 @@ def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.devi
     import torch
 
     try:
-        values = pipe.encode_prompt(prompt, **dict.fromkeys(pipelines.also), device=device)
+        values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
     except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
         text = " ".join(str(error).split())[:200]
         raise UserError(

@@ -1,0 +1,26 @@
+"""Wan 2.1 and 2.2: videos of text, or of a first frame and text. It runs by a plan; Wan 2.2's two experts take turns."""
+
+from __future__ import annotations
+
+from cocodiff.models.by_plan import PlanAdapter
+from cocodiff.models.family import Family, Pipelines
+from cocodiff.models.plans import WAN
+
+FAMILY = Family(
+    transformer="diffusers.WanTransformer3DModel",
+    adapter=PlanAdapter(WAN),
+    pipelines=(
+        Pipelines(
+            "WanPipeline",
+            "",
+            ("prompt_embeds", ""),
+            also={"do_classifier_free_guidance": False, "max_sequence_length": 512},
+            negative="",
+            animate="WanImageToVideoPipeline",
+            lacks="diffusers has no inpainting pipeline for Wan",
+        ),
+    ),
+    vae_numbers=(),
+    vae_lists=("latents_mean", "latents_std"),
+    branches=2,  # guidance calls the model twice a step
+)
