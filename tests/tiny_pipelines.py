@@ -103,8 +103,8 @@ def qwen_pipeline(heads: int = 4, **text: Any) -> Any:
 def wan_pipeline(
     heads: int = 4, experts: int = 2, image: bool = False, tokens: bool = False, clip: bool = False, **text: Any
 ) -> Any:
-    """Videos of 4 n + 1 frames, whose sides are multiples of 16 pixels. experts: transformers, the second one below the
-    middle of the noise levels. image: weights for image to video, like Wan 2.1 and 2.2's. tokens: a timestep for each
+    """Videos of 4 n + 1 frames, whose sides are multiples of 16 pixels. experts: transformers, the second one for the
+    later half of the steps. image: weights for image to video, like Wan 2.1 and 2.2's. tokens: a timestep for each
     token, like TI2V. clip: with an image encoder, like Wan 2.1's image to video."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
     from diffusers import WanTransformer3DModel as Transformer
@@ -131,7 +131,7 @@ def wan_pipeline(
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
-    more = {"transformer_2": transformers[1], "boundary_ratio": 0.5} if experts > 1 else {}
+    more = {"transformer_2": transformers[1], "boundary_ratio": 0.8} if experts > 1 else {}
     kind = WanImageToVideoPipeline if image else WanPipeline
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     more |= {"text_encoder": None, "tokenizer": None, "expand_timesteps": tokens, **text}

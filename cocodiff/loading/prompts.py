@@ -25,8 +25,8 @@ def encode(
     """
     import torch
 
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module) and part not in (pipe.transformer, pipe.vae):
+    for name, part in pipe.components.items():
+        if name.startswith("text_encoder") and part is not None:
             part.to(device)
     with torch.no_grad():
         wanted = guided and pipelines.negative is not None
@@ -59,7 +59,7 @@ def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.devi
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Embeddings:
-    """Zero embeddings of one token, for pipelines saved without text encoders; the same for the negative prompt."""
+    """Zero embeddings, of one token where prompts have no fixed length, for pipelines saved without text encoders; the same for the negative prompt."""
     import torch
 
     config, zero = transformer.config, {}
@@ -70,7 +70,8 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Emb
         elif "pooled" in name:
             zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
         else:
-            zero[name] = torch.zeros(1, 1, config.joint_attention_dim, dtype=dtype)
+            width = config.get("joint_attention_dim") or config.text_dim
+            zero[name] = torch.zeros(1, pipelines.also.get("max_sequence_length", 1), width, dtype=dtype)
     return zero
 
 

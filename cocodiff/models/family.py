@@ -32,6 +32,7 @@ class Pipelines:
     guidance           the call's argument for the strength of guidance
     others             further classes whose folders hold these weights
     animate            diffusers' class for an image and text to video; "" where there is none
+    video              frames, height and width of a video, unless a call says others; None for images
     """
 
     generate: str
@@ -42,6 +43,7 @@ class Pipelines:
     guidance: str = "guidance_scale"
     others: tuple[str, ...] = ()
     animate: str = ""
+    video: tuple[int, int, int] | None = None
     lacks: str = ""
 
     @property
@@ -49,8 +51,13 @@ class Pipelines:
         """All classes whose folders hold these weights."""
         return tuple(name for name in (self.generate, self.inpaint, *self.others, self.animate) if name)
 
-    def of_task(self, task: str, model: str) -> str:
-        """The class that does a task. Raises UserError where diffusers has none for these weights."""
+    def of_task(self, task: str, model: str, image: bool = False) -> str:
+        """The class that does a task, from an image where one is given. Raises UserError where diffusers has none for
+        these weights."""
+        if image:
+            if not self.animate:
+                raise UserError(f"--image: model {model} makes images from text alone: leave it away")
+            return self.animate
         name = self.inpaint if task == INPAINT else self.generate
         if not name:
             raise UserError(f"model {model} cannot {task}: {self.lacks}")

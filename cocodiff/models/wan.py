@@ -17,10 +17,12 @@ FAMILY = Family(
             also={"do_classifier_free_guidance": False, "max_sequence_length": 512},
             negative="",
             animate="WanImageToVideoPipeline",
+            video=(81, 480, 832),
             lacks="diffusers has no inpainting pipeline for Wan",
         ),
     ),
     vae_numbers=(),
     vae_lists=("latents_mean", "latents_std"),
+    text_tokens=0,  # attention over the text exchanges nothing
     branches=2,  # guidance calls the model twice a step
 )
