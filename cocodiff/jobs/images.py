@@ -133,6 +133,7 @@ class ImageJob(Job[Batch]):
             "title": f"Generated {self.unit}",
             "prompts": dict(zip(self.names, self.prompts, strict=True)),
             "side": plan.side,
+            "frames": self.frames,
         }
 
     def _files(self, number: int) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Generated videos on the disk: every frame in a TIFF stack, and an MP4 to look at where imageio-ffmpeg is installed."""
+"""Generated videos on the disk: all frames in a TIFF stack, and an MP4 to look at where imageio-ffmpeg is installed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def frames_of(path: Path) -> np.ndarray:
 
 
 def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:
-    """Four frames in one picture [Y, X, C], row by row from the first to the last; of fewer than four the middle one."""
+    """Four frames in a picture [Y, X, C], row by row from the first to the last; of fewer than four the middle one."""
     count = len(frames_FYXC)
     if count < 4:
         return frames_FYXC[count // 2]

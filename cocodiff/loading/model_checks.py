@@ -238,7 +238,8 @@ def check_sides(pipe: Any, height: int, width: int, model: str, frames: int = 1)
     needed = frames * height * width * PIXEL_BYTES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
+        asked, fewer = (f" --frames {frames}", " or fewer frames") if frames > 1 else ("", "")
         raise UserError(
-            f"--height {height} --width {width}{f' --frames {frames}' if frames > 1 else ''}: decoding takes {needed / 2**30:.0f} GiB or more, and this machine has "
-            f"{memory / 2**30:.0f} GiB: give smaller sides{' or fewer frames' if frames > 1 else ''}"
+            f"--height {height} --width {width}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
+            f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
         )

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: videos of text, or of a first frame and text. It runs by a plan; Wan 2.2's two experts take turns."""
+"""Wan 2.1 and 2.2: videos from text, or from a first frame and text. Both run by a plan."""
 
 from __future__ import annotations
 
