@@ -106,15 +106,10 @@ def test_a_lossless_codec_keeps_the_bits_across_the_boundary():
     assert torch.equal(found, whole) and coded["attention"] != coded["whole"] == sent["attention"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "guidance"),
-    [
-        ({"preset": "coded"}, 1),
-        ({"preset": "coded"}, 2),
-        ({"arrival": "displaced"}, 1),
-        ({"preset": "ahead", "tau": 1.0}, 1),
-    ],
-)
+CODED, DISPLACED, AHEAD = {"preset": "coded"}, {"arrival": "displaced"}, {"preset": "ahead", "tau": 1.0}
+
+
+@pytest.mark.parametrize(("settings", "guidance"), [(CODED, 1), (CODED, 2), (DISPLACED, 1), (AHEAD, 1)])
 def test_each_expert_begins_anew(settings, guidance):
     """Its first call gets everything whole and in time, and nothing is kept for the other one any more; the last steps
     are the run's."""

@@ -229,12 +229,8 @@ def umt5_text() -> dict[str, Any]:
     """Wan's UMT5 and a tokenizer that knows single letters."""
     from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-    words = [
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        *((f"{letter}", -2.0) for letter in "abcdefghijklmnopqrstuvwxyz▁"),
-    ]
+    specials, letters = ("<pad>", "</s>", "<unk>"), "abcdefghijklmnopqrstuvwxyz▁"
+    words = [*((word, 0.0) for word in specials), *((letter, -2.0) for letter in letters)]
     torch.manual_seed(0)
     config = UMT5Config(
         vocab_size=128, d_model=TEXT_WIDTH, d_kv=4, d_ff=16, num_layers=2, num_heads=2, pad_token_id=0, eos_token_id=1
