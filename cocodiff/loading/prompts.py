@@ -59,8 +59,8 @@ def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.devi
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Embeddings:
-    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. They have one token,
-    or as many as all prompts have where that is told."""
+    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. Of one token, or
+    of as many as all prompts have, where that is told."""
     import torch
 
     config, zero = transformer.config, {}
