@@ -32,7 +32,8 @@ from cocodiff.guidance.ranks import GuidedRanks
 from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Arguments, experts_of, replace_forward
+from cocodiff.models.adapter import Arguments, replace_forward
+from cocodiff.models.experts import experts_of
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, load
 from cocodiff.results import Results, own_results

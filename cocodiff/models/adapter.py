@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.family import EXPERTS
 from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.topology.layout import Segments
 
@@ -170,19 +169,6 @@ class Adapter(ABC):
                 del block.forward
 
         return put_back
-
-
-def experts_of(target: Any) -> list[nn.Module]:
-    """The transformers of a pipeline that has some, or the transformer itself. Raises UserError where there is none,
-    and for two that ranks cannot share alike."""
-    found = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in EXPERTS]
-    models = [model for model in found if isinstance(model, nn.Module)]
-    if not models:
-        raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
-    if len({type(model) for model in models}) > 1:
-        names = " and a ".join(type(model).__name__ for model in models)
-        raise UserError(f"the {' and '.join(EXPERTS)} of this pipeline are a {names}: give a pipeline with two alike")
-    return models
 
 
 def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
