@@ -22,6 +22,10 @@ from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.jobs import videos
+from cocodiff.jobs.deal import image_tokens
+from cocodiff.loading.model_shapes import load_shape
+from cocodiff.loading.pipelines import Request
+from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes
 
@@ -141,6 +145,15 @@ def test_an_mp4_has_every_frame(made: Path) -> None:
     assert told["size"] == (SIDES["width"], SIDES["height"]) and told["fps"] == 16.0
 
 
+def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
+    model = made / "two-model"
+    shape, one = load_shape(str(model)), load_shape(str(model / "transformer_2"))
+    assert shape.parameters == 2 * one.parameters and shape.branches == 2
+    request, path = Request(str(model), GENERATE), model / "transformer" / "config.json"
+    assert image_tokens({"frames": 9, **SIDES}, request, path, shape) == 3 * 2 * 3
+    assert image_tokens({}, request, path, shape) == 21 * 30 * 52
+
+
 def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
     run = [*words(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
     killed = Killed(tmp_path, run)
@@ -176,3 +189,5 @@ def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytes
     index = json.loads((made / "clip-model" / "model_index.json").read_text())
     (made / "clip-model" / "model_index.json").write_text(json.dumps(index | {"image_encoder": [None, None]}))
     assert re.search("has no image_encoder", refused("clip", "--image", first))
+    next((made / "two-model" / "transformer_2").glob("*.safetensors")).unlink()
+    assert "transformer_2 has no .safetensors weights" in refused("two")
