@@ -33,6 +33,7 @@ from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.adapter import Arguments, replace_forward
+from cocodiff.models.experts import experts_of
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, load
 from cocodiff.results import Results, own_results
@@ -81,16 +82,18 @@ def open_transport(
 
 
 class Engine:
-    """A parallel transformer. Use as a context manager; see `parallelize`."""
+    """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
+
+    model: of the current call. A run's part in which one model is called is a run of that model: codings begin anew
+    with it, and keep nothing of the models before it."""
 
     def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
-        model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
-        if not isinstance(model, nn.Module):
-            raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
-        self.model: nn.Module = model
-        self._pipe: Any = target if target is not model else None
+        self._models = experts_of(target)
+        self.model = self._models[0]
+        self._pipe: Any = target if target is not self.model else None
         self.config = config
-        checks.check_not_compiled(self.model.named_modules())
+        for model in self._models:
+            checks.check_not_compiled(model.named_modules())
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
@@ -155,12 +158,18 @@ class Engine:
     def __enter__(self) -> Engine:
         self._open()
         self._rule.begin()
-        self._check_model(self.model.named_modules())
+        for model in self._models:
+            self._check_model(model.named_modules())
         shared = self._shared_vae()
-        self._replace_attention()
-        self._hook_calls()
-        self._hook_tokens()
-        self._replace_forward()
+        try:
+            for model in self._models:
+                self._replace_attention(model)
+                self._hook_calls(model)
+                self._hook_tokens(model)
+                self._replace_forward(model)
+        except BaseException:
+            self._undo.close()
+            raise
         self._replace_vae(shared)
         self.counter = StepCounter()
         self._inside = True
@@ -185,22 +194,22 @@ class Engine:
             self.transport = open_transport(self.config)
             self._guided = self._guided_ranks()
 
-    def _replace_attention(self) -> None:
+    def _replace_attention(self, model: nn.Module) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
-        self._undo.callback(self.adapter.attach(self.model, self, kernels))
+        self._undo.callback(self.adapter.attach(model, self, kernels))
 
-    def _hook_calls(self) -> None:
-        self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
+    def _hook_calls(self, model: nn.Module) -> None:
+        self._undo.callback(model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
 
-    def _hook_tokens(self) -> None:
+    def _hook_tokens(self, model: nn.Module) -> None:
         """Cuts tokens where they enter the model, and gathers them where they leave it."""
-        for hook in self.adapter.all_hooks(self.model, self) if self.size > 1 else ():
+        for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
             self._undo.callback(hook.register().remove)
 
-    def _replace_forward(self) -> None:
+    def _replace_forward(self, model: nn.Module) -> None:
         if self._rule.possible:
-            self._undo.callback(replace_forward(self.model, self._guided.compute))
+            self._undo.callback(replace_forward(model, self._guided.compute))
 
     def _shared_vae(self) -> Any:
         """What decodes in the place of the pipeline's VAE; None where it has none."""
@@ -234,9 +243,10 @@ class Engine:
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], Arguments] | None:
-        """Before each call of the model. Returns the arguments where this rank computes some rows of the batch."""
+        """Before each call of a model. Returns the arguments where this rank computes some rows of the batch."""
+        self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
         self._count_call(arguments)
@@ -285,15 +295,18 @@ class Engine:
             "settings": repr(self.config),
             "number of steps": self._steps(),
             "guidance_scale": getattr(self._pipe, "guidance_scale", None),
+            "guidance_scale_2": getattr(self._pipe, "_guidance_scale_2", None),
+            "boundary_ratio": getattr(getattr(self._pipe, "config", None), "boundary_ratio", None),
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            facts["digest of weights"] = weights_digest(self.model)
+            facts["digest of weights"] = ", ".join(map(weights_digest, self._models))
         check_agreement(facts | arguments, self._sample_of(arguments).device, ranks)
 
     def _begin_step(self) -> None:
-        counter = self.counter
-        self.strategy.coding.begin_step(Moment(counter.run, counter.step, self._steps(), counter.sigma))
+        counter, number = self.counter, self._models.index(self.model)
+        run = counter.run * len(self._models) + number  # of this model
+        self.strategy.coding.begin_step(Moment(run, counter.step, self._steps(), counter.sigma))
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is

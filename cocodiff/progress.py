@@ -42,8 +42,9 @@ class StepCounter:
         self._begins = True
 
     def call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None) -> None:
-        """timestep: of the call, of any shape; its first element counts. sample, text: what is denoised, and the
-        prompt's embeddings, of any shape. scheduler: the pipeline's; None for a bare transformer."""
+        """timestep: of the call, of any shape; the largest counts, since tokens of a given frame have 0. sample, text:
+        what is denoised, and the prompt's embeddings, of any shape. scheduler: the pipeline's; None for a bare
+        transformer."""
         schedule, index = getattr(scheduler, "timesteps", None), getattr(scheduler, "step_index", None)
         if self._begins or schedule is not self._schedule:
             kind = "run"
@@ -55,7 +56,7 @@ class StepCounter:
         self._read_sigma(timestep, scheduler)
         self._begins, self._schedule, self._index = False, schedule, index
         # Copies, since a loop may change its tensors in place.
-        self._timestep = None if timestep is None else timestep.detach().flatten()[:1].clone()
+        self._timestep = None if timestep is None else timestep.detach().max()
         if kind != "branch" or index is not None:
             # Where the scheduler moves, no sample need be looked at.
             self._sample, self._texts = (sample.detach().clone() if index is None else None), []
@@ -74,7 +75,7 @@ class StepCounter:
     def _read_sigma(self, timestep: Tensor | None, scheduler: Any) -> None:
         schedule = getattr(scheduler, "timesteps", None)
         if schedule is None or not hasattr(scheduler, "step_index"):
-            self.sigma = None if timestep is None else float(timestep.flatten()[0])
+            self.sigma = None if timestep is None else float(timestep.max())
             return
         if schedule is not self._schedule:
             sigmas = getattr(scheduler, "sigmas", None)
@@ -87,7 +88,7 @@ class StepCounter:
     def _kind_of_call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None) -> str:
         """Whether a call that the scheduler does not tell from the last one is a new "run", "step" or "branch"."""
         if timestep is not None and self._timestep is not None:
-            change = float(timestep.flatten()[0]) - float(self._timestep)
+            change = float(timestep.max()) - float(self._timestep)
             if change:
                 self._at_first_timestep = False
                 return "step" if change < 0 else "run"

@@ -100,6 +100,44 @@ def qwen_pipeline(heads: int = 4, **text: Any) -> Any:
     return _assembled(QwenImagePipeline, transformer, vae, 1, text)
 
 
+def wan_pipeline(
+    heads: int = 4, experts: int = 2, image: bool = False, tokens: bool = False, clip: bool = False, **text: Any
+) -> Any:
+    """Videos of 4 n + 1 frames, whose sides are multiples of 16 pixels. experts: transformers, the second one for the
+    later half of the steps. image: weights for image to video, like Wan 2.1 and 2.2's. tokens: a timestep for each
+    token, like TI2V. clip: with an image encoder, like Wan 2.1's image to video."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
+    from diffusers import WanTransformer3DModel as Transformer
+
+    shape: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "attention_head_dim": 12,
+        "in_channels": 4 + 4 + 4 if image else 4,  # latents; which frames are known, of four to one; their latents
+        "out_channels": 4,
+        "text_dim": TEXT_WIDTH,
+        "freq_dim": 16,
+        "ffn_dim": 32,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+    }
+    torch.manual_seed(0)
+    if clip:
+        text |= clip_vision()
+        shape |= {"image_dim": text["image_encoder"].config.hidden_size, "added_kv_proj_dim": heads * 12}
+    transformers = [Transformer(**shape).eval() for _ in range(experts)]
+    for parameter in (parameter for one in transformers for parameter in one.parameters()):
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
+    more = {"transformer_2": transformers[1], "boundary_ratio": 0.8} if experts > 1 else {}
+    kind = WanImageToVideoPipeline if image else WanPipeline
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    more |= {"text_encoder": None, "tokenizer": None, "expand_timesteps": tokens, **text}
+    return kind(transformer=transformers[0], vae=vae.eval(), scheduler=scheduler, **more)
+
+
 def image_vae(channels: int) -> Any:
     from diffusers import AutoencoderKL
 
@@ -185,3 +223,29 @@ def qwen3_text() -> dict[str, Any]:
         head_dim=4,
     )
     return {"tokenizer": tokenizer, "text_encoder": Qwen3ForCausalLM(config).eval()}
+
+
+def umt5_text() -> dict[str, Any]:
+    """Wan's UMT5 and a tokenizer that knows single letters."""
+    from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+
+    specials, letters = ("<pad>", "</s>", "<unk>"), "abcdefghijklmnopqrstuvwxyz▁"
+    words = [*((word, 0.0) for word in specials), *((letter, -2.0) for letter in letters)]
+    torch.manual_seed(0)
+    config = UMT5Config(
+        vocab_size=128, d_model=TEXT_WIDTH, d_kv=4, d_ff=16, num_layers=2, num_heads=2, pad_token_id=0, eos_token_id=1
+    )
+    tokenizer = T5TokenizerFast(vocab=words, extra_ids=0)
+    return {"tokenizer": tokenizer, "text_encoder": UMT5EncoderModel(config).eval()}
+
+
+def clip_vision() -> dict[str, Any]:
+    """An image encoder of 32 x 32 pixels."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    sides = {"height": 32, "width": 32}
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=sides)
+    return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}

@@ -1,4 +1,4 @@
-"""`cocodiff generate`: text to image, on any number of ranks."""
+"""`cocodiff generate`: text to image or to video, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from cocodiff.jobs.session import DTYPES, open_session, settle, start_job
 from cocodiff.loading.pipelines import Request
 from cocodiff.models.family import GENERATE
 
-ABOUT = "Make images from text with a diffusion transformer."
+ABOUT = "Make images or videos from text with a diffusion transformer."
 OPTIONS = (
     Option(
         "model",
-        "folder in diffusers' layout or hub id of a text-to-image model; the embedded model only restores",
+        "folder in diffusers' layout or hub id of a text-to-image or video model; the embedded model only restores",
         required=True,
     ),
     Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
+    Option("image", "a file: the first frame of every video, for models that make videos of an image"),
+    Option("frames", "of a video, instead of the model's own 81: 4 n + 1 of Wan", type=int),
+    Option("fps", "frames a second of the MP4 file of a video", 16, type=int),
     Option("height", "pixels, instead of the model's own", type=int),
     Option("width", "pixels, instead of the model's own", type=int),
     PRESET_OPTION,
     Option("steps", "denoising steps", 50, type=int),
     Option("seed", "seed of the noise; the same for every prompt and preset", 0, type=int),
     Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
+    Option("guidance_2", "the same for the second expert of Wan 2.2, instead of the first one's", type=float),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("exact", "compare with the same run in the exact baseline", True, type=bool),
     *BOUND_OPTIONS,
@@ -50,21 +54,24 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
     prepared = prepared.dealt(ranks, images=max(1, len(values["prompt"])))
-    # the sides follow from the model and from those that are asked for
-    asked = {"prompts": list(prepared.request.prompts or ("",))}
+    # sides and frames follow from the model and from those that are asked for
+    asked = prepared.request.content
     return start_job(prepared, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "height", "width", "ranks")
+    check_counts(values, "steps", "height", "width", "frames", "fps", "ranks")
     quality = Quality.asked(values)
     if quality is not None and quality.bound.against == "truth":
         raise UserError(
             f"--quality {quality.bound} is a loss against the truth, which generated images have not: give a distance "
             f"to the exact run, as 50dB"
         )
-    request = Request(values["model"], GENERATE, tuple(values["prompt"]), values["guidance"])
+    prompts, scales = tuple(values["prompt"]), (values["guidance"], values["guidance_2"])
+    request = Request(values["model"], GENERATE, prompts, *scales, image=values["image"])
+    if values["frames"] is not None and request.pipelines.video is None:
+        raise UserError(f"--frames {values['frames']}: model {request.model} makes images: leave it away")
     return Prepared.checked(values, quality, request, ranks, started)
 
 

@@ -46,11 +46,11 @@ RESUME = Option(
     False,
     type=bool,
 )
-FILES = ("input", "mask", "truth", "out")  # options that name files or folders: an empty name is the current folder
+FILES = ("input", "mask", "truth", "image", "out")  # name files or folders: an empty name is the current folder
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
-MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100}
-MOST |= dict.fromkeys(("height", "width", "size"), 2**16)
+MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100, "fps": 1000}
+MOST |= dict.fromkeys(("height", "width", "size", "frames"), 2**16)
 
 
 def engine_record() -> type[Config]:

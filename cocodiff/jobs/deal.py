@@ -144,7 +144,7 @@ def workloads(
         shape = replace(shape, branches=2)
     itemsize = ITEMSIZE.get(values["dtype"], 4 if on_cpu(values) else 2)
     text = PROMPT_TOKENS if request.model == EMBEDDED else shape.text_tokens
-    segments = image_and_text(image_tokens(values, request.model, path, shape), text)
+    segments = image_and_text(image_tokens(values, request, path, shape), text)
     load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
     return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
 
@@ -159,10 +159,17 @@ def on_cpu(values: dict[str, Any]) -> bool:
     return rank_device("auto", 0).type == "cpu"
 
 
-def image_tokens(values: dict[str, Any], model: str, path: Path, shape: ModelShape) -> int:
-    """Of the image that is made: the model's own size, or height and width where they are given. path: of the
+def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
+    """Of the image or video that is made: the model's own size, or height and width where they are given. path: of the
     transformer's config."""
+    model = request.model
     patch = shape.pixels_per_token // VAE_FACTOR
+    if model != EMBEDDED and request.pipelines.video is not None:
+        of_video = zip(("frames", "height", "width"), request.pipelines.video, strict=True)
+        frames, height, width = (values.get(name) or own for name, own in of_video)
+        each = read_json(model_file(model, "vae/config.json")).get("scale_factor_temporal", 4)
+        side = vae_factor(model) * patch
+        return (1 + (frames - 1) // each) * max(1, height // side) * max(1, width // side)
     sides = [own_latents(path) // patch] * 2
     for axis, name in enumerate(("height", "width")):
         if values.get(name):
@@ -185,6 +192,8 @@ def vae_factor(model: str) -> int:
     if model == EMBEDDED:
         return VAE_FACTOR
     config = read_json(model_file(model, "vae/config.json"))
+    if "scale_factor_spatial" in config:
+        return int(config["scale_factor_spatial"])
     levels = config.get("temperal_downsample", config.get("block_out_channels", [None])[1:])
     return int(2 ** len(levels))
 

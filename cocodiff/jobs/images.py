@@ -1,4 +1,4 @@
-"""The job of `generate`: an image for each prompt."""
+"""The job of `generate`: an image or a video for each prompt."""
 
 from __future__ import annotations
 
@@ -20,30 +20,38 @@ from cocodiff_eval.slices import safe_stem, unique_names
 from cocodiff_eval.uncertainty import Moments
 from PIL import Image
 
+from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import Bound
 from cocodiff.jobs.cost import measured
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Done, Job, Judged
 from cocodiff.jobs.session import Session
+from cocodiff.jobs.videos import frames_of, has_encoder, save_frames, save_mp4, shown_frames
 from cocodiff.loading.model_checks import check_sides
 
 
 class ImageJob(Job[Batch]):
-    """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1]."""
+    """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1], videos [F, Y, X, C]. frames: of a
+    video; None for images."""
 
     unit = "images"
 
     def __init__(self, session: Session) -> None:
         self.session, self.presets = session, list(session.prepared.presets)
-        self.sides = image_sides(session)
+        self.frames = video_frames(session)
+        self.sides = image_sides(session, self.frames)
         self.prompts = session.prepared.request.prompts or ("",)
         self.names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in self.prompts])
         self.batches = [Batch(0, (number,)) for number in range(len(self.prompts))]
         self._advance: Callable[[int], None] = lambda steps: None
+        if self.frames is not None:
+            self.unit = "videos"
+            if session.folder is not None and not has_encoder():
+                say("videos are TIFF stacks alone, without an MP4: pip install imageio-ffmpeg brings what writes it")
 
     def settings(self) -> dict[str, Any]:
-        return {"prompts": list(self.prompts), "sides": list(self.sides)}
+        return self.session.prepared.request.content | {"sides": list(self.sides)}
 
     def watched(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
@@ -56,7 +64,7 @@ class ImageJob(Job[Batch]):
         return {setting: [drawn] if self.session.replica.leads else [] for setting, drawn in found.items()}
 
     def _paint(self, setting: str, prompt: int) -> Drawn:
-        """One image in one mode, on all ranks of the replica."""
+        """One image or video in one mode, on all ranks of the replica."""
         model, values = self.session.model, self.session.prepared.values
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -66,17 +74,19 @@ class ImageJob(Job[Batch]):
             return tensors
 
         with silent(model.pipe), drawing_from(values["seed"]), measured(self.session.engines[setting]) as cost:
-            image_YXC = model.pipe(
+            made = model.pipe(
                 height=self.sides[0],
                 width=self.sides[1],
                 num_inference_steps=values["steps"],
                 generator=torch.Generator("cpu").manual_seed(values["seed"]),
                 output_type="np",
                 callback_on_step_end=after_step,
+                **({} if self.frames is None else {"num_frames": self.frames}),
                 **model.arguments(1, prompt),
-            ).images[0]
-        check_finite(model.pipe, torch.from_numpy(image_YXC))
-        return Drawn(Moments.of(image_YXC.astype(np.float32)), cost)
+            )
+        pixels = (made.images if self.frames is None else made.frames)[0]
+        check_finite(model.pipe, torch.from_numpy(pixels))
+        return Drawn(Moments.of(pixels.astype(np.float32)), cost)
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         """There is no truth, but there may be an exact run to compare with."""
@@ -92,14 +102,22 @@ class ImageJob(Job[Batch]):
 
     def write(self, batch: Batch, place: int, result: Mapping[str, Drawn]) -> None:
         for preset, path in self._files(batch.indices[place]).items():
-            image8_YXC = np.rint(image01(result[preset]) * 255).astype(np.uint8)
+            pixels8 = np.rint(image01(result[preset]) * 255).astype(np.uint8)
+            if self.frames is not None:
+                save_frames(path, pixels8)
+                if has_encoder():
+                    save_mp4(path.with_suffix(".mp4"), pixels8, self.session.prepared.values["fps"])
+                continue
             with path.open("wb") as file:
-                Image.fromarray(image8_YXC).save(file, "PNG")
+                Image.fromarray(pixels8).save(file, "PNG")
                 file.flush()
                 os.fsync(file.fileno())
 
     def sums(self, batch: Batch) -> list[int]:
-        return [zlib.crc32(path.read_bytes()) for path in self._files(batch.indices[0]).values()]
+        files = [*self._files(batch.indices[0]).values()]
+        if self.frames is not None and has_encoder():
+            files += [path.with_suffix(".mp4") for path in files]
+        return [zlib.crc32(path.read_bytes()) for path in files]
 
     def name(self, number: int) -> str:
         return self.names[number]
@@ -112,38 +130,57 @@ class ImageJob(Job[Batch]):
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
         return {
             "pictures": (encode(self._shown(number), plan.side, plan.share) for number in sorted(plan.shown[0])),
-            "title": "Generated images",
+            "title": f"Generated {self.unit}",
             "prompts": dict(zip(self.names, self.prompts, strict=True)),
             "side": plan.side,
+            "frames": self.frames,
         }
 
     def _files(self, number: int) -> dict[str, Path]:
-        """The file of an image in each preset."""
-        return {preset: self.session.images / f"{self.names[number]}_{preset}.png" for preset in self.presets}
+        """The file of an image or of a video's frames in each preset."""
+        end = "png" if self.frames is None else "tif"
+        return {preset: self.session.images / f"{self.names[number]}_{preset}.{end}" for preset in self.presets}
 
     def _shown(self, number: int) -> Generated:
-        """The presets' images as saved, for the report."""
-        found = {preset: np.asarray(Image.open(path)) for preset, path in self._files(number).items()}
+        """The presets' images as saved, for the report; of a video a few frames."""
+
+        def read(path: Path) -> np.ndarray:
+            return np.asarray(Image.open(path)) if self.frames is None else shown_frames(frames_of(path))
+
+        found = {preset: read(path) for preset, path in self._files(number).items()}
         return Generated(self.names[number], self.prompts[number], found)
 
 
-def image_sides(session: Session) -> tuple[int, int]:
-    """Height and width. Raises UserError for sides that the model would round."""
+def video_frames(session: Session) -> int | None:
+    """How many frames a video has; None for models that make images. Raises UserError for a number that the model
+    would round."""
+    request, asked = session.prepared.request, session.prepared.values["frames"]
+    if request.pipelines.video is None:
+        return None
+    frames, each = asked or request.pipelines.video[0], session.model.pipe.vae_scale_factor_temporal
+    if frames % each != 1:
+        near = frames // each * each + 1
+        raise UserError(f"--frames {frames}: model {request.model} makes {each} n + 1 of them; give {near}")
+    return int(frames)
+
+
+def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
+    """Height and width. frames: of a video. Raises UserError for sides that the model would round."""
     pipe, values = session.model.pipe, session.prepared.values
-    multiple = side_multiple(pipe)
+    multiple, video = side_multiple(pipe), session.prepared.request.pipelines.video
     sides = []
-    for name in ("height", "width"):
-        side = values[name] or own_size(pipe)
+    for place, name in enumerate(("height", "width"), 1):
+        side = values[name] or (own_size(pipe) if video is None else video[place])
         if side % multiple:
             near = max(multiple, round(side / multiple) * multiple)
             raise UserError(f"--{name} {side}: model {session.model.name} makes multiples of {multiple}; give {near}")
         sides.append(side)
-    check_sides(pipe, sides[0], sides[1], session.model.name)
+    check_sides(pipe, sides[0], sides[1], session.model.name, frames or 1)
     return sides[0], sides[1]
 
 
 def image01(drawn: Drawn) -> np.ndarray:
-    """float32 [Y, X, C] in [0, 1], as it was made."""
+    """float32 [Y, X, C] or [F, Y, X, C] in [0, 1], as it was made."""
     return drawn.moments.mean_YX.astype(np.float32)
 
 

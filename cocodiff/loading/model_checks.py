@@ -17,6 +17,7 @@ from cocodiff.errors import UserError
 from cocodiff.files import read_json
 from cocodiff.loading.weights import check_header, count_values, read_headers
 from cocodiff.models import family_of
+from cocodiff.models.family import EXPERTS
 
 REQUIRED = ("transformer", "vae", "scheduler")
 LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
@@ -50,9 +51,10 @@ def read_shape(path: Path) -> dict[str, Any]:
     _check_layers(config, path)
     for key in SIZES:
         value = config.get(key, 1)
-        if not (value is None and key in MAY_BE_NULL) and not _is_count(value, LARGEST_SIZE):
+        sides = value if key == "patch_size" and isinstance(value, list) and value else [value]  # of a video
+        if not (value is None and key in MAY_BE_NULL) and not all(_is_count(one, LARGEST_SIZE) for one in sides):
             raise UserError(f"{path}: {key} is {value!r}: a whole number from 1 to {LARGEST_SIZE} is needed")
-    side = config.get("sample_size", 0) // config.get("patch_size", 1)
+    side = config.get("sample_size", 0) // patch_side(config)
     if "sample_size" in config and side < 1:
         raise UserError(f"{path}: sample_size is below patch_size, so an image has no token: give a larger one")
     if config.get("pos_embed_max_size", side) < side:
@@ -63,6 +65,12 @@ def read_shape(path: Path) -> dict[str, Any]:
             f"{path}: axes_dims_rope is {axes!r}: even numbers are needed that add up to attention_head_dim, {width}"
         )
     return config
+
+
+def patch_side(config: Mapping[str, Any]) -> int:
+    """Latent pixels of a token's side; of a video, whose patches have three, of the last."""
+    patch = config.get("patch_size", 1)
+    return int(patch[-1] if isinstance(patch, list) else patch)
 
 
 def _is_count(value: Any, most: int) -> bool:
@@ -103,9 +111,10 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
     Reads the headers of weights only. parts: those of the index that may be absent.
     """
     check_index(index, folder / "model_index.json", parts)
-    encoders = [part for part in parts if part.startswith("text_encoder") and (index.get(part) or [None])[0]]
+    named = [part for part in parts if (index.get(part) or [None])[0]]
+    weighty = [part for part in named if part.startswith(("text_encoder", *EXPERTS[1:]))]
     shape = read_json(folder / "transformer" / "config.json")
-    for part in ("transformer", "vae", *encoders):
+    for part in ("transformer", "vae", *weighty):
         path = folder / part / "config.json"
         _check_layers(read_json(path), path)
         headers = read_headers(folder / part)
@@ -125,23 +134,27 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
 
 def check_loaded(pipe: Any, model: str) -> None:
     """Raises UserError where weights are missing or left over, and where a pipeline's parts do not fit together."""
-    for part in ("transformer", "vae"):
-        module = getattr(pipe, part)
-        absent = [name for name, tensor in _tensors(module) if tensor.is_meta]
+    for part in (*EXPERTS, "vae"):
+        module = getattr(pipe, part, None)
+        absent = [name for name, tensor in _tensors(module) if tensor.is_meta] if module is not None else []
         if absent:
             raise UserError(f"model {model}: the weights of its {part} lack {some(absent)}; copy them again")
-    folder = Path(model) / "transformer"
-    if folder.is_dir():
-        ignored = type(pipe.transformer)._keys_to_ignore_on_load_unexpected or ()
-        unused = set(read_headers(folder)) - set(pipe.transformer.state_dict())
-        unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
-        if unused:
-            raise UserError(
-                f"model {model}: its transformer has no place for {some(sorted(unused))} of its weights; "
-                f"transformer/config.json is of another model"
-            )
+        if part in EXPERTS and module is not None and (Path(model) / part).is_dir():
+            _check_all_used(module, part, model)
     _check_latents(pipe, model)
     _check_scheduler(pipe, model)
+
+
+def _check_all_used(module: Any, part: str, model: str) -> None:
+    """Raises UserError for weights of a transformer's folder that it has no place for."""
+    ignored = type(module)._keys_to_ignore_on_load_unexpected or ()
+    unused = set(read_headers(Path(model) / part)) - set(module.state_dict())
+    unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
+    if unused:
+        raise UserError(
+            f"model {model}: its {part} has no place for {some(sorted(unused))} of its weights; "
+            f"{part}/config.json is of another model"
+        )
 
 
 def _tensors(module: Any) -> Iterable[tuple[str, Any]]:
@@ -213,18 +226,20 @@ def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
         raise UserError(f"model {model}: {part} has none of {', '.join(names)}; copy its vocabulary there")
 
 
-def check_sides(pipe: Any, height: int, width: int, model: str) -> None:
-    """Raises UserError for images that a model has no positions for, and for those that fit in no memory."""
+def check_sides(pipe: Any, height: int, width: int, model: str, frames: int = 1) -> None:
+    """Raises UserError for images that a model has no positions for, and for those that fit in no memory. frames: of a
+    video."""
     positions = pipe.transformer.config.get("pos_embed_max_size")
     if positions:
         most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor
         for name, side in (("height", height), ("width", width)):
             if side > most:
                 raise UserError(f"--{name} {side}: model {model} makes images of at most {most} pixels a side")
-    needed = height * width * PIXEL_BYTES
+    needed = frames * height * width * PIXEL_BYTES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
+        asked, fewer = (f" --frames {frames}", " or fewer frames") if frames > 1 else ("", "")
         raise UserError(
-            f"--height {height} --width {width}: decoding takes {needed / 2**30:.0f} GiB or more, and this machine has "
-            f"{memory / 2**30:.0f} GiB: give smaller sides"
+            f"--height {height} --width {width}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
+            f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
         )

@@ -12,7 +12,7 @@ from cocodiff.errors import UserError
 from cocodiff.loading.model_checks import read_shape
 from cocodiff.loading.weights import stored_values
 from cocodiff.models import FAMILIES, families, load_family
-from cocodiff.models.family import Family
+from cocodiff.models.family import EXPERTS, Family
 from cocodiff.planning.memory import ModelShape, shape_of_config
 
 
@@ -65,9 +65,10 @@ def shape_of_folder(path: Path) -> ModelShape:
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: {kind} cannot be made of it ({type(error).__name__}: {text})") from error
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
-    shape = shape_of_config(family, model.config, numbers)
     whole = path.parent.name == "transformer"
     folder = path.parents[1] if whole else path.parent
+    experts = 1 + (whole and (folder / EXPERTS[1] / "config.json").is_file())  # alike, both in memory
+    shape = shape_of_config(family, model.config, experts * numbers)
     return replace(shape, name=folder.resolve().name, **(of_other_parts(shape, folder) if whole else {}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,26 +16,31 @@ from typing import Any
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.files import is_there, read_json
-from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, read_shape, some
+from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, patch_side, read_shape, some
 from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
 from cocodiff.loading.weights import check_weights, conversion
 from cocodiff.models import pipelines_of
-from cocodiff.models.family import GENERATE, Pipelines
+from cocodiff.models.family import EXPERTS, GENERATE, Pipelines
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
-UNUSED_PARTS = ("image_encoder", "feature_extractor")  # of image prompts
+IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
+UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # without such an image
+MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])
 
 
 @dataclass(frozen=True)
 class Request:
-    """The model that a command wants. guidance: None for the pipeline's own."""
+    """The model that a command wants. guidance: None for the pipeline's own; guidance_2: of a second expert, None for
+    the first one's. image: file of a video's first frame, None for videos of text alone."""
 
     model: str
     task: str
     prompts: Sequence[str] = ("",)
     guidance: float | None = None
+    guidance_2: float | None = None
+    image: str | None = None
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -45,20 +51,32 @@ class Request:
     def pipelines(self) -> Pipelines:
         return pipelines_of(self.index["_class_name"], self.model)
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """What results depend on: prompts, and the bytes of the image."""
+        image = {} if self.image is None else {"image": zlib.crc32(Path(self.image).read_bytes())}
+        return {"prompts": list(self.prompts or ("",))} | image
+
+    @property
+    def pipeline(self) -> str:
+        """The class to load. Raises UserError where there is none."""
+        return self.pipelines.of_task(self.task, self.model, self.image is not None)
+
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each."""
+    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each.
+    fixed: arguments that all calls have, for guidance and the first frame."""
 
     name: str
     pipe: Any
     prompts: list[Embeddings]
-    guidance: dict[str, float]
+    fixed: dict[str, Any]
 
     def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
-        """A call's arguments for `batch` images of one prompt: its embeddings, and the strength of guidance."""
+        """A call's arguments for `batch` images of one prompt: its embeddings, and what all calls have."""
         rows = self.prompts[prompt]
-        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.guidance
+        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.fixed
 
 
 # Before ranks start ---------------------------------------------------------------------------------------------------
@@ -75,17 +93,23 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
         encoders = False
     else:
-        request.pipelines.of_task(request.task, name)
+        _ = request.pipeline  # there is one
         encoders = has_encoders(request.index)
         if weights and Path(name).is_dir():
-            for part in ("transformer", "vae", *_encoders(request.index)):
+            second = [part for part in EXPERTS[1:] if _is_named(request.index, part)]
+            for part in ("transformer", *second, "vae", *_encoders(request.index)):
                 check_weights(Path(name), part, name)
     if encoders and not request.prompts:
         raise UserError(f"--prompt is missing: say what model {name} shall show")
     if any(request.prompts) and not encoders:
         raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
-    if request.guidance is not None and not math.isfinite(request.guidance):
-        raise UserError(f"--guidance {request.guidance}: give a number")
+    for option, scale in (("guidance", request.guidance), ("guidance_2", request.guidance_2)):
+        if scale is not None and not math.isfinite(scale):
+            raise UserError(f"--{option} {scale}: give a number")
+    if request.guidance_2 is not None and request.index.get("boundary_ratio") is None:
+        raise UserError(f"--guidance_2 {request.guidance_2:g}: model {name} has no second expert: leave it away")
+    if request.image is not None:
+        read_image(request.image)
     if name == EMBEDDED and request.guidance is not None:
         raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
     shape = transformer_config(name)
@@ -93,21 +117,42 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
     check_shape(request, read_shape(shape), ranks)
     if weights and name != EMBEDDED and Path(name).is_dir():
-        check_folder(Path(name), request.index, (*TEXT_PARTS, *UNUSED_PARTS))
+        check_folder(Path(name), request.index, MAY_BE_ABSENT)
 
 
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
     """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
-    name, patch = request.model, max(1, config.get("patch_size", 1))
+    name, patch = request.model, patch_side(config)
     side = config.get("sample_size", 0) // patch
     if side and ranks > side * side:
         raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
     enters, leaves = config.get("in_channels"), config.get("out_channels")
-    if request.task == GENERATE and enters and leaves and enters not in (leaves, leaves * patch**2):
+    more = bool(enters and leaves and enters not in (leaves, leaves * patch**2))
+    if request.task == GENERATE and request.pipelines.animate:
+        if more and request.image is None:
+            raise UserError(f"--image is missing: model {name} makes videos that begin with an image")
+        if request.image is not None and not more and not request.index.get("expand_timesteps"):
+            raise UserError(f"--image: model {name} makes videos from text alone: leave it away")
+        if request.image is not None and config.get("image_dim") and not _is_named(request.index, IMAGE_ENCODER):
+            raise UserError(f"model {name} has no image_encoder, which its transformer asks for; copy it there")
+    elif request.task == GENERATE and more:
         raise UserError(
             f"model {name} only restores: its transformer takes {enters} channels and gives {leaves}; name a "
             f"text-to-image model"
         )
+
+
+def read_image(path: str) -> Any:
+    """An image of 8 bits as an RGB picture. Raises UserError for what is none."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise UserError(f"--image {path}: has more than 8 bits a pixel: save it with 8")
+            return image.convert("RGB")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--image {path}: cannot be read ({_one_line(error)}): give a PNG, JPEG or TIFF") from error
 
 
 def read_index(name: str) -> dict[str, Any]:
@@ -181,15 +226,15 @@ def load_model(request: Request, dtype: str, transport: Any) -> Model:
     if request.model == EMBEDDED:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
 
-        pipe, prompts, guidance = load_pipeline(wanted), [prompt_embeddings(1, wanted)], {"guidance_scale": 1.0}
+        pipe, prompts, fixed = load_pipeline(wanted), [prompt_embeddings(1, wanted)], {"guidance_scale": 1.0}
     else:
-        pipe, prompts, guidance = _load_on_ranks(request, dtype, transport)
+        pipe, prompts, fixed = _load_on_ranks(request, dtype, transport)
     pipe.to(transport.device)
     prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
-    return Model(request.model, pipe, prompts, guidance)
+    return Model(request.model, pipe, prompts, fixed)
 
 
-def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, float]]:
+def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, Any]]:
     first, wanted = transport.rank == 0, torch_dtype(dtype)
     pipe = _load_denoiser(request, wanted) if first else None
     transport.broadcast_object(None)  # what comes from the hub has been fetched once
@@ -205,12 +250,18 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
     else:
         guidance = 1.0 if guidance is None else guidance
         prompts = [no_prompt(request.pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
-    return pipe, prompts, {} if guidance is None else {request.pipelines.guidance: guidance}
+    fixed = {request.pipelines.guidance: guidance, "guidance_scale_2": request.guidance_2}
+    if request.image is not None:
+        fixed["image"] = read_image(request.image)
+    return pipe, prompts, {name: value for name, value in fixed.items() if value is not None}
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
     """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
-    pipe = _from_pretrained(request, dtype, dict.fromkeys(TEXT_PARTS))
+    parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
+    if request.image is not None and _is_named(request.index, IMAGE_ENCODER):
+        parts[IMAGE_ENCODER] = _load_encoder(request, IMAGE_ENCODER, request.index[IMAGE_ENCODER][1], dtype)
+    pipe = _from_pretrained(request, dtype, parts)
     check_loaded(pipe, request.model)
     return pipe
 
@@ -220,8 +271,9 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     index = request.index
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
+    unused = dict.fromkeys(UNUSED_PARTS)
     encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
-    pipe = _from_pretrained(request, dtype, known | encoders | dict.fromkeys(absent))
+    pipe = _from_pretrained(request, dtype, unused | known | encoders | dict.fromkeys(absent))
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
             check_tokenizer(getattr(pipe, part), part, request.model)
@@ -238,7 +290,7 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
 
     diffusers.utils.logging.disable_progress_bar()
     kind = _pipeline_class(request)
-    given = {name: part for name, part in (parts | dict.fromkeys(UNUSED_PARTS)).items() if name in request.index}
+    given = {name: part for name, part in parts.items() if name in request.index}
     with _loading(request.model):
         return kind.from_pretrained(
             request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
@@ -287,7 +339,7 @@ def _loading(model: str) -> Iterator[None]:
 def _pipeline_class(request: Request) -> Any:
     import diffusers
 
-    return getattr(diffusers, request.pipelines.of_task(request.task, request.model))
+    return getattr(diffusers, request.pipeline)
 
 
 def _one_line(error: Exception) -> str:

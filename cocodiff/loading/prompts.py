@@ -25,8 +25,8 @@ def encode(
     """
     import torch
 
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module) and part not in (pipe.transformer, pipe.vae):
+    for name, part in pipe.components.items():
+        if name.startswith("text_encoder") and part is not None:
             part.to(device)
     with torch.no_grad():
         wanted = guided and pipelines.negative is not None
@@ -39,7 +39,7 @@ def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.devi
     import torch
 
     try:
-        values = pipe.encode_prompt(prompt, **dict.fromkeys(pipelines.also), device=device)
+        values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
     except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
         text = " ".join(str(error).split())[:200]
         raise UserError(
@@ -59,7 +59,8 @@ def _encode_one(pipelines: Pipelines, pipe: Any, prompt: str, device: torch.devi
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Embeddings:
-    """Zero embeddings of one token, for pipelines saved without text encoders; the same for the negative prompt."""
+    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. Of one token, or
+    of as many as all prompts have, where that is told."""
     import torch
 
     config, zero = transformer.config, {}
@@ -70,7 +71,8 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: torch.dtype) -> Emb
         elif "pooled" in name:
             zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
         else:
-            zero[name] = torch.zeros(1, 1, config.joint_attention_dim, dtype=dtype)
+            width = config.get("joint_attention_dim") or config.text_dim
+            zero[name] = torch.zeros(1, pipelines.also.get("max_sequence_length", 1), width, dtype=dtype)
     return zero
 
 

@@ -14,6 +14,7 @@ FAMILIES: dict[str, str] = {
     "FLUX.1": "cocodiff.models.flux:FAMILY",
     "FLUX.2": "cocodiff.models.flux2:FAMILY",
     "Qwen-Image": "cocodiff.models.qwen_image:FAMILY",
+    "Wan": "cocodiff.models.wan:FAMILY",
 }
 
 

@@ -4,7 +4,7 @@ its memory depends on. `docs/new-model.md` tells how a family is added."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from cocodiff.errors import UserError
 if TYPE_CHECKING:
     from cocodiff.models.adapter import Adapter
 
+EXPERTS = ("transformer", "transformer_2")  # of a pipeline: they take turns in a run, each for some noise levels
 INPAINT, GENERATE = "inpaint", "generate"  # the tasks of pipelines
 VAE_FACTOR = 8  # pixels of a latent pixel's side, of all families
 
@@ -26,28 +27,37 @@ class Pipelines:
 
     generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none, and `lacks` says so
     encoded            what `encode_prompt` returns, as a call's arguments; "" for what a call makes itself
-    also               further arguments that `encode_prompt` wants to be given; None each
+    also               further arguments of `encode_prompt`
     negative           the prompt that guidance leads away from, where `encode_prompt` has to be called for it
     guidance           the call's argument for the strength of guidance
     others             further classes whose folders hold these weights
+    animate            diffusers' class for an image and text to video; "" where there is none
+    video              frames, height and width of a video, unless a call says others; None for images
     """
 
     generate: str
     inpaint: str
     encoded: tuple[str, ...]
-    also: tuple[str, ...] = ()
+    also: Mapping[str, Any] = field(default_factory=dict)
     negative: str | None = None
     guidance: str = "guidance_scale"
     others: tuple[str, ...] = ()
+    animate: str = ""
+    video: tuple[int, int, int] | None = None
     lacks: str = ""
 
     @property
     def classes(self) -> tuple[str, ...]:
         """All classes whose folders hold these weights."""
-        return tuple(name for name in (self.generate, self.inpaint, *self.others) if name)
+        return tuple(name for name in (self.generate, self.inpaint, *self.others, self.animate) if name)
 
-    def of_task(self, task: str, model: str) -> str:
-        """The class that does a task. Raises UserError where diffusers has none for these weights."""
+    def of_task(self, task: str, model: str, image: bool = False) -> str:
+        """The class that does a task, from an image where one is given. Raises UserError where diffusers has none for
+        these weights."""
+        if image:
+            if not self.animate:
+                raise UserError(f"--image: model {model} makes images from text alone: leave it away")
+            return self.animate
         name = self.inpaint if task == INPAINT else self.generate
         if not name:
             raise UserError(f"model {model} cannot {task}: {self.lacks}")

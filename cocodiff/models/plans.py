@@ -22,7 +22,15 @@ class Shipped(NamedTuple):
 
 VIDEO, TEXT = "video", "text"
 
-OWN = ("WanTransformer3DModel", "ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel")
+OWN = ("ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel")
+
+# Attention over the text has all of it, so nothing of it travels. TI2V has a timestep for each token.
+WAN: Plan = {
+    "": {"timestep": Cut(1, 2)},
+    "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
+    "blocks.0": {"hidden_states": Cut(1, 3)},
+    "proj_out": Gather(1),
+}
 
 # The text goes whole into attention over the text alone, so nothing of it travels.
 LTX: Plan = {
@@ -109,6 +117,7 @@ COGVIDEOX: Plan = {
 }
 
 PLANS: dict[str, Shipped] = {
+    "WanTransformer3DModel": Shipped(WAN),
     "CogVideoXTransformer3DModel": Shipped(COGVIDEOX),
     "SkyReelsV2Transformer3DModel": Shipped(SKYREELS_V2),
     "HunyuanVideoTransformer3DModel": Shipped(

@@ -66,7 +66,7 @@ FAMILY = Family(
             "StableDiffusion3Pipeline",
             "StableDiffusion3InpaintPipeline",
             ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"),
-            also=("prompt_2", "prompt_3"),
+            also={"prompt_2": None, "prompt_3": None},
             others=("StableDiffusion3Img2ImgPipeline",),
         ),
     ),

@@ -103,6 +103,9 @@ class ModelShape:
 
 def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
     """The shape of a family's transformer from its config."""
+    mlp_ratio = config.get("mlp_ratio", 4.0)
+    if "ffn_dim" in config:
+        mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
     return ModelShape(
         name=family.class_name,
         heads=config["num_attention_heads"],
@@ -110,7 +113,7 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
         joint_layers=config["num_layers"],
         parallel_layers=config.get("num_single_layers", 0),
         image_layers=len(config.get("dual_attention_layers") or ()),
-        mlp_ratio=config.get("mlp_ratio", 4.0),
+        mlp_ratio=mlp_ratio,
         parameters=parameters,
         **family.shape_facts(config),
     )

@@ -20,7 +20,7 @@ def check_finite(pipe: Any, values: Tensor) -> None:
     if bool(torch.isfinite(values).all()):
         return
     name = type(pipe).__name__
-    for part in ("transformer", "vae"):
+    for part in ("transformer", "transformer_2", "vae"):
         module = getattr(pipe, part, None)
         for weight, tensor in module.named_parameters() if module is not None else ():
             if not bool(torch.isfinite(tensor).all()):

@@ -113,7 +113,7 @@ def side_multiple(pipe: Any) -> int:
     """The number that image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where
     packed)."""
     patch = getattr(pipe, "patch_size", None) or 2
-    return int(pipe.vae_scale_factor) * int(patch)
+    return int(getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial) * int(patch)
 
 
 @contextlib.contextmanager

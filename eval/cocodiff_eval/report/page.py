@@ -52,6 +52,7 @@ def write_report(
     slices: Mapping[str, range] | None = None,
     prompts: Mapping[str, str] | None = None,
     side: int | None = None,
+    frames: int | None = None,
 ) -> None:
     """Writes the report as one HTML page without external resources.
 
@@ -61,6 +62,7 @@ def write_report(
     slices        image name to the numbers of its slices, of stacks
     prompts       image name to the prompt that it was made for
     side          pixels of the pictures' longer side, for the page to say
+    frames        of a video, of which a picture shows some; None for images
     """
     of_stacks, rows = slices or {}, metrics["images"]
     found = series_of(rows, of_stacks, metrics.get("inputs", ()))
@@ -82,6 +84,7 @@ def write_report(
         blocks=_blocks(pictures, found, of_stacks),
         lossless=LOSSLESS,
         side=side,
+        frames=frames,
     )
 
 

@@ -1,0 +1,192 @@
+"""`cocodiff generate` with Wan's models: the videos of diffusers' own pipelines, frames and MP4 whole, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import tifffile
+import tiny_pipelines
+import torch
+from killed_runs import Killed, results
+from launching import assert_succeeded
+from PIL import Image
+from warm import forked
+
+from cocodiff.cli.main import main
+from cocodiff.jobs import videos
+from cocodiff.jobs.deal import image_tokens
+from cocodiff.loading.model_shapes import load_shape
+from cocodiff.loading.pipelines import Request
+from cocodiff.models.family import GENERATE
+
+pytestmark = pytest.mark.processes
+
+FRAMES, SIDES, STEPS = 5, {"height": 32, "width": 48}, 3
+PROMPTS = ["a tooth", "a bone"]
+MODELS: dict[str, dict[str, Any]] = {
+    "two": {},
+    "text": {},
+    "clip": {"experts": 1, "image": True, "clip": True},
+    "tokens": {"experts": 1, "tokens": True},
+}
+RUNS: dict[str, tuple[str, ...]] = {
+    "two": ("--preset", "flat,tapa", "--ranks", "2"),
+    "text": ("--prompt", *PROMPTS, "--ranks", "4", "--replicas", "2", "--guidance", "30", "--guidance_2", "2"),
+    "clip": ("--ranks", "2"),
+    "tokens": ("--ranks", "2", "--preset", "coded"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of results on some ranks, of models with random weights."""
+    folder = tmp_path_factory.mktemp("videos")
+    first = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(first).save(folder / "first.png")
+    for name, more in MODELS.items():
+        text = tiny_pipelines.umt5_text() if name == "text" else {}
+        tiny_pipelines.wan_pipeline(**more, **text).save_pretrained(folder / f"{name}-model")
+        done = forked(*words(folder, name, folder / name), *RUNS[name], folder=folder)
+        assert_succeeded(done)
+        (folder / f"{name}-said").write_text(done.stdout + done.stderr)
+    return folder
+
+
+def words(folder: Path, name: str, out: Path) -> list[str]:
+    options = {"model": folder / f"{name}-model", "out": out, "steps": STEPS, "frames": FRAMES, **SIDES}
+    if name in ("clip", "tokens"):
+        options["image"] = folder / "first.png"
+    return ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+
+
+def alone(folder: Path, name: str, **arguments: Any) -> np.ndarray:
+    """The frames that diffusers' own pipeline makes in this process, [F, Y, X, C]."""
+    kind = diffusers.WanImageToVideoPipeline if "image" in arguments else diffusers.WanPipeline
+    text = {} if name == "text" else {"text_encoder": None, "tokenizer": None}
+    pipe = kind.from_pretrained(folder / f"{name}-model", **text)
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(0)
+    if pipe.text_encoder is None:
+        none = torch.zeros(1, 512, tiny_pipelines.TEXT_WIDTH)
+        arguments |= {"prompt_embeds": none, "guidance_scale": 1.0}
+    settings = {"num_inference_steps": STEPS, "num_frames": FRAMES, "output_type": "np", **SIDES}
+    return np.rint(pipe(generator=noise, **settings, **arguments).frames[0] * 255).astype(int)
+
+
+def frames(path: Path) -> np.ndarray:
+    found = tifffile.imread(path)
+    assert found.dtype == np.uint8 and found.shape == (FRAMES, SIDES["height"], SIDES["width"], 3)
+    return found.astype(int)
+
+
+def test_some_ranks_make_the_videos_of_diffusers_pipelines(made: Path) -> None:
+    image = Image.open(made / "first.png").convert("RGB")
+    expected = {"image_flat": alone(made, "two"), "image_tapa": alone(made, "two")}
+    for name, video in expected.items():
+        assert np.abs(frames(made / "two" / "images" / f"{name}.tif") - video).max() <= 1
+    assert np.abs(frames(made / "clip" / "images" / "image_tapa.tif") - alone(made, "clip", image=image)).max() <= 1
+    scales = {"guidance_scale": 30.0, "guidance_scale_2": 2.0}
+    for prompt, name in zip(PROMPTS, ("a_tooth_tapa", "a_bone_tapa"), strict=True):
+        found = frames(made / "text" / "images" / f"{name}.tif")
+        assert np.abs(found - alone(made, "text", prompt=prompt, **scales)).max() <= 1
+        assert np.abs(found - alone(made, "text", prompt=prompt, guidance_scale=30.0)).max() > 1
+
+
+def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Path) -> None:
+    (row,) = json.loads((made / "tokens" / "metrics.json").read_text())["images"]
+    exact = alone(made, "tokens", image=Image.open(made / "first.png").convert("RGB"))
+    coded = frames(made / "tokens" / "images" / "image_coded.tif")
+    assert row["mode"] == "coded" and row["exact_compared"] and sum(row["bytes"].values()) > 0
+    assert row["psnr_vs_exact_db"] > 60 and np.abs(coded - exact).max() <= 1
+    rows = json.loads((made / "two" / "metrics.json").read_text())["images"]
+    assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
+
+
+def test_results_have_the_promised_names_and_the_report_shows_frames(made: Path) -> None:
+    ends = ["mp4", "tif"] if videos.has_encoder() else ["tif"]
+    names = [f"image_{preset}.{end}" for preset in ("flat", "tapa") for end in ends]
+    assert sorted(path.name for path in (made / "two" / "images").iterdir()) == names
+    page = (made / "two" / "report.html").read_text()
+    assert "Generated videos" in page and "four of a video's 5 frames" in page
+    assert "1 of 1 videos" in (made / "two-said").read_text()
+    assert ("without an MP4" in (made / "two-said").read_text()) != videos.has_encoder()
+
+
+def test_a_picture_shows_frames_from_the_first_to_the_last() -> None:
+    numbered = np.arange(9, dtype=np.uint8)[:, None, None, None] + np.zeros((9, 2, 4, 3), np.uint8)
+    assert videos.shown_frames(numbered)[::2, ::4, 0].tolist() == [[0, 3], [5, 8]]
+    assert videos.shown_frames(numbered[:3]).shape == (2, 4, 3) and videos.shown_frames(numbered[:3]).max() == 1
+
+
+def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
+    for count in (1, 5):
+        made = np.random.default_rng(0).integers(0, 255, (count, 16, 32, 3), dtype=np.uint8)
+        videos.save_frames(tmp_path / "video.tif", made)
+        assert np.array_equal(videos.frames_of(tmp_path / "video.tif"), made)
+
+
+@pytest.mark.skipif(not videos.has_encoder(), reason="imageio-ffmpeg is not installed: no MP4 is written")
+def test_an_mp4_has_every_frame(made: Path) -> None:
+    from imageio_ffmpeg import count_frames_and_secs, read_frames
+
+    path = str(made / "two" / "images" / "image_tapa.mp4")
+    assert count_frames_and_secs(path)[0] == FRAMES
+    reader = read_frames(path)
+    told = next(reader)
+    assert told["size"] == (SIDES["width"], SIDES["height"]) and told["fps"] == 16.0
+
+
+def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
+    model = made / "two-model"
+    shape, one = load_shape(str(model)), load_shape(str(model / "transformer_2"))
+    assert shape.parameters == 2 * one.parameters and shape.branches == 2
+    request, path = Request(str(model), GENERATE), model / "transformer" / "config.json"
+    assert image_tokens({"frames": 9, **SIDES}, request, path, shape) == 3 * 2 * 3
+    assert image_tokens({}, request, path, shape) == 21 * 30 * 52
+
+
+def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
+    run = [*words(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
+    killed = Killed(tmp_path, run)
+    os.killpg(killed.process.pid, signal.SIGKILL)
+    killed.end()
+    assert killed.journals.kept() is not None
+    assert_succeeded(forked(*run, folder=tmp_path))
+    assert results(tmp_path / "out") == results(made / "text")
+    done = forked(*run, folder=tmp_path)
+    assert done.returncode == 0 and "nothing is left to do" in done.stdout
+
+
+def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(model: str, *more: object) -> str:
+        run = ["generate", "--model", str(made / f"{model}-model"), "--out", str(tmp_path / "out"), "--steps", "1"]
+        assert main([*run, *map(str, more)]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cocodiff: ")]
+        return line
+
+    first = made / "first.png"
+    assert "--image is missing" in refused("clip")
+    assert "makes videos from text alone" in refused("two", "--image", first)
+    assert "cannot be read" in refused("tokens", "--image", tmp_path / "none.png")
+    Image.fromarray(np.zeros((16, 16), np.uint16)).save(tmp_path / "deep.png")
+    assert "more than 8 bits" in refused("tokens", "--image", tmp_path / "deep.png")
+    assert "no second expert" in refused("tokens", "--guidance_2", 3)
+    assert "makes 4 n + 1 of them; give 5" in refused("tokens", "--frames", 6)
+    assert "--width 50" in refused("tokens", "--width", 50, "--frames", 5)
+    sd3 = tiny_pipelines.sd3_pipeline()
+    sd3.save_pretrained(made / "sd3-model")
+    assert "makes images: leave it away" in refused("sd3", "--frames", 5)
+    assert "makes images from text alone" in refused("sd3", "--image", first)
+    index = json.loads((made / "clip-model" / "model_index.json").read_text())
+    (made / "clip-model" / "model_index.json").write_text(json.dumps(index | {"image_encoder": [None, None]}))
+    assert re.search("has no image_encoder", refused("clip", "--image", first))
+    next((made / "two-model" / "transformer_2").glob("*.safetensors")).unlink()
+    assert "transformer_2 has no .safetensors weights" in refused("two")
