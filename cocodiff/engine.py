@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -34,14 +34,17 @@ from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.adapter import Arguments, replace_forward
 from cocodiff.progress import StepCounter
-from cocodiff.registry import PLANNER, load
-from cocodiff.results import Results, own_results
+from cocodiff.registry import PLANNER, STEP_CACHES, load
+from cocodiff.results import Reporting, Results, own_results
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Coding, Moment
+from cocodiff.wire.coding import Moment
+
+if TYPE_CHECKING:
+    from cocodiff.step_cache import FirstBlockCache
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -93,6 +96,7 @@ class Engine:
         checks.check_not_compiled(self.model.named_modules())
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
+        self._cache = self._step_cache()
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
@@ -110,6 +114,10 @@ class Engine:
         self._undo = ExitStack()  # what leaving the block puts back
         self._results: Results | None = None
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+
+    def _step_cache(self) -> FirstBlockCache | None:
+        name = self.config.step_cache
+        return None if name == "none" else load(STEP_CACHES, name)(self.model, self.config)
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
@@ -158,6 +166,7 @@ class Engine:
         self._check_model(self.model.named_modules())
         shared = self._shared_vae()
         self._replace_attention()
+        self._cache_steps()
         self._hook_calls()
         self._hook_tokens()
         self._replace_forward()
@@ -189,6 +198,10 @@ class Engine:
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
         self._undo.callback(self.adapter.attach(self.model, self, kernels))
+
+    def _cache_steps(self) -> None:
+        if self._cache is not None:
+            self._undo.callback(self._cache.attach())
 
     def _hook_calls(self) -> None:
         self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
@@ -244,13 +257,15 @@ class Engine:
         self.sequence.segments = self.adapter.segments(self.model, arguments)
         self._compare_with_others(arguments)
         own_rows = self._guided.own_rows(arguments, len(self._sample_of(arguments)))
-        self._begin_step()
+        self._begin_step(arguments)
         self._check_memory(self._sample_of(own_rows or arguments))
         return None if own_rows is None else ((), own_rows)
 
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
         checks.check_not_compiled(found)
+        if self._cache is not None:
+            checks.check_only_cache(found, self.config.step_cache)
         if self.size > 1:
             checks.check_no_deciding_cache(found)
             if cache := checks.cache_on(found):
@@ -291,9 +306,12 @@ class Engine:
             facts["digest of weights"] = weights_digest(self.model)
         check_agreement(facts | arguments, self._sample_of(arguments).device, ranks)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, arguments: Arguments) -> None:
         counter = self.counter
-        self.strategy.coding.begin_step(Moment(counter.run, counter.step, self._steps(), counter.sigma))
+        moment = Moment(counter.run, counter.step, self._steps(), counter.sigma)
+        self.strategy.coding.begin_step(moment)
+        if self._cache is not None:
+            self._cache.begin_call(moment, counter.branch, self.sequence, arguments)
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
@@ -338,32 +356,34 @@ class Engine:
 
         purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
         guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part, "notes" for what the residual codec decides by, "whole" for
+        "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
         what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
         "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
         return self._current_results().sent(purpose)
 
     def drift_profile(self) -> list[dict[str, Any]]:
         """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
-        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`. Empty
-        where everything travels as it is and is waited for. Every rank calls it inside the block, as `bytes`."""
+        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
+        step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
+        waited for. Every rank calls it inside the block, as `bytes`."""
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:
         """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        for coding in self._codings:
-            coding.forget_report()
+        for one in self._reporting:
+            one.forget_report()
         if self._results is not None:
             self._results = replace(self._results, drift=[])
 
     @property
-    def _codings(self) -> list[Coding]:
-        return [ranks.strategy.coding for ranks in self._guided.sequences]
+    def _reporting(self) -> list[Reporting]:
+        codings = [ranks.strategy.coding for ranks in self._guided.sequences]
+        return [*codings, *([] if self._cache is None else [self._cache])]
 
     def _current_results(self) -> Results:
         if self._inside:
             return self._results_of_all_ranks()
-        return self._results or Results.merged([own_results(self.trace, self._codings)])
+        return self._results or Results.merged([own_results(self.trace, self._reporting)])
 
     def _results_of_all_ranks(self) -> Results:
-        return Results.gathered(own_results(self.trace, self._codings), self.transport)
+        return Results.gathered(own_results(self.trace, self._reporting), self.transport)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cocodiff.comm.transport import Transport
 from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.wire.coding import Coding, merge_notes
+from cocodiff.wire.coding import StepNotes, merge_notes
 
-OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every coding's report
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
+
+
+class Reporting(Protocol):
+    """What notes something of every step: a coding, the step cache."""
+
+    def report(self) -> dict[int, StepNotes]: ...
+
+    def forget_report(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,6 @@ class Results:
         return {link: self.bytes[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
 
-def own_results(trace: Trace, codings: Sequence[Coding]) -> OwnResults:
+def own_results(trace: Trace, reporting: Sequence[Reporting]) -> OwnResults:
     """Those of one rank."""
-    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [coding.report() for coding in codings]
+    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in reporting]
