@@ -227,10 +227,15 @@ class Config:
 
     @property
     def exact(self) -> bool:
-        """Whether every call of the model is computed, attention has q, k and v of the same call, and the model its
-        output, all of them as they are, or coded and decoded to the same bits."""
+        """Whether every call of the model is computed, with exact attention."""
+        return self.exact_attention and self.step_cache == "none"
+
+    @property
+    def exact_attention(self) -> bool:
+        """Whether attention has q, k and v of the same call, and the model its output, all of them as they are, or
+        coded and decoded to the same bits. One rank alone has them in any case."""
         exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
-        return self.selection == "full" and exact_codec and self.arrival == "now" and self.step_cache == "none"
+        return self.selection == "full" and exact_codec and self.arrival == "now"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:
