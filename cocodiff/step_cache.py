@@ -144,7 +144,7 @@ class FirstBlockCache:
         if call is None:
             return output
         given_BLC = next(iter(self._signature.bind(*args, **kwargs).arguments.values()))
-        call.output, call.first_BLC = output, self._image_of(output) - given_BLC
+        call.output, call.first_BLC = output, (self._image_of(output) - given_BLC).detach()
         noted, kept = self._report[call.step], self._kept.get(call.key)
         noted.calls += 1
         if (
@@ -180,7 +180,9 @@ class FirstBlockCache:
 
     def _keep(self, call: Call, first_BLC: Tensor, ended: Sequence[Tensor | None]) -> None:
         begun = beginnings(call.output, len(ended))
-        rest = [None if y is None or x.shape != y.shape else y - x for x, y in zip(begun, ended, strict=False)]
+        rest = [
+            None if y is None or x.shape != y.shape else (y - x).detach() for x, y in zip(begun, ended, strict=False)
+        ]
         if len(begun) != len(ended) or any(x is None and y is not None for x, y in zip(rest, ended, strict=True)):
             raise self._refusal("has blocks of which the last returns other tensors than the first")
         self._kept[call.key] = Kept(call.form, call.step, first_BLC, rest, call.like)
