@@ -35,7 +35,26 @@ def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
             raise UserError(
                 f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
                 f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first"
+                f"{instead_of(kind, hook)}"
             )
+
+
+def instead_of(kind: str, hook: Any) -> str:
+    """In words, what to choose instead of a cache hook of diffusers."""
+    if kind.startswith("FBC"):
+        return (
+            f", and choose step_cache first_block with step_cache_threshold {hook.threshold}, which ranks decide alike"
+        )
+    return ", and choose step_cache first_block, or a cache that goes by steps (docs/caches.md)"
+
+
+def check_only_cache(modules: Iterable[tuple[str, nn.Module]], own: str) -> None:
+    """Raises UserError for a cache of diffusers on a model that has our own, of this name."""
+    if cache := cache_on(modules):
+        raise UserError(
+            f"step_cache {own} and the cache hook {cache} would both leave blocks out: call "
+            f"transformer.disable_cache() first, or choose step_cache none"
+        )
 
 
 def cache_on(modules: Iterable[tuple[str, nn.Module]]) -> str | None:

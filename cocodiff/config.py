@@ -14,7 +14,7 @@ import yaml
 
 from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
-from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS, STEP_CACHES
 from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
@@ -123,6 +123,18 @@ class Config:
         only_with=("arrival", "adaptive"),
         **POSITIVE,
     )
+    step_cache: str = setting(
+        "none",
+        "none, or first_block: where the first block's change of the image is much what it was, the other blocks are "
+        "not computed, and what they last added is added again; lossy",
+        choices=lambda: ("none", *STEP_CACHES),
+    )
+    step_cache_threshold: float = setting(
+        0.05,
+        "change of what the first block adds, relative to what it added, up to which the others are not computed",
+        least=0,
+        only_with=("step_cache", "first_block"),
+    )
     scoring: str = setting(
         "source",
         "who scores tokens: source (each rank its own, before they are sent) or card (its first tile, after v's first "
@@ -215,8 +227,13 @@ class Config:
 
     @property
     def exact(self) -> bool:
+        """Whether every call of the model is computed, with exact attention."""
+        return self.exact_attention and self.step_cache == "none"
+
+    @property
+    def exact_attention(self) -> bool:
         """Whether attention has q, k and v of the same call, and the model its output, all of them as they are, or
-        coded and decoded to the same bits."""
+        coded and decoded to the same bits. One rank alone has them in any case."""
         exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
         return self.selection == "full" and exact_codec and self.arrival == "now"
 

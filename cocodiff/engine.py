@@ -10,9 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -35,14 +34,17 @@ from cocodiff.models import family_of
 from cocodiff.models.adapter import Arguments, replace_forward
 from cocodiff.models.experts import experts_of
 from cocodiff.progress import StepCounter
-from cocodiff.registry import PLANNER, load
-from cocodiff.results import Results, own_results
+from cocodiff.registry import PLANNER, STEP_CACHES, load
+from cocodiff.results import HasResults, Reporting
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coding import Coding, Moment
+from cocodiff.wire.coding import Moment
+
+if TYPE_CHECKING:
+    from cocodiff.step_cache import FirstBlockCache
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -81,7 +83,7 @@ def open_transport(
     return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
 
 
-class Engine:
+class Engine(HasResults):
     """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
 
     model: of the current call. A run's part in which one model is called is a run of that model: codings begin anew
@@ -96,6 +98,7 @@ class Engine:
             checks.check_not_compiled(model.named_modules())
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
+        self._caches = self._step_caches()
         self._signature = inspect.signature(self.model.forward)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
@@ -113,6 +116,11 @@ class Engine:
         self._undo = ExitStack()  # what leaving the block puts back
         self._results: Results | None = None
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+
+    def _step_caches(self) -> list[FirstBlockCache]:
+        """One for each model; none without the setting."""
+        name = self.config.step_cache
+        return [] if name == "none" else [load(STEP_CACHES, name)(model, self.config) for model in self._models]
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
@@ -162,8 +170,9 @@ class Engine:
             self._check_model(model.named_modules())
         shared = self._shared_vae()
         try:
-            for model in self._models:
+            for number, model in enumerate(self._models):
                 self._replace_attention(model)
+                self._cache_steps(number)
                 self._hook_calls(model)
                 self._hook_tokens(model)
                 self._replace_forward(model)
@@ -198,6 +207,10 @@ class Engine:
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else Kernels("torch")
         self._undo.callback(self.adapter.attach(model, self, kernels))
+
+    def _cache_steps(self, number: int) -> None:
+        if self._caches:
+            self._undo.callback(self._caches[number].attach())
 
     def _hook_calls(self, model: nn.Module) -> None:
         self._undo.callback(model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
@@ -254,13 +267,15 @@ class Engine:
         self.sequence.segments = self.adapter.segments(self.model, arguments)
         self._compare_with_others(arguments)
         own_rows = self._guided.own_rows(arguments, len(self._sample_of(arguments)))
-        self._begin_step()
+        self._begin_step(arguments)
         self._check_memory(self._sample_of(own_rows or arguments))
         return None if own_rows is None else ((), own_rows)
 
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
         checks.check_not_compiled(found)
+        if self._caches:
+            checks.check_only_cache(found, self.config.step_cache)
         if self.size > 1:
             checks.check_no_deciding_cache(found)
             if cache := checks.cache_on(found):
@@ -303,10 +318,13 @@ class Engine:
             facts["digest of weights"] = ", ".join(map(weights_digest, self._models))
         check_agreement(facts | arguments, self._sample_of(arguments).device, ranks)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # of this model
-        self.strategy.coding.begin_step(Moment(run, counter.step, self._steps(), counter.sigma))
+        moment = Moment(run, counter.step, self._steps(), counter.sigma)
+        self.strategy.coding.begin_step(moment)
+        if self._caches:
+            self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
@@ -343,40 +361,7 @@ class Engine:
             self.strategy.coding.forget(site)
         return out_BLHD
 
-    # Results of all ranks -------------------------------------------------------------------------------------------
-
-    def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
-        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
-
-        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
-        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part, "notes" for what the residual codec decides by, "whole" for
-        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
-        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
-        return self._current_results().sent(purpose)
-
-    def drift_profile(self) -> list[dict[str, Any]]:
-        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
-        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`. Empty
-        where everything travels as it is and is waited for. Every rank calls it inside the block, as `bytes`."""
-        return list(self._current_results().drift)
-
-    def forget_drift(self) -> None:
-        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
-        for coding in self._codings:
-            coding.forget_report()
-        if self._results is not None:
-            self._results = replace(self._results, drift=[])
-
     @property
-    def _codings(self) -> list[Coding]:
-        return [ranks.strategy.coding for ranks in self._guided.sequences]
-
-    def _current_results(self) -> Results:
-        if self._inside:
-            return self._results_of_all_ranks()
-        return self._results or Results.merged([own_results(self.trace, self._codings)])
-
-    def _results_of_all_ranks(self) -> Results:
-        return Results.gathered(own_results(self.trace, self._codings), self.transport)
+    def _reporting(self) -> list[Reporting]:
+        """What notes something of every step."""
+        return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]

@@ -29,6 +29,8 @@ CODECS = {
 EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they were
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
+# The setting `step_cache`, which also takes "none": when a model's call is not computed in full.
+STEP_CACHES = {"first_block": "cocodiff.step_cache:FirstBlockCache"}
 # What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
 # sends tensors whole and keeps nothing.
 COSTS = {

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from cocodiff.comm.transport import Transport
 from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.wire.coding import Coding, merge_notes
+from cocodiff.wire.coding import StepNotes, merge_notes
 
-OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every coding's report
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
+
+
+class Reporting(Protocol):
+    """What notes something of every step: a coding, the step cache."""
+
+    def report(self) -> dict[int, StepNotes]: ...
+
+    def forget_report(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,52 @@ class Results:
         return {link: self.bytes[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
 
-def own_results(trace: Trace, codings: Sequence[Coding]) -> OwnResults:
+def own_results(trace: Trace, reporting: Sequence[Reporting]) -> OwnResults:
     """Those of one rank."""
-    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [coding.report() for coding in codings]
+    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in reporting]
+
+
+class HasResults:
+    """An engine's results: of all ranks, of all blocks so far."""
+
+    trace: Trace
+    transport: Transport
+    _inside: bool
+    _results: Results | None = None
+
+    @property
+    def _reporting(self) -> Sequence[Reporting]:
+        raise NotImplementedError
+
+    def bytes(self, purpose: str = "attention") -> dict[str, int]:
+        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
+        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
+
+        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
+        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
+        "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
+        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
+        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
+        return self._current_results().sent(purpose)
+
+    def drift_profile(self) -> list[dict[str, Any]]:
+        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
+        step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
+        waited for. Every rank calls it inside the block, as `bytes`."""
+        return list(self._current_results().drift)
+
+    def forget_drift(self) -> None:
+        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
+        for one in self._reporting:
+            one.forget_report()
+        if self._results is not None:
+            self._results = replace(self._results, drift=[])
+
+    def _current_results(self) -> Results:
+        if self._inside:
+            return self._results_of_all_ranks()
+        return self._results or Results.merged([own_results(self.trace, self._reporting)])
+
+    def _results_of_all_ranks(self) -> Results:
+        return Results.gathered(own_results(self.trace, self._reporting), self.transport)

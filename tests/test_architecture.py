@@ -86,7 +86,14 @@ MAY_IMPORT = {
         "cocodiff.progress",
         "cocodiff.sequence",
     ),
+    "cocodiff.step_cache": (
+        "cocodiff.guidance.containers",
+        "cocodiff.models.adapter",
+        "cocodiff.sequence",
+        "cocodiff.wire",
+    ),
     "cocodiff.engine": (
+        "cocodiff.step_cache",
         "cocodiff.guidance",
         "cocodiff.sequence",
         "cocodiff.topology",

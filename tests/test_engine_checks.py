@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers.hooks import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
     apply_first_block_cache,
+    apply_mag_cache,
+    apply_pyramid_attention_broadcast,
+    apply_taylorseer_cache,
 )
+from planned_models import PLANNED
 from tiny_models import FAMILIES, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
@@ -66,7 +74,10 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     """On entering, and at a call if it was put on later, however that was done; without it the image is as ever."""
     pipe = PIPELINES[family](heads=12)
     plain = painted(family, pipe)
-    message = r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache"
+    message = (
+        r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
+        r"step_cache first_block with step_cache_threshold 0\.3"
+    )
 
     def work(transport: Any) -> None:
         own = copy.deepcopy(pipe)
@@ -84,6 +95,30 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     run_ranks(3, work, timeout_s=20.0)
 
 
+@pytest.mark.parametrize("guidance", [1, 2])
+@pytest.mark.parametrize("kind", ["sea", "faster"])
+def test_caches_that_clash_are_refused_by_name(kind, guidance):
+    """SeaCache decides by a rank's own latents; FasterCache halves the batch, beside tokens' values of its own."""
+    model = PLANNED["wan"].model() if kind == "sea" else FAMILIES["flux"][0](4)
+    model.enable_cache(
+        SeaCacheConfig()
+        if kind == "sea"
+        else FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500)
+    )
+    name = "SeaCacheRootHook" if kind == "sea" else "FasterCacheDenoiserHook"
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        message = (
+            rf"has the cache hook {name}, .*transformer\.disable_cache\(\) first, and choose step_cache first_block"
+        )
+        engine = parallelize(own, transport=transport, guidance_parallel=guidance)
+        with pytest.raises(UserError, match=message), engine:
+            raise AssertionError("entered")
+
+    run_ranks(2, work)
+
+
 def test_one_rank_may_decide_for_itself(alone):
     pipe, same = PIPELINES["qwen"](), PIPELINES["qwen"]()
     for one in (pipe, same):
@@ -99,12 +134,19 @@ BROADCAST = PyramidAttentionBroadcastConfig(
     spatial_attention_block_identifiers=("transformer_blocks",),
 )
 RATIOS = MagCacheConfig(threshold=0.5, max_skip_steps=2, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS)
+TAYLOR = TaylorSeerCacheConfig(2, disable_cache_before_step=2)
 
 
 @pytest.mark.parametrize(
     ("family", "config"),
-    [("flux", BROADCAST), ("flux", RATIOS), ("qwen", TaylorSeerCacheConfig(2, disable_cache_before_step=2))],
-    ids=["broadcast", "ratios", "taylor"],
+    [
+        ("flux", BROADCAST),
+        ("flux", RATIOS),
+        ("qwen", TAYLOR),
+        pytest.param("qwen", RATIOS, marks=pytest.mark.exhaustive),
+        pytest.param("flux", TAYLOR, marks=pytest.mark.exhaustive),
+    ],
+    ids=["broadcast", "ratios", "taylor", "ratios of branches", "taylor, one branch"],
 )
 def test_caches_that_count_calls_give_one_processs_image(family, config):
     pipe = PIPELINES[family](heads=12)
@@ -119,9 +161,54 @@ def test_caches_that_count_calls_give_one_processs_image(family, config):
         with parallelize(own, transport=transport):
             return painted(family, own)
 
-    outputs = run_ranks(3, work)
+    outputs = run_ranks(4, work)
     torch.testing.assert_close(outputs[0], plain, rtol=0, atol=1e-5)
     assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "preset"),
+    [
+        ("wan", "broadcast", "tapa"),
+        ("wan", "ratios", "tapa"),
+        ("wan", "taylor", "lossless"),
+        ("sd3", "broadcast", "lossless"),
+        ("sd3", "ratios", "tapa"),
+    ],
+)
+def test_caches_that_count_calls_of_bare_transformers(name, kind, preset):
+    """A class by a plan; and SD3's, whose last block returns no text, which has no cache contexts and so no TaylorSeer.
+    Whatever layers a cache leaves out, all ranks do, and what travels in tensors' place is none the worse for it."""
+    apply, config = {
+        "broadcast": (
+            apply_pyramid_attention_broadcast,
+            replace(BROADCAST, spatial_attention_block_identifiers=("blocks",)),
+        ),
+        "ratios": (apply_mag_cache, RATIOS),
+        "taylor": (apply_taylorseer_cache, replace(TAYLOR, cache_identifiers=[r"blocks\.\d\.attn1"])),
+    }[kind]
+    case = PLANNED["wan"]
+    model, call = (
+        (case.model(), case.call()) if name == "wan" else (sd3_transformer(4, layers=3), sd3_inputs(1, 6, 7, 5))
+    )
+    calls = [call | {"timestep": call["timestep"] - 20 * step} for step in range(STEPS)]
+
+    def outputs_of(own: Any) -> torch.Tensor:
+        apply(own, config)
+        with torch.no_grad(), own.cache_context("cond") if name == "wan" else nullcontext():
+            return torch.stack([own(**one, return_dict=False)[0] for one in calls]) + 0
+
+    def work(transport: Any) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        with parallelize(own, preset, transport=transport):
+            return outputs_of(own)
+
+    plain, of_ranks = outputs_of(copy.deepcopy(model)), run_ranks(4, work)
+    with torch.no_grad():
+        exact = torch.stack([model(**one, return_dict=False)[0] for one in calls])
+    assert not torch.equal(plain, exact)
+    torch.testing.assert_close(of_ranks[0], plain, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(output, of_ranks[0]) for output in of_ranks)
 
 
 def test_a_cache_that_calibrates_is_refused():

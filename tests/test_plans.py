@@ -273,6 +273,8 @@ def test_verify_catches_what_is_silently_wrong():
 
 ROOT = Path(__file__).parent.parent
 LOSSY = {"codec": {"preset": "coded"}, "displaced": {"preset": "ahead"}, "guidance": {"guidance_parallel": 2}}
+# Their blocks return several tensors, and diffusers' caches do not know which of them is the image.
+WITHOUT_CACHE = ("HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel")
 WORLDS = {"codec": (4,), "displaced": (4,), "guidance": (2, 4)}
 
 
@@ -300,6 +302,7 @@ def test_the_table_of_models_has_every_class():
         assert {row[of] for of in ("V-First", "V-Major")} == {"yes" if name in adapters else "no"}
         assert name in adapters or row["by"].startswith("a plan: ours" if name in PLANS else "a plan: diffusers'")
         assert {row[of] for of in LOSSY} == {"yes"}
+        assert row["caches"] == ("no" if name in WITHOUT_CACHE else "yes")
 
 
 def six_calls(case: Planned) -> list[dict[str, Any]]:
@@ -344,6 +347,32 @@ def test_what_the_table_says_of_codec_displacement_and_guidance(name):
         error = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(outputs, plain, strict=True))
         assert error < (0.02 if column != "guidance" else 1e-5)
         assert sent["guidance"] > 0 if column == "guidance" else sent["attention"] < sent["whole"] or column != "codec"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
+)
+def test_what_the_table_says_of_caches(name):
+    """All but the first of each branch's calls are cached, and all ranks end with one process's values."""
+    model, calls = PLANNED[name].model(), six_calls(PLANNED[name])
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own = copy.deepcopy(model)
+        settings = {"step_cache": "first_block", "step_cache_threshold": 1e30}
+        with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
+            found = [x + 0 for call in calls for x in outputs_of(own, copy.deepcopy(call))]
+        assert [row["cached_fraction"] for row in engine.drift_profile()] == [0, 1, 1]
+        return found
+
+    if PLANNED[name].name in WITHOUT_CACHE:
+        with pytest.raises(UserError, match=r"step_cache first_block: .* diffusers does not tell which is the image"):
+            run_ranks(2, work)
+        return
+    (one,) = run_ranks(1, work)
+    for own in run_ranks(2, work):
+        for x, y in zip(own, one, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 def test_v_major_is_refused():

@@ -39,11 +39,12 @@ class SiteCalls:
     fits: bool = True
 
     def begin(self, like_BLHD: Tensor, layout: Layout, moment: Moment, anew: bool) -> None:
-        """A call begins. It follows the last one if that was at the step before, of the same form, and all groups had a
-        scale. anew: it does not in any case."""
+        """A call begins. It follows the last one that ran, at an earlier step of the run, if that was of the same form
+        and all groups had a scale. anew: it does not in any case. Steps between that left the site out change nothing:
+        both ends have what the last call left."""
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
-        anew = anew or self.form != form or self.last_step != moment.step - 1 or not self.fits
+        anew = anew or self.form != form or self.last_step >= moment.step or not self.fits
         self.form, self.last_step = form, moment.step
         if anew:
             self.begin_anew()

@@ -38,7 +38,12 @@ class Cost:
 
     def reported(self) -> dict[str, Any]:
         """As `cocodiff_eval.metrics.Result` takes it."""
-        return vars(self) | {"seconds": self.wall_seconds, "replica_seconds": self.replica_seconds or None}
+        cached = [step["cached_fraction"] for step in self.drift if "cached_fraction" in step]
+        return vars(self) | {
+            "seconds": self.wall_seconds,
+            "replica_seconds": self.replica_seconds or None,
+            "cached_fraction": sum(cached) / len(cached) if cached else None,
+        }
 
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first

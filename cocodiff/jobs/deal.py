@@ -59,7 +59,7 @@ def deal_of(
     if values["parallel"] == "off":
         replicas, guidance = replicas or 1, guidance or 1
     compares = compares and replicas is None and len(presets) > 1
-    least = 2 if ranks > 1 and not all(config.exact for config in presets) else 1
+    least = 2 if ranks > 1 and not all(config.exact_attention for config in presets) else 1
     possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:

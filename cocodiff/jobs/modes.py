@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cocodiff.jobs.prepared import Prepared
 
 EXACT = "flat"  # the preset that others are judged against
-CODING = ("selection", "codec", "arrival")
+LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that give up exactness
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
 
 
@@ -45,7 +45,7 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
         return dict(prepared.quality.rungs), prepared.quality.exact
     if not prepared.values["exact"]:
         return dict(prepared.presets), None
-    whole = {"selection": "full", "codec": "none", "arrival": "now"}
+    whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}
     settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
     settings["guidance_parallel"] = prepared.deal.guidance
     exact = engine_record().preset(EXACT, **settings)
@@ -60,10 +60,8 @@ def same_bits(config: Config, exact: Config) -> bool:
     settings that do nothing with them."""
     if not config.exact:
         return False
-    of_codings = {
-        name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in CODING
-    }
-    free = {*ROUTES, *CODING, *of_codings}
+    of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
+    free = {*ROUTES, *LOSSY, *of_lossy}
     return {k: v for k, v in vars(config).items() if k not in free} == {
         k: v for k, v in vars(exact).items() if k not in free
     }

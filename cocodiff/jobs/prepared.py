@@ -47,7 +47,7 @@ class Prepared:
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, request, deal, ranks))
             quality = replace(quality, rungs=with_guidance(quality.rungs, deal, request))
-            if ranks == deal.replicas:
+            if ranks == deal.replicas and not quality.caches:
                 quality = quality.exact_alone()
         presets = with_guidance(self.presets, deal, request)
         return replace(self, presets=presets, deal=deal, quality=quality)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
 CODED, UNCODED = "coded", "uncoded"  # ladders, for links that are slow or of which nothing is known, and for quick ones
+CACHED = "cached"  # the ladder where a step cache is asked for, of which the bound chooses the threshold
 PRESET_OPTION = Option(
     "preset",
     f"how ranks exchange tokens: one or more presets, as A,B or A B (default: {USUAL_PRESET}; with quality {PRESET})",
@@ -65,19 +66,20 @@ class Quality:
             raise UserError(
                 f"--quality {bound} with presets {', '.join(presets)}: it chooses the setting of one preset: name one"
             )
-        preset, changes = next(iter(presets)), read_ladder()
+        preset, settings = next(iter(presets)), engine_settings(values)
+        changes = read_ladder(CODED if presets[preset].step_cache == "none" else CACHED)
         if presets[preset].selection != "full":
             raise UserError(
                 f"--quality {bound} with preset {preset}, which leaves tokens out: the settings of a bound send "
                 f"all of them: name {PRESET} or an exact preset"
             )
         for key in dict.fromkeys(key for change in changes.values() for key in change):
-            if values.get(key) is not None:
+            if key != "step_cache" and values.get(key) is not None:
                 raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
-        asked = cls(
-            bound, values["quality_slices"], values["quality_every"], preset, engine_settings(values), changes, {}
+        settings.pop("step_cache", None)
+        return cls(bound, values["quality_slices"], values["quality_every"], preset, settings, changes, {})._with(
+            changes
         )
-        return asked._with(changes)
 
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
         """With another ladder."""
@@ -90,6 +92,8 @@ class Quality:
     def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
         """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
         machine file tells, those without one. work: of a model's heads."""
+        if self.caches:
+            return self
         from cocodiff.assemble import with_codec_chosen
 
         config = next(iter(self.rungs.values())).with_(codec="auto", only_exact=False)
@@ -100,6 +104,11 @@ class Quality:
     @property
     def exact(self) -> str:
         return [*self.rungs][-1]
+
+    @property
+    def caches(self) -> bool:
+        """Whether it chooses among settings of a step cache, which do something on one rank too."""
+        return any(config.step_cache != "none" for config in self.rungs.values())
 
     @property
     def presets(self) -> dict[str, Config]:
@@ -114,7 +123,7 @@ class Quality:
         """What is asked for, and how it is found."""
         if len(self.rungs) == 1:
             return f"quality {self.bound}: one rank alone sends nothing, so all {unit} are restored exactly"
-        uncoded = all(config.codec == "none" for config in self.rungs.values())
+        uncoded = not self.caches and all(config.codec == "none" for config in self.rungs.values())
         why = ", none with a codec, as its passes would take longer than these links," if uncoded else ""
         return (
             f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset}{why} the "

@@ -186,6 +186,18 @@ def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], Non
     return put_back
 
 
+def form_of(value: Any) -> Any:
+    """What tells calls of a model apart that attend in another way, from their arguments: shapes, and whatever is no
+    tensor."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, form_of(x)) for name, x in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(form_of, value))
+    return value if isinstance(value, bool | int | str | None) else type(value)
+
+
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
     if type(processor) not in plain:
         raise UserError(

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_plain, replace_forward
+from cocodiff.models.adapter import (
+    Adapter,
+    Arguments,
+    AttentionProcessor,
+    Hook,
+    Shard,
+    check_plain,
+    form_of,
+    replace_forward,
+)
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
 from cocodiff.models.planned_attention import Followed, PlannedAttention, PlannedHost, Site, segments_of, told_by_all
@@ -137,7 +146,7 @@ class PlannedModel:
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
-        form = self._host.sequence, _form(dict(bound.arguments))
+        form = self._host.sequence, form_of(dict(bound.arguments))
         self._begin(form)
         here = [step for step in self._steps if not step.name]
         for step in here:
@@ -301,14 +310,3 @@ def _first_tensor(value: Any) -> Any:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value
-
-
-def _form(value: Any) -> Any:
-    """What tells calls apart that attend in another way: shapes, and whatever is no tensor."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, dict):
-        return tuple((name, _form(x)) for name, x in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(map(_form, value))
-    return value if isinstance(value, bool | int | str | None) else type(value)

@@ -45,11 +45,17 @@ class StepNotes(Protocol):
 
 
 def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:
-    """The profile over all ranks' reports (`Coding.report`), one row a step: "step" and what the coding notes."""
+    """The profile over all ranks' reports (`Coding.report`, and the step cache's), one row a step: "step" and what each
+    kind of notes says."""
     rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
-        parts = [report[step] for report in reports if step in report]
-        rows.append({"step": step, **parts[0].merged(parts)})
+        kinds: dict[type[StepNotes], list[StepNotes]] = {}
+        for part in (report[step] for report in reports if step in report):
+            kinds.setdefault(type(part), []).append(part)
+        row: dict[str, Any] = {"step": step}
+        for kind, parts in kinds.items():
+            row |= kind.merged(parts)
+        rows.append(row)
     return rows
 
 

@@ -118,6 +118,8 @@ class Result:
                         and that of their tensors that were predicted linearly, which tensors were displaced, and of
                         the bytes of whole tensors the fractions that were sent and that attention waited for, as large
                         models of 16 bits have them
+    cached_fraction     with a step cache, the fraction of the steps' calls of the model that were cached; `drift` has
+                        it for each step
     bytes_exact         the bytes of the exact run, beside a drift
     """
 
@@ -141,6 +143,7 @@ class Result:
     psnr_db_single: float | None = _field(mean, default=None)
     baseline: Mapping[str, Any] | None = None
     drift: Sequence[Mapping[str, Any]] = ()
+    cached_fraction: float | None = _field(mean, default=None)
     bytes_exact: Mapping[str, int] | None = None
 
     def row(self) -> dict[str, Any]:
@@ -161,10 +164,18 @@ class Result:
 
 QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
-OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late")
+OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
 # What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
-ONLY_WHERE_KNOWN = ("rank_seconds", "replica_seconds", "bytes_whole", "baseline", "drift", "bytes_exact")
+ONLY_WHERE_KNOWN = (
+    "rank_seconds",
+    "replica_seconds",
+    "bytes_whole",
+    "baseline",
+    "drift",
+    "cached_fraction",
+    "bytes_exact",
+)
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class Reference:
         attend: attention of whole tensors [B, S, H, D]. sampled: by a tensor's name, which of its rows are looked at
         where tensors travel as they are."""
         form = (run, [tuple(x.shape) for x in tensors])
-        self.follows = self.last == (form, step - 1) and not self.unfit
+        last_form, last_step = self.last or (None, step)
+        self.follows = last_form == form and last_step < step and not self.unfit
         self.last, self.plain, self.unfit = (form, step), self.unfit, False
         if not self.follows:
             self.known, self.sigmas, self.better, self.changes = {}, [], set(), {}

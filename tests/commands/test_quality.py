@@ -25,7 +25,7 @@ from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
 from cocodiff.jobs.groups import Figure, Group
-from cocodiff.jobs.quality import CODED, UNCODED, Quality, read_ladder
+from cocodiff.jobs.quality import CACHED, CODED, UNCODED, Quality, read_ladder
 from cocodiff.topology.machine import Topology
 
 BOUND = "65.8dB"
@@ -33,8 +33,8 @@ CODECS = {"int2", "int4", "int8", "none"}
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
 
 
-def asked(bound: str) -> Quality:
-    values = {"preset": None, "quality": bound, "exact": True, "quality_slices": 2, "quality_every": 20}
+def asked(bound: str, **settings: Any) -> Quality:
+    values = {"preset": None, "quality": bound, "exact": True, "quality_slices": 2, "quality_every": 20, **settings}
     quality = Quality.asked(values)
     assert quality is not None and values["preset"] == [quality.preset]
     return quality
@@ -106,6 +106,34 @@ def test_the_ladder_suits_the_links_and_ends_exactly(machine, ranks, codecs, tmp
     assert {config.codec for config in quality.rungs.values()} == codecs
     assert [*quality.changes] == [*quality.rungs]
     assert len({frozenset(change) for name in (CODED, UNCODED) for change in read_ladder(name).values()}) == 1
+
+
+def test_a_bound_chooses_the_threshold_of_a_step_cache() -> None:
+    """On top of whatever preset, on one rank as on many; what it does not choose is settled."""
+    quality = asked("40dB", step_cache="first_block")
+    topology = Topology.build(load_machine("aurora"), 12)
+    assert quality.for_links(topology, AttentionWork(heads=24)) == quality and quality.caches
+    *cached, exact = quality.rungs.values()
+    assert [config.step_cache_threshold for config in cached] == sorted(
+        (config.step_cache_threshold for config in cached), reverse=True
+    )
+    assert {(config.step_cache, config.exact_attention) for config in cached} == {("first_block", True)}
+    assert exact.exact and not any(config.exact for config in cached)
+    assert len({frozenset(change) for change in read_ladder(CACHED).values()}) == 1
+    with pytest.raises(UserError, match=r"step_cache_threshold 0\.1: --quality 40dB chooses it"):
+        asked("40dB", step_cache="first_block", step_cache_threshold=0.1)
+
+
+@pytest.mark.processes
+def test_a_bounded_run_with_a_step_cache_tells_how_many_calls_were_cached(tmp_path: Path) -> None:
+    words = ("--input", SLICE, "--out", tmp_path / "out", "--steps", 12, "--ranks", 2, "--quiet")
+    done = forked("inpaint", *map(str, words), "--quality", "25dB", "--step_cache", "first_block", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    (found,), (row,) = metrics["quality"], metrics["images"]
+    assert found["setting"].startswith("cache ") and row["psnr_vs_exact_db"] >= 25
+    assert 0 < row["cached_fraction"] < 1 and row["drift"][0]["cached_fraction"] == 0
+    assert row["cached_fraction"] == pytest.approx(sum(step["cached_fraction"] for step in row["drift"]) / 12)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def add_times(
         say(codec)
     say("\n".join(summary(chosen)))
     plan["time"] = as_json(chosen)
-    if config.selection == "full" and not config.exact:
+    if config.selection == "full" and not config.exact_attention:
         exact = pricer.step(exactly(work), deal)
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(chosen, exact, " and ".join(what)))
@@ -186,7 +186,7 @@ def named(kind: CallKind, config: Config) -> str:
     if config.selection != "full":
         return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
     if kind.whole:
-        return "all tokens travel" if config.exact else "whole"
+        return "all tokens travel" if config.exact_attention else "whole"
     coded = "as they are" if config.codec == "none" else f"coded in {config.codec}" + ", twice the bits" * kind.fine
     if not kind.displaced:
         return coded

@@ -42,7 +42,8 @@ class Point:
 
     @property
     def lossy(self) -> bool:
-        return not self.config.exact
+        """Whether what is sent loses something, so that one rank alone has no use for it."""
+        return not self.config.exact_attention
 
 
 @dataclass(frozen=True)
