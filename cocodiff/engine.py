@@ -8,7 +8,7 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -25,6 +25,7 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
+from cocodiff.compiling import Compiler
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
@@ -90,7 +91,7 @@ class Engine:
         self.model: nn.Module = model
         self._pipe: Any = target if target is not model else None
         self.config = config
-        checks.check_not_compiled(self.model.named_modules())
+        checks.check_not_compiled(self.model.named_modules(), checks.block_names(self.model))
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._signature = inspect.signature(self.model.forward)
@@ -103,7 +104,8 @@ class Engine:
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._kernels = Kernels(config.kernels, self.trace.note_kernel)
+        self._compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self._compiler.compiled)
         self._rule = self._guidance_rule()
         self._guided = self._guided_ranks()
         self._inside = False
@@ -150,14 +152,21 @@ class Engine:
         """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
         return self.sequence.chosen
 
+    @property
+    def compiled(self) -> str:
+        """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
+        return str(self._compiler)
+
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
         self._open()
         self._rule.begin()
-        self._check_model(self.model.named_modules())
+        self._check_model(self.model.named_modules(), checks.block_names(self.model))
+        self._compiler.check(self.model, self.adapter.by_plan)
         shared = self._shared_vae()
         self._replace_attention()
+        self._compile_blocks()
         self._hook_calls()
         self._hook_tokens()
         self._replace_forward()
@@ -187,8 +196,11 @@ class Engine:
 
     def _replace_attention(self) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch")
+        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self._compiler.compiled)
         self._undo.callback(self.adapter.attach(self.model, self, kernels))
+
+    def _compile_blocks(self) -> None:
+        self._undo.callback(self._compiler.attach(self.model))
 
     def _hook_calls(self) -> None:
         self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
@@ -248,9 +260,10 @@ class Engine:
         self._check_memory(self._sample_of(own_rows or arguments))
         return None if own_rows is None else ((), own_rows)
 
-    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]], compiled: Container[str]) -> None:
+        """compiled: names of the modules that may be compiled."""
         found = list(modules)
-        checks.check_not_compiled(found)
+        checks.check_not_compiled(found, compiled)
         if self.size > 1:
             checks.check_no_deciding_cache(found)
             if cache := checks.cache_on(found):
@@ -258,7 +271,7 @@ class Engine:
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model))
+        self._check_model(checks.called_often(self.model), self._compiler.by_user)
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from cocodiff.topology.segments import Segment
 
 class PlanAdapter(Adapter):
     """A class of transformers by its plan."""
+
+    by_plan: ClassVar[bool] = True
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
