@@ -8,7 +8,7 @@ each by itself, between messages, and wait for a rank that compiles as for one t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FunctionType, MethodType
 from typing import Any
@@ -28,14 +28,15 @@ Function = Callable[..., Any]
 class Compiler:
     """torch.compile for one engine, and an account of what it did on this rank.
 
-    by_user: names of the blocks that the user has compiled. graphs, seconds: that were compiled for the others, and
-    what that took; later: how many of them after the first step of a run.
+    by_user: names of the blocks that the user has compiled. paused: while all blocks run as they are. graphs, seconds:
+    that were compiled, and what that took; later: how many of them after the first step of a run.
     """
 
     def __init__(self, wanted: bool, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
         """wanted: whether to compile blocks. is_later: whether a first step is over."""
         self.wanted, self._trace, self._is_later = wanted, trace, is_later
         self.by_user: set[str] = set()
+        self.paused = False
         self.graphs, self.later, self.seconds = 0, 0, 0.0
         self._breaks_before = 0
         self._compiled: dict[Function, Function] = {}
@@ -67,50 +68,52 @@ class Compiler:
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
-    def check(self, model: nn.Module, by_plan: bool) -> None:
-        """Raises UserError for a model whose blocks are to be compiled and cannot be. by_plan: it has no adapter."""
-        blocks, kind = self._blocks(model), type(model).__name__
-        if by_plan and (blocks or self.wanted):
-            raise UserError(
-                f"{kind} runs by a plan, which sees attention where torch computes it, and does not in compiled "
-                f"blocks: run it without compile"
-            )
+    def check(self, model: nn.Module) -> None:
+        """Raises UserError for a model whose blocks are to be compiled and cannot be."""
+        blocks = self.blocks_of(model)
         if self.wanted and not blocks:
-            raise UserError(f"{kind} has no list of blocks that attend, which alone are compiled: run without compile")
+            raise UserError(
+                f"{type(model).__name__} has no list of blocks that attend, which alone are compiled: run it without "
+                f"compile"
+            )
         for name, hook in stateful_hooks(model.named_modules()) if blocks else ():
             raise UserError(
                 f"{name or 'the transformer'} has the cache hook {type(hook).__name__}, and compiled blocks have no "
                 f"place for what it decides: call transformer.disable_cache(), or run without compile"
             )
         for name, block in blocks:
-            for module in (*attending_in(block), block):
-                if "forward" in vars(module):
-                    raise UserError(
-                        f"{name} cannot be compiled: the forward of its {type(module).__name__} was replaced, as hooks "
-                        f"for offloading do: remove them, or run without compile"
-                    )
+            if "forward" in vars(block):
+                raise UserError(
+                    f"{name} cannot be compiled: its forward was replaced, as hooks for offloading do: remove them, or "
+                    f"run without compile"
+                )
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Compiles a model's blocks, or has those that the user has compiled break their graphs at attention; the
         returned function puts the old ones back."""
-        blocks, undo = self._blocks(model), ExitStack()
+        blocks, undo = self.blocks_of(model), ExitStack()
         self.by_user = {name for name, block in blocks if block._compiled_call_impl is not None}
         self._breaks_before = other_breaks() if blocks else 0
         for name, block in blocks:
-            for attending in attending_in(block):
-                _replace(undo, attending, "forward", MethodType(self.outside(type(attending).forward), attending))
+            for part in parts_outside(block):
+                _replace(undo, part, "_call_impl", MethodType(self.outside(type(part)._call_impl), part))
             if name in self.by_user:
-                _replace(undo, block, "_compiled_call_impl", without_fullgraph(name, block._compiled_call_impl))
+                compiled = without_fullgraph(name, block._compiled_call_impl)
+                _replace(undo, block, "_compiled_call_impl", self._unless_paused(compiled, block._call_impl))
             else:
-                _replace(undo, block, "forward", MethodType(self.compiled(block.forward.__func__), block))
+                compiled = MethodType(self.compiled(block.forward.__func__), block)
+                _replace(undo, block, "forward", self._unless_paused(compiled, block.forward))
         return undo.close
 
-    def _blocks(self, model: nn.Module) -> list[tuple[str, Any]]:
+    def _unless_paused(self, compiled: Function, plain: Function) -> Function:
+        return lambda *args, **kwargs: (plain if self.paused else compiled)(*args, **kwargs)
+
+    def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Those that are compiled, with their names."""
         return [
             (name, block)
             for name, block in called_often(model)[1:]
-            if attending_in(block) and (self.wanted or block._compiled_call_impl is not None)
+            if any(map(attends, block.modules())) and (self.wanted or block._compiled_call_impl is not None)
         ]
 
     def _compile(self, graph: Any, inputs: Any, **named: Any) -> Any:
@@ -126,8 +129,17 @@ class Compiler:
         return run
 
 
-def attending_in(block: nn.Module) -> list[Any]:
-    return [module for module in block.modules() if getattr(module, "processor", None) is not None]
+def attends(module: nn.Module) -> bool:
+    return getattr(module, "processor", None) is not None
+
+
+def parts_outside(block: nn.Module) -> list[Any]:
+    """Parts of a block that break its graphs: where messages are sent, and what else has hooks."""
+    return [part for part in block.modules() if part is not block and (attends(part) or is_hooked(part))]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def copy_of(function: Any) -> Function:

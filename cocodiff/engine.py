@@ -104,8 +104,8 @@ class Engine:
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
-        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self._compiler.compiled)
+        self.compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self.compiler.compiled)
         self._rule = self._guidance_rule()
         self._guided = self._guided_ranks()
         self._inside = False
@@ -155,7 +155,7 @@ class Engine:
     @property
     def compiled(self) -> str:
         """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
-        return str(self._compiler)
+        return str(self.compiler)
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -163,12 +163,12 @@ class Engine:
         self._open()
         self._rule.begin()
         self._check_model(self.model.named_modules(), checks.block_names(self.model))
-        self._compiler.check(self.model, self.adapter.by_plan)
+        self.compiler.check(self.model)
         shared = self._shared_vae()
         self._replace_attention()
-        self._compile_blocks()
         self._hook_calls()
         self._hook_tokens()
+        self._compile_blocks()
         self._replace_forward()
         self._replace_vae(shared)
         self.counter = StepCounter()
@@ -196,11 +196,11 @@ class Engine:
 
     def _replace_attention(self) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self._compiler.compiled)
+        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self.compiler.compiled)
         self._undo.callback(self.adapter.attach(self.model, self, kernels))
 
     def _compile_blocks(self) -> None:
-        self._undo.callback(self._compiler.attach(self.model))
+        self._undo.callback(self.compiler.attach(self.model))
 
     def _hook_calls(self) -> None:
         self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
@@ -271,7 +271,7 @@ class Engine:
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model), self._compiler.by_user)
+        self._check_model(checks.called_often(self.model), self.compiler.by_user)
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

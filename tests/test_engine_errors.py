@@ -161,14 +161,13 @@ def compiled_in_place() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [
-        (compiled_in_place, "the transformer"),
-        (lambda: torch.compile(sd3_transformer(3)), "the transformer"),
-    ],
+    [(compiled_in_place, "the transformer"), (lambda: torch.compile(sd3_transformer(3)), "the transformer")],
     ids=["in place", "wrapped"],
 )
 def test_a_compiled_model_is_refused(make, name, alone):
-    with pytest.raises(UserError, match=f"^{name} is compiled by torch.compile.*model that is not compiled, with compile=True"):
+    with pytest.raises(
+        UserError, match=f"^{name} is compiled by torch.compile.*model that is not compiled, with compile=True"
+    ):
         parallelize(make(), transport=alone)
 
 

@@ -93,7 +93,6 @@ class Adapter(ABC):
 
     unsupported: ClassVar[dict[str, str]] = {}  # arguments of a call that shards would misread, and why
     attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
-    by_plan: ClassVar[bool] = False  # attention is seen where torch computes it, not asked for by processors
 
     @abstractmethod
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from cocodiff.topology.segments import Segment
 
 class PlanAdapter(Adapter):
     """A class of transformers by its plan."""
-
-    by_plan: ClassVar[bool] = True
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -148,6 +146,7 @@ class PlannedModel:
         # Where every attention is known to be a module's, functions need be seen in these modules alone.
         whole = self._marks is not None or any(site.startswith(OUTSIDE) for site in self._sites)
         self._within = nullcontext() if whole else functions
+        self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
         with functions if whole else nullcontext():
             output = forward(*bound.args, **bound.kwargs)
         for step in here:
