@@ -3,7 +3,7 @@ calls, since a user may change it in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,15 @@ from cocodiff.errors import UserError
 COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
 
 
-def check_not_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """modules: with their names; the transformer's own is empty. Raises UserError for one that is compiled."""
+def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], allowed: Container[str] = ()) -> None:
+    """modules: with their names; the transformer's own is empty. allowed: names of those that may be compiled in place.
+    Raises UserError for others that are compiled."""
     for name, module in modules:
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        in_place = module._compiled_call_impl is not None
+        if type(module).__name__ == "OptimizedModule" or (in_place and name not in allowed):
             raise UserError(
                 f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
-                f"parallelize the model that is not compiled"
+                f"parallelize the model that is not compiled, with compile=True"
             )
 
 
@@ -73,6 +75,10 @@ def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The transformer and its blocks: what compilers and caches are put on, few enough to be looked at in each call."""
     lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
     return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
+
+
+def block_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in called_often(model)[1:]]
 
 
 def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:

@@ -196,6 +196,9 @@ class Config:
         given="machine",
         choices=("auto", "sycl", "torch"),
     )
+    compile: bool = setting(
+        False, "torch.compile the transformer's blocks, between the messages; see docs/compile.md", given="machine"
+    )
     timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
     start_timeout_s: float = setting(
         600.0, "seconds after which a rank that has not started is lost, once another one has", **TIMEOUT

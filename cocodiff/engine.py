@@ -8,7 +8,7 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
+from cocodiff.compiling import Compiler
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
@@ -95,7 +96,7 @@ class Engine(HasResults):
         self._pipe: Any = target if target is not self.model else None
         self.config = config
         for model in self._models:
-            checks.check_not_compiled(model.named_modules())
+            checks.check_not_compiled(model.named_modules(), checks.block_names(model))
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._caches = self._step_caches()
@@ -109,7 +110,8 @@ class Engine(HasResults):
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self._kernels = Kernels(config.kernels, self.trace.note_kernel)
+        self.compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self.compiler.compiled)
         self._rule = self._guidance_rule()
         self._guided = self._guided_ranks()
         self._inside = False
@@ -161,20 +163,27 @@ class Engine(HasResults):
         """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
         return self.sequence.chosen
 
+    @property
+    def compiled(self) -> str:
+        """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
+        return str(self.compiler)
+
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
         self._open()
         self._rule.begin()
         for model in self._models:
-            self._check_model(model.named_modules())
+            self._check_model(model.named_modules(), checks.block_names(model))
+            self.compiler.check(model)
         shared = self._shared_vae()
         try:
             for number, model in enumerate(self._models):
                 self._replace_attention(model)
-                self._cache_steps(number)
                 self._hook_calls(model)
                 self._hook_tokens(model)
+                self._compile_blocks(model)
+                self._cache_steps(number)
                 self._replace_forward(model)
         except BaseException:
             self._undo.close()
@@ -205,10 +214,14 @@ class Engine(HasResults):
 
     def _replace_attention(self, model: nn.Module) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch")
+        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self.compiler.compiled)
         self._undo.callback(self.adapter.attach(model, self, kernels))
 
+    def _compile_blocks(self, model: nn.Module) -> None:
+        self._undo.callback(self.compiler.attach(model))
+
     def _cache_steps(self, number: int) -> None:
+        """Around blocks that are compiled by then: what the cache sends is in no graph."""
         if self._caches:
             self._undo.callback(self._caches[number].attach())
 
@@ -271,9 +284,10 @@ class Engine(HasResults):
         self._check_memory(self._sample_of(own_rows or arguments))
         return None if own_rows is None else ((), own_rows)
 
-    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]], compiled: Container[str]) -> None:
+        """compiled: names of the modules that may be compiled."""
         found = list(modules)
-        checks.check_not_compiled(found)
+        checks.check_not_compiled(found, compiled)
         if self._caches:
             checks.check_only_cache(found, self.config.step_cache)
         if self.size > 1:
@@ -283,7 +297,7 @@ class Engine(HasResults):
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model))
+        self._check_model(checks.called_often(self.model), self.compiler.by_user)
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

@@ -106,7 +106,10 @@ class FirstBlockCache:
         self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
 
     def attach(self) -> Callable[[], None]:
-        """Puts it around the blocks; the returned function takes it off, and gives memory back."""
+        """Puts it around the blocks; the returned function takes it off, and gives memory back. Raises UserError for
+        blocks that the user has compiled: what it sends would be in their graphs."""
+        if any(block._compiled_call_impl is not None for block in self._blocks):
+            raise self._refusal("has blocks that are compiled: give one without, and the setting compile")
         undo, (first, *between, last) = ExitStack(), self._blocks
         undo.callback(self._forget)
         undo.callback(replace_forward(first, self._compute_first))

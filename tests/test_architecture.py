@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.device"),
     "cocodiff.progress": (),
     "cocodiff.checks": (),
+    "cocodiff.compiling": ("cocodiff.checks", "cocodiff.trace"),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device", "cocodiff.digest"),
     "cocodiff.results": ("cocodiff.wire", "cocodiff.trace", "cocodiff.comm.transport"),
     "cocodiff.assemble": (
@@ -110,6 +111,7 @@ MAY_IMPORT = {
         "cocodiff.assemble",
         "cocodiff.progress",
         "cocodiff.checks",
+        "cocodiff.compiling",
         "cocodiff.agreement",
         "cocodiff.results",
     ),

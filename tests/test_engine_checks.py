@@ -230,16 +230,17 @@ def test_a_cache_that_calibrates_is_refused():
 
 @pytest.mark.parametrize("block", [False, True])
 def test_a_model_compiled_after_parallelize_is_refused(block, alone):
-    """Before entering and, of a block or the whole, inside."""
+    """The whole before entering, and a block or the whole inside."""
     model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
     engine = parallelize(model, transport=alone)
     part = model.transformer_blocks[1] if block else model
     message = rf"^{'transformer_blocks.1' if block else 'the transformer'} is compiled by torch\.compile"
-    part.compile()
-    with pytest.raises(UserError, match=message), engine:
-        raise AssertionError("entered")
-    assert not model._forward_pre_hooks
-    part._compiled_call_impl = None
+    if not block:
+        part.compile()
+        with pytest.raises(UserError, match=message), engine:
+            raise AssertionError("entered")
+        assert not model._forward_pre_hooks
+        part._compiled_call_impl = None
     with torch.no_grad(), engine:
         model(**inputs)
         part.compile()

@@ -28,6 +28,10 @@ class Engines(Mapping[str, "Engine"]):
         """What they have chosen by themselves, a line each."""
         return [f"{mode}: {engine.chosen}" for mode, engine in self.made.items() if engine.chosen]
 
+    def compiled(self) -> list[str]:
+        """What torch.compile did for them on this rank, a line each."""
+        return [f"{mode}: {engine.compiled}" for mode, engine in self.made.items() if engine.compiled]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._modes)
 

@@ -257,7 +257,9 @@ def _write_results(
 
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
-    document |= {name: said for name, said in (("quality", done.bounds), ("inputs", inputs)) if said}
+    compiled = session.engines.compiled()
+    more = ("quality", done.bounds), ("inputs", inputs), ("compiled", compiled)
+    document |= {name: said for name, said in more if said}
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     facts = {
         "model": session.model.name,
@@ -272,5 +274,7 @@ def _write_results(
     write_report(folder / "report.html", document, pictures, facts, **report)
     write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
+    for line in compiled:
+        say(line)
     say(f"\n{terminal_table(document)}\n")
     say(f"report: {session.prepared.output.final / 'report.html'}")

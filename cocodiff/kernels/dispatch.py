@@ -29,6 +29,7 @@ SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream
 STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
 STREAM_GROUP = 8  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
+Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
 
 
@@ -48,8 +49,14 @@ class Choice:
 class Kernels(TorchOps):
     """The operations of `TorchOps`, each by the path that was asked for or, with `auto`, the one measured as faster."""
 
-    def __init__(self, path: str = "auto", note: Callable[[str, str], None] | None = None) -> None:
-        """note: called with the operation's name and "sycl" or "torch" each time one runs.
+    def __init__(
+        self,
+        path: str = "auto",
+        note: Callable[[str, str], None] | None = None,
+        compiled: Callable[[Function], Function] = lambda function: function,
+    ) -> None:
+        """note: called with the operation's name and "sycl" or "torch" each time one runs. compiled: gives what
+        computes in the place of a function of modules and tensors.
 
         Raises UserError for an unknown path.
         """
@@ -57,7 +64,7 @@ class Kernels(TorchOps):
             path = os.environ.get(ENVIRONMENT, "auto")
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
-        self.path = path
+        self.path, self.compiled = path, compiled
         self._choices: dict[tuple[torch.device, torch.dtype], Choice] = {}
         self._note = note
         self._torch = TorchOps()

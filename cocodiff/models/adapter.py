@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
@@ -57,7 +59,10 @@ class Hook:
         def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
             return (), change(signature.bind(*args, **kwargs).arguments)
 
-        return self.module.register_forward_pre_hook(rewrite, with_kwargs=True)
+        # A module that the user has compiled in place is compiled with its hooks.
+        in_place = self.module._compiled_call_impl is not None
+        hook = torch.compiler.disable(rewrite) if in_place else rewrite
+        return self.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class Host(Protocol):
@@ -160,7 +165,7 @@ class Adapter(ABC):
         forwards = self.blocks()
         blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
         for block in blocks:
-            block.forward = partial(forwards[type(block)], block)
+            block.forward = MethodType(forwards[type(block)], block)
 
         def put_back() -> None:
             for _, module, before in attending:

@@ -4,7 +4,7 @@ single blocks, rotary embedding over all of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from cocodiff.attention.strategy import LazyQKV, nothing
 from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
-from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.streams import Once, Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
@@ -97,7 +97,7 @@ def single_block(
     text_rows = encoder_hidden_states.shape[1]
     x_BLC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     normed_BLC, gate_BC = block.norm(x_BLC, emb=temb)
-    mlp_BLC = cache(lambda: block.act_mlp(block.proj_mlp(normed_BLC)))
+    mlp_BLC = Once(lambda: block.act_mlp(block.proj_mlp(normed_BLC)))
     out_BLC = block.attn(
         hidden_states=normed_BLC, image_rotary_emb=image_rotary_emb, meanwhile=mlp_BLC, **joint_attention_kwargs or {}
     )

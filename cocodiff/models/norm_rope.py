@@ -47,6 +47,13 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
         weight_D, epsilon, round_before_weight = known
         return kernels.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary.tables, rotary.layout, round_before_weight)
+    if rotary.layout == "complex":  # compilers know no complex numbers
+        return rotary.turn(x_BLHD if norm is None else kernels.compiled(_by_modules)(x_BLHD, norm, Rotary()))
+    rotated_BLHD: Tensor = kernels.compiled(_by_modules)(x_BLHD, norm, rotary)
+    return rotated_BLHD
+
+
+def _by_modules(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
     x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
     return x_BLHD if rotary.layout == "none" else rotary.turn(x_BLHD)
 

@@ -63,6 +63,7 @@ class PlannedHost(Host, Protocol):
     """The engine, with the ranks of the model's current call."""
 
     config: Any
+    compiler: Any
 
     @property
     def sequence(self) -> SharingRanks: ...

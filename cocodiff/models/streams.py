@@ -3,7 +3,7 @@ concatenated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,19 @@ def heads_of(x_BLC: Tensor, heads: int) -> Tensor:
     """[B, L, H, D], a view."""
     B, L, C = x_BLC.shape
     return x_BLC.view(B, L, heads, C // heads)
+
+
+class Once:
+    """A tensor that is computed when it is first asked for. Unlike functools.cache, torch.compile follows it."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._computed: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._computed is None:
+            self._computed = self._compute()
+        return self._computed
 
 
 class FusedLinear:

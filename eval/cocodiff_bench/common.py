@@ -93,6 +93,12 @@ def engine_config(values: Values, preset: str | None = None, **own: Any) -> Conf
     return record.preset(preset, **own) if preset else record(**own)
 
 
+def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
+    """Variants that are to be compiled, each beside one that is not."""
+    plain = {name: config.with_(compile=False) for name, config in configs.items()}
+    return plain | {f"{name} compiled": config for name, config in configs.items() if config.compile}
+
+
 def topology_of(values: Values, ranks: int) -> Topology:
     """Raises UserError where so many ranks do not fit the machine."""
     return Topology.build(load_machine(values["machine"]), ranks, detect().local_size)

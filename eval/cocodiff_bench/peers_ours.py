@@ -21,16 +21,19 @@ ITEMSIZES = {"fp32": 4, "bf16": 2}
 
 
 def our_configs(values: Values) -> dict[str, Config]:
-    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets."""
+    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets, also
+    compiled where that is wanted."""
     exact = {
         exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
             values, exchange=exchange, order=order
-        )
+        ).with_(compile=False)
         for exchange in EXCHANGES
         for order in ORDERS
     }
     run = steps_of(values)
-    presets = {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
+    presets = common.with_compiled(
+        {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
+    )
     return exact | {name: config for name, config in presets.items() if name not in exact}
 
 

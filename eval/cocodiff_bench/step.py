@@ -42,7 +42,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    engines = {name: Engine(model.pipe, config, transport) for name, config in preset_configs(values).items()}
+    configs = common.with_compiled(preset_configs(values))
+    engines = {name: Engine(model.pipe, config, transport) for name, config in configs.items()}
 
     def parallel(engine: Engine) -> None:
         with engine:

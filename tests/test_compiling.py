@@ -1,0 +1,292 @@
+"""torch.compile of blocks. Most cases leave out the compiler itself, by torch's backend "eager": how a model is taken
+apart into graphs is the same, and every bit has to be what it is without."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
+from launching import TESTS, python
+from planned_models import PLANNED
+from test_engine_families import with_lora
+from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_inputs, sd3_transformer
+from torch import Tensor, nn
+
+from cocodiff import compiling
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.engine import parallelize
+from cocodiff.errors import UserError
+from cocodiff.sequence import SequenceRanks
+from cocodiff.trace import Trace
+from cocodiff.verification import tensors_of
+from cocodiff.wire.exchange import Exchange
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+WORLDS = {
+    "sd3": (2, {"preset": "tapa", "exchange": "flat"}, {"layers": 3, "dual": (0,)}, 2),
+    "flux": (4, {"preset": "split", "chunks": 2}, {}, 1),
+    "flux2": (2, {"preset": "coded"}, {}, 1),
+    "qwen": (4, {"preset": "v_first", "ring": 2}, {}, 2),
+}
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+
+
+def three_steps(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """Of a run: the timestep falls."""
+    steps = [inputs | {"timestep": inputs["timestep"] * (1 - step / 4)} for step in range(3)]
+    return [model(**step).sample + 0 for step in steps]
+
+
+def on_ranks(size: int, model: nn.Module, inputs: dict[str, Any], **settings: Any) -> tuple[list[Tensor], list[str]]:
+    """The steps' outputs, the same bits on all ranks, and what was compiled on each."""
+
+    def work(transport: Any) -> tuple[list[Tensor], str]:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, steps=3, **settings) as engine:
+            return three_steps(own, inputs), engine.compiled
+
+    of_ranks = run_ranks(size, work)
+    assert all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, of_ranks[0][0], strict=True))
+    return of_ranks[0][0], [said for _, said in of_ranks]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taken_apart_a_model_has_the_same_bits(family, no_compiler):
+    """Of each block a graph before its attention and one behind it, and no other break."""
+    size, settings, shape, batch = WORLDS[family]
+    model, inputs = FAMILIES[family][0](6, **shape), FAMILIES[family][1](batch, 4, 5, 6)
+    plain, nothing = on_ranks(size, model, inputs, **settings)
+    outputs, said = on_ranks(size, model, inputs, compile=True, **settings)
+    assert all(torch.equal(x, y) for x, y in zip(outputs, plain, strict=True))
+    assert set(nothing) == {""}
+    assert all(" 0 of them after the first step; 0 graph breaks beside" in one for one in said)
+
+
+@pytest.mark.parametrize(("family", "size"), [("flux", 2), ("sd3", 1)])
+def test_compiled_a_model_gives_the_same_up_to_rounding(family, size):
+    model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
+    with torch.no_grad():
+        plain = three_steps(model, inputs)
+    outputs, (said, *_) = on_ranks(size, model, inputs, preset="v_first", compile=True)
+    for output, expected in zip(outputs, plain, strict=True):
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    assert said.startswith("compiled ")
+
+
+def is_traced() -> bool:
+    """Whether this thread's call is made by torch.compile, to see what it does."""
+    frame: Any = sys._getframe()
+    while frame is not None and "_dynamo/symbolic_convert" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_guidance_in_two_parts(no_compiler):
+    model, inputs = FAMILIES["qwen"][0](6), FAMILIES["qwen"][1](1, 4, 5, 6)
+    branches = [inputs, inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}]
+
+    def work(transport: Any, **settings: Any) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, guidance_parallel=2, **settings):
+            steps = [[call | {"timestep": call["timestep"] * scale} for call in branches] for scale in (1, 0.5, 0.25)]
+            return [own(**call).sample + 0 for step in steps for call in step]
+
+    plain, outputs = run_ranks(4, work)[0], run_ranks(4, lambda transport: work(transport, compile=True))
+    assert all(torch.equal(x, y) for of_rank in outputs for x, y in zip(of_rank, plain, strict=True))
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_sent_from_inside_a_graph(family, by_user, monkeypatch):
+    """Nor are tokens cut there, by hooks on blocks. Blocks that the user has compiled keep their backend."""
+    inside, sent = threading.local(), []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            inside.graphs = True
+            try:
+                return graph.forward(*args)
+            finally:
+                inside.graphs = False
+
+        return run
+
+    def watched(kind: type, name: str) -> None:
+        before = getattr(kind, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append((getattr(inside, "graphs", None), is_traced()))
+            return before(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    monkeypatch.setattr(compiling, "BACKEND", backend)
+    for kind, name in ((Exchange, "submit"), (SequenceRanks, "gather"), (SequenceRanks, "cut")):
+        watched(kind, name)
+    model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
+    with torch.no_grad():
+        plain = three_steps(model, inputs)
+
+    def work(transport: Any) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        blocks = compiling.Compiler(True, Trace()).blocks_of(own)
+        for _, block in blocks if by_user else ():
+            block.compile(backend=backend, dynamic=False)
+        before = {name: dict(vars(part)) for name, part in own.named_modules()}
+        with parallelize(own, transport=transport, preset="v_first", compile=not by_user):
+            outputs = three_steps(own, inputs)
+        assert before == {name: dict(vars(part)) for name, part in own.named_modules()}
+        return outputs
+
+    for outputs in run_ranks(2, work):
+        for output, expected in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    assert not any(graphs or traced for graphs, traced in sent)
+    assert any(graphs is False for graphs, _ in sent)  # after some graph of this thread
+
+
+def test_another_size_and_another_engine_are_compiled_anew(no_compiler):
+    """Ranks of unequal shares, of which each compiles its own. What is compiled once is kept for the next block."""
+    model = FAMILIES["flux"][0](6)
+    sizes = [FAMILIES["flux"][1](1, *size) for size in ((4, 5, 7), (3, 5, 4))]
+    with torch.no_grad():
+        plain = [model(**inputs).sample for inputs in sizes]
+
+    def work(transport: Any) -> list[str]:
+        own, said = copy.deepcopy(model), []
+        engine = parallelize(own, transport=transport, compile=True)
+        for number in (0, 1, 1):
+            with engine:
+                torch.testing.assert_close(own(**sizes[0]).sample, plain[0], rtol=0, atol=1e-5)
+                if number:
+                    torch.testing.assert_close(own(**sizes[1]).sample, plain[1], rtol=0, atol=1e-5)
+            said.append(engine.compiled)
+        return said
+
+    for first, second, third in run_ranks(3, work):
+        graphs = [int(one.split()[1]) for one in (first, second, third)]
+        assert graphs[1] == graphs[2] == 2 * graphs[0]
+
+
+def test_a_pipeline_with_a_lora(no_compiler):
+    pipe = sd3_inpaint_pipeline(6)
+    pipe.set_progress_bar_config(disable=True)
+    with_lora(pipe.transformer)
+    call = {name: torch.ones(1, 5, 16) / 4 for name in ("prompt_embeds", "negative_prompt_embeds")}
+    call |= {f"{name}pooled_prompt_embeds": torch.zeros(1, 16) for name in ("", "negative_")}
+
+    def painted(own: Any) -> Tensor:
+        noise = torch.Generator().manual_seed(0)
+        picture = {"image": torch.rand(1, 3, 64, 64), "mask_image": torch.ones(1, 1, 64, 64), "strength": 1.0}
+        return own(**call, **picture, generator=noise, num_inference_steps=2, output_type="latent").images
+
+    def work(transport: Any, compiled: bool) -> Tensor:
+        own = copy.deepcopy(pipe)
+        with parallelize(own, transport=transport, compile=compiled):
+            torch.manual_seed(3)
+            return painted(own)
+
+    plain, outputs = (run_ranks(1, lambda transport, c=compiled: work(transport, c)) for compiled in (False, True))
+    assert torch.equal(plain[0], outputs[0])
+
+
+SOME = ("wan", "helios", "z-image")  # the last two cut tokens inside of blocks, and give a list
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
+)
+@pytest.mark.parametrize("by_user", [False, True])
+def test_models_by_a_plan(name, by_user, no_compiler):
+    """Whose first call, which is followed, is not compiled."""
+    case = PLANNED[name]
+    model = case.model()
+
+    def work(transport: Any, compiled: bool) -> tuple[list[Tensor], str]:
+        own = copy.deepcopy(model)
+        for _, block in compiling.Compiler(True, Trace()).blocks_of(own) if compiled and by_user else ():
+            block.compile(backend="eager", dynamic=False)
+        with parallelize(own, transport=transport, compile=compiled and not by_user) as engine:
+            outputs = [x + 0 for _ in range(2) for x in tensors_of(own(**case.call()))]
+            return outputs, engine.compiled
+
+    plain, compiled = (run_ranks(2, partial(work, compiled=on)) for on in (False, True))
+    for outputs, said in compiled:
+        assert all(torch.equal(x, y) for x, y in zip(outputs, plain[0][0], strict=True))
+        assert by_user or said.endswith("; 0 graph breaks beside those at attention")
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    yield transport
+    transport.close()
+
+
+@pytest.mark.parametrize("cache", [MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig])
+def test_caches_of_steps_are_refused(cache, alone):
+    more = {
+        MagCacheConfig: {"mag_ratios": torch.ones(4), "num_inference_steps": 4},
+        PyramidAttentionBroadcastConfig: {"current_timestep_callback": lambda: 500},
+    }
+    model = FAMILIES["flux"][0](6)
+    model.enable_cache(cache(**more.get(cache, {})))
+    with (
+        pytest.raises(UserError, match=r"has the cache hook .*Hook, and compiled"),
+        parallelize(model, transport=alone, compile=True),
+    ):
+        raise AssertionError("entered")
+    assert not model._forward_pre_hooks
+
+
+def test_a_replaced_forward_is_refused(alone):
+    model = sd3_transformer(6)
+    model.transformer_blocks[1].forward = model.transformer_blocks[1].forward
+    message = r"^transformer_blocks.1 cannot be compiled: its forward was replaced"
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone, compile=True):
+        raise AssertionError("entered")
+
+
+def test_a_block_of_one_graph_is_refused(alone):
+    model = sd3_transformer(6)
+    model.transformer_blocks[0].compile(backend="eager", fullgraph=True)
+    message = "^transformer_blocks.0 is compiled by torch.compile with fullgraph=True.*compile=True$"
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone), torch.no_grad():
+        model(**sd3_inputs(1, 2, 3, 2))
+
+
+def test_a_part_of_a_block_is_refused(alone):
+    model = sd3_transformer(6)
+    model.transformer_blocks[0].attn.compile()
+    with pytest.raises(UserError, match=r"^transformer_blocks\.0\.attn is compiled by torch\.compile"):
+        parallelize(model, transport=alone)
+
+
+# A rank that compiles for long ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stall_s", [60, 2])
+def test_a_rank_that_compiles_for_long_is_waited_for(stall_s):
+    """Longer than ranks may be silent; as long as they may keep others waiting."""
+    done = python(TESTS / "compiling_rank.py", str(stall_s))
+    if stall_s == 60:
+        assert done.returncode == 0 and done.stdout.startswith("compiled "), done
+    else:
+        assert done.returncode != 0 and "rank 1" in done.stderr and "attention" in done.stderr, done
