@@ -259,7 +259,7 @@ class Engine:
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model))
-        self.adapter.check_call(arguments)
+        self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
 
