@@ -22,7 +22,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text 
 
 
 class FluxAdapter(Adapter):
-    residuals: ClassVar = ("controlnet_block_samples", "controlnet_single_block_samples")
+    residuals: ClassVar[tuple[str, ...]] = ("controlnet_block_samples", "controlnet_single_block_samples")
 
     def attention_arguments(self, model: Any) -> set[str]:
         # Of an IP-Adapter: its image, and what `encoder_hid_proj` makes of it.
@@ -109,6 +109,7 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
+        meanwhile: Callable[[], object] = nothing,
         ip_hidden_states: Sequence[Tensor] = (),
     ) -> Any:
         @cache
