@@ -123,6 +123,23 @@ def test_a_lora_on_some_ranks_only_is_found(family):
             run_ranks(3, lambda t, other=other: work(t, other), timeout_s=20.0)
 
 
+@pytest.mark.parametrize("name", ["wan", "hunyuan 1.5"])
+def test_a_lora_on_a_class_by_plan(name):
+    case = PLANNED[name]
+    model, untouched = add_lora(case.model()), case.model()
+    with torch.no_grad():
+        plain = model(**case.call()).sample
+        assert not torch.allclose(untouched(**case.call()).sample, plain, atol=1e-3)
+
+    def work(transport: Any) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport):
+            return own(**case.call()).sample
+
+    for output in run_ranks(3, work):
+        torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
+
+
 REPLACED = r"^a Linear where tokens are cut or gathered was replaced inside the .with. block, as a LoRA does"
 
 

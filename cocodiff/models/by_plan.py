@@ -213,14 +213,15 @@ class PlannedModel:
             )
 
     def _check_all_are_cut(self, given: Arguments, error: RuntimeError) -> None:
-        """Raises UserError for a call that torch has failed in, where arguments that are not cut have as many tokens as
-        others of which ranks hold some."""
-        cut = {name for step in self._steps for name in step.arguments}
+        """Raises UserError for a call that torch has failed in, where arguments that are not cut may have as many
+        tokens as others of which ranks hold some."""
+        sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
+        sides = next(_tensors_in(given.pop(sample)), torch.empty(0)).shape[2:]  # of what becomes the tokens
         whole = [
             f"{name} {list(x.shape)}"
             for name, value in given.items()
             for x in _tensors_in(value)
-            if name not in cut and self._of_length.keys() & {*x.shape}
+            if name not in cut and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
         ]
         if self._marks is not None and whole and not isinstance(error, PeerLost):
             tokens = " and ".join(map(str, self._of_length))
