@@ -213,8 +213,8 @@ class PlannedModel:
             )
 
     def _check_all_are_cut(self, given: Arguments, error: RuntimeError) -> None:
-        """Raises UserError for a call that torch has failed in, where arguments that are not cut may have as many
-        tokens as others of which ranks hold some."""
+        """Names, in a RuntimeError, the arguments of a call that torch has failed in which are not cut and may have as
+        many tokens as others of which ranks hold some."""
         sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
         sides = next(_tensors_in(given.pop(sample)), torch.empty(0)).shape[2:]  # of what becomes the tokens
         whole = [
@@ -225,7 +225,7 @@ class PlannedModel:
         ]
         if self._marks is not None and whole and not isinstance(error, PeerLost):
             tokens = " and ".join(map(str, self._of_length))
-            raise UserError(
+            raise RuntimeError(
                 f"the plan does not cut {'; '.join(whole)}, which may be {tokens} tokens of which a rank holds some "
                 f"({str(error).splitlines()[0]}): cut it in the plan, or run without it"
             ) from error
