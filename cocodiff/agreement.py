@@ -21,6 +21,7 @@ from cocodiff.errors import UserError
 ROWS = 64  # of the table: more than any call has arguments
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model
+ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # of peft's layers and IP-Adapters
 NAMED_RANKS = 8  # in an error; of more only the number
 SHOWN_VALUES = 4  # of a tensor, in an error
 
@@ -86,12 +87,13 @@ def table(values: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A model's parameters and buffers in one word: ranks whose weights differ, by adapters that each of them
-    initialised at random for instance, would make one mixed image. It waits for the device.
+    """A model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights differ, by
+    adapters that each of them initialised at random for instance, would make one mixed image. It waits for the device.
 
     A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
     (quantised, sharded or offloaded ones) are left out."""
     stored = [*model.named_parameters(), *model.named_buffers()]
+    adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
     plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
     each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
     sampled: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -99,7 +101,7 @@ def weights_digest(model: nn.Module) -> str:
         numbers = x.flatten()
         sampled.setdefault((x.dtype, x.device), []).append(numbers[:: -(-len(numbers) // each)])
     bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
-    return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits}') % 2**64:016x}"
+    return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}') % 2**64:016x}"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -116,7 +116,6 @@ class Engine(HasResults):
         self._guided = self._guided_ranks()
         self._inside = False
         self._undo = ExitStack()  # what leaving the block puts back
-        self._results: Results | None = None
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _step_caches(self) -> list[FirstBlockCache]:
@@ -298,7 +297,7 @@ class Engine(HasResults):
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model), self.compiler.by_user)
-        self.adapter.check_call(arguments)
+        self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
 

@@ -68,7 +68,13 @@ WAN = {
     "num_layers": 2,
     "rope_max_seq_len": 32,
 }
+WAN_VACE = WAN | {"vace_layers": [0, 1], "vace_in_channels": 6}
 WAN_IMAGE = WAN | {"image_dim": 12, "added_kv_proj_dim": 144}
+
+
+def wan_vace(g: torch.Generator) -> dict[str, Any]:
+    control = torch.randn(1, 6, 3, 6, 10, generator=g)
+    return wan(g) | {"control_hidden_states": control, "control_hidden_states_scale": torch.tensor([0.5, 2.0])}
 
 
 def helios(g: torch.Generator) -> dict[str, Any]:
@@ -177,6 +183,10 @@ def ltx2_with_a_timestep_for_each_token(g: torch.Generator) -> dict[str, Any]:
     return ltx2(g) | {"timestep": torch.randint(0, 1000, (1, 45), generator=g), "audio_timestep": torch.tensor([500])}
 
 
+def ltx2_with_keyframes(g: torch.Generator) -> dict[str, Any]:
+    return ltx2(g) | {"video_keyframes_mask": torch.randint(0, 2, (1, 45, 1), generator=g)}
+
+
 LTX2 = LTX | {
     "audio_in_channels": 6,
     "audio_out_channels": 6,
@@ -226,6 +236,11 @@ def z_image(g: torch.Generator) -> dict[str, Any]:
         "t": torch.tensor([0.4, 0.4]),
         "cap_feats": [torch.randn(9, 10, generator=g), torch.randn(40, 10, generator=g)],
     }
+
+
+def z_image_with_a_controlnet(g: torch.Generator) -> dict[str, Any]:
+    """Residuals are as long as image and text are together, with padding."""
+    return z_image(g) | {"controlnet_block_samples": {0: torch.randn(2, 96, 240, generator=g)}}
 
 
 Z_IMAGE = {
@@ -286,6 +301,10 @@ def cosmos(g: torch.Generator) -> dict[str, Any]:
 
 def cosmos_with_a_timestep_for_each_frame(g: torch.Generator) -> dict[str, Any]:
     return cosmos(g) | {"timestep": torch.tensor([100, 400, 900]).view(1, 1, 3, 1, 1)}
+
+
+def cosmos_with_a_controlnet(g: torch.Generator) -> dict[str, Any]:
+    return cosmos(g) | {"block_controlnet_hidden_states": [torch.randn(1, 45, 384, generator=g)] * 2}
 
 
 COSMOS = {
@@ -393,11 +412,15 @@ PLANNED = {
     "cosmos, timesteps": Planned(
         "CosmosTransformer3DModel", COSMOS, cosmos_with_a_timestep_for_each_frame, in_double=False
     ),
+    "cosmos, controlnet": Planned(
+        "CosmosTransformer3DModel", COSMOS | {"controlnet_block_every_n": 1}, cosmos_with_a_controlnet, in_double=False
+    ),
     "kandinsky": Planned("Kandinsky5Transformer3DModel", KANDINSKY, kandinsky, in_double=False),
     "krea": Planned("Krea2Transformer2DModel", KREA, krea),
     "wan": Planned("WanTransformer3DModel", WAN, wan),
     "wan, timesteps": Planned("WanTransformer3DModel", WAN, wan_with_a_timestep_for_each_token),
     "wan, image": Planned("WanTransformer3DModel", WAN_IMAGE, wan_from_an_image),
+    "wan vace": Planned("WanVACETransformer3DModel", WAN_VACE, wan_vace),
     "chronoedit": Planned("ChronoEditTransformer3DModel", WAN_IMAGE, wan_from_an_image),
     "helios": Planned("HeliosTransformer3DModel", HELIOS, helios),
     "minimax h3": Planned("MiniMaxH3Transformer3DModel", MINIMAX, minimax),
@@ -406,7 +429,11 @@ PLANNED = {
     "ltx-2": Planned("LTX2VideoTransformer3DModel", LTX2, ltx2),
     "ltx-2, timesteps": Planned("LTX2VideoTransformer3DModel", LTX2, ltx2_with_a_timestep_for_each_token),
     "ltx-2, split angles": Planned("LTX2VideoTransformer3DModel", LTX2 | {"rope_type": "split"}, ltx2),
+    "ltx-2, keyframes": Planned(
+        "LTX2VideoTransformer3DModel", LTX2 | {"use_keyframes_abs_pos_embedding": True}, ltx2_with_keyframes
+    ),
     "hunyuan 1.5": Planned("HunyuanVideo15Transformer3DModel", HUNYUAN_15, hunyuan_15),
     "hunyuan 1.5, image": Planned("HunyuanVideo15Transformer3DModel", HUNYUAN_15, hunyuan_15_from_an_image),
     "z-image": Planned("ZImageTransformer2DModel", Z_IMAGE, z_image),
+    "z-image, controlnet": Planned("ZImageTransformer2DModel", Z_IMAGE, z_image_with_a_controlnet),
 }

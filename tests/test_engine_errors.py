@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, PAGJointAttnProcessor2_0
-from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from diffusers.models.attention_processor import (
+    FusedJointAttnProcessor2_0,
+    PAGJointAttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from torch import nn
@@ -72,9 +75,9 @@ def test_a_custom_attention_processor_is_refused_by_name(alone):
 
 
 def ip_adapter() -> nn.Module:
-    model = flux_transformer(4)
+    model = sd3_transformer(4)
     name = next(iter(model.attn_processors))
-    adapted = FluxIPAdapterAttnProcessor(hidden_size=32, cross_attention_dim=16)
+    adapted = SD3IPAdapterJointAttnProcessor2_0(hidden_size=32, ip_hidden_states_dim=32, head_dim=8)
     model.set_attn_processor({**model.attn_processors, name: adapted})
     return model
 
@@ -106,7 +109,7 @@ def with_processor_setting(name: str, value: object) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (ip_adapter, "is a FluxIPAdapterAttnProcessor, which has no parallel form"),
+        (ip_adapter, "is a SD3IPAdapterJointAttnProcessor2_0, which has no parallel form"),
         (perturbed_guidance, "is a PAGJointAttnProcessor2_0, which has no parallel form"),
         (key_value_cache, "is a Flux2KVAttnProcessor, which has no parallel form"),
         (fused, r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections"),

@@ -210,6 +210,45 @@ def test_what_no_plan_can_do_is_refused(plan, more, words):
         on_two_ranks(model, call, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("name", "step", "argument", "words"),
+    [
+        ("wan vace", "vace_blocks.0", "control_hidden_states", r"control_hidden_states \[1, 6, 3, 6, 10\]"),
+        ("z-image, controlnet", "", "controlnet_block_samples", r"controlnet_block_samples \[2, 96, 240\]"),
+        ("ltx-2, keyframes", "", "video_keyframes_mask", r"video_keyframes_mask \[1, 45, 1\]"),
+        (
+            "cosmos, controlnet",
+            "transformer_blocks.*",
+            "controlnet_residual",
+            r"block_controlnet_hidden_states \[1, 45,",
+        ),
+    ],
+)
+def test_an_argument_for_all_tokens_that_the_plan_does_not_cut_is_named(name, step, argument, words):
+    case = PLANNED[name]
+    plan = PLANS[case.name].plan
+    kept = {of: cut for of, cut in plan[step].items() if of != argument}
+    with pytest.raises(
+        RuntimeError, match=rf"^the plan does not cut {words}.*which may be .*: cut it in the plan, or run"
+    ):
+        on_two_ranks(case.model(), case.call(), plan={**plan, step: kept})
+
+
+def test_a_backend_that_is_chosen_inside_the_block_is_refused():
+    case = PLANNED["wan"]
+    model = case.model()
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport):
+            own(**case.call())
+            own.blocks[1].attn1.processor._attention_backend = "flash"
+            own(**case.call())
+
+    with pytest.raises(UserError, match=r"blocks\.1\.attn1 uses the attention backend flash, which ranks do not"):
+        run_ranks(2, work)
+
+
 def test_another_attention_backend_is_refused():
     model = PLANNED["wan"].model()
     model.blocks[1].attn1.processor._attention_backend = "flash"
@@ -286,9 +325,8 @@ def test_the_page_tells_how_a_plan_is_written(capsys):
 
 
 def rows_of_the_page() -> dict[str, dict[str, str]]:
-    lines = [
-        line.strip("|").split("|") for line in (ROOT / "docs/models.md").read_text().splitlines() if line[:1] == "|"
-    ]
+    page, _, _ = (ROOT / "docs/models.md").read_text().partition("\n## ")  # its first table
+    lines = [line.strip("|").split("|") for line in page.splitlines() if line[:1] == "|"]
     head, _, *rows = [[cell.strip() for cell in line] for line in lines]
     return {row[0].strip("`"): dict(zip(head, row, strict=True)) for row in rows}
 

@@ -37,7 +37,6 @@ class Shard(Protocol):
 
 Arguments = dict[str, Any]
 Forward = Callable[..., Any]  # of a module, which is its first argument
-CONTROLNET = "ControlNet residuals are for all tokens, a rank holds some: run without a ControlNet"
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,9 @@ class Host(Protocol):
 class AttentionProcessor:
     """What a family's processors are made from. layer: the name of the module that attends."""
 
-    def __init__(self, host: Host, layer: str, kernels: Kernels) -> None:
-        self._host, self._layer, self._kernels = host, layer, kernels
+    def __init__(self, host: Host, layer: str, kernels: Kernels, replaced: Any) -> None:
+        """replaced: the processor that this one stands in for."""
+        self._host, self._layer, self._kernels, self._replaced = host, layer, kernels, replaced
 
     def _attend(self, qkv: LazyQKV) -> Tensor:
         return self._host.attend(qkv, self._layer)
@@ -92,6 +92,7 @@ class Adapter(ABC):
     """One model family. What most families share stands here; a family overrides what is different."""
 
     unsupported: ClassVar[dict[str, str]] = {}  # arguments of a call that shards would misread, and why
+    residuals: ClassVar[tuple[str, ...]] = ()  # arguments that are a ControlNet's residuals: [B, image tokens, C] each
     attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
 
     @abstractmethod
@@ -107,18 +108,34 @@ class Adapter(ABC):
         it computes beside its attention. A block whose forward somebody else has replaced keeps that one."""
         return {}
 
-    def check_call(self, arguments: Arguments) -> None:
+    def attention_arguments(self, model: Any) -> set[str]:
+        """Arguments for attention that may be passed on: the scale of LoRA layers, which diffusers takes out."""
+        return {"scale"}
+
+    def check_call(self, model: Any, arguments: Arguments) -> None:
         """Raises UserError for arguments of the model that its shards would misread."""
         for name, reason in self.unsupported.items():
             if arguments.get(name) is not None:
                 raise UserError(reason)
-        # Of the attention's arguments only the scale of LoRA layers, which diffusers takes out, is ours to pass on.
-        others = sorted(set(arguments.get(self.attention_kwargs) or {}) - {"scale"})
+        for name in self.residuals:
+            if arguments.get(name) is not None:
+                self._check_residuals(name, arguments[name], model, arguments)
+        others = sorted(set(arguments.get(self.attention_kwargs) or {}) - self.attention_arguments(model))
         if others:
             names = ", ".join(others)
             raise UserError(
                 f"{self.attention_kwargs} ({names}) reach no parallel attention processor: run without them"
             )
+
+    def _check_residuals(self, name: str, residuals: Iterable[Tensor], model: Any, arguments: Arguments) -> None:
+        of = self.exit(model)[1]
+        tokens = {one.name: one.tokens for one in self.segments(model, arguments)}[of]
+        for x in residuals:
+            if x.ndim != 3 or x.shape[1] != tokens:
+                raise UserError(
+                    f"{name} has a tensor of shape {tuple(x.shape)}, where ranks cut [batch, {tokens} {of} tokens, "
+                    f"channels]: give such ones, or run without a ControlNet"
+                )
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
         """What the sequence of joint attention consists of in a call of the model, in the model's order, from the
@@ -134,7 +151,16 @@ class Adapter(ABC):
     def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
         """Where tokens are cut, and where they are gathered."""
         module, segment = self.exit(model)
-        return [*self.hooks(model, shard), Hook(module, output=lambda x_BLC: shard.sequence.gather(x_BLC, segment))]
+
+        def cut_residuals(arguments: Arguments) -> Arguments:
+            check_in_place(hooked, [*(hook.module for hook in self.hooks(model, shard)), self.exit(model)[0]])
+            given = {name: arguments[name] for name in self.residuals if arguments.get(name) is not None}
+            return arguments | {name: [shard.cut(segment, x_BSC) for x_BSC in of] for name, of in given.items()}
+
+        gather = Hook(module, output=lambda x_BLC: shard.sequence.gather(x_BLC, segment))
+        hooks = [*self.hooks(model, shard), gather]
+        hooked = [hook.module for hook in hooks]
+        return [Hook(model, arguments=cut_residuals), *hooks]
 
     def heads(self, model: Any) -> tuple[int, int]:
         """How many heads attention has, and how wide one is: what a mesh is chosen by."""
@@ -160,14 +186,25 @@ class Adapter(ABC):
         for name, module, before in attending:
             check_plain(name, module, before, ours)
         for name, module, before in attending:
-            module.set_processor(ours[type(before)](host, name, kernels))
+            module.set_processor(ours[type(before)](host, name, kernels, before))
+        placed = [(name, module, module.processor) for name, module, _ in attending]
 
+        def check_placed(*_: Any) -> None:
+            for name, module, own in placed:
+                if module.processor is not own:
+                    raise UserError(
+                        f"{name}.processor became a {type(module.processor).__name__} inside the `with` block and "
+                        f"would attend to a shard: load and unload adapters before the block"
+                    )
+
+        handle = model.register_forward_pre_hook(check_placed)
         forwards = self.blocks()
         blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
         for block in blocks:
             block.forward = MethodType(forwards[type(block)], block)
 
         def put_back() -> None:
+            handle.remove()
             for _, module, before in attending:
                 module.set_processor(before)
             for block in blocks:
@@ -201,6 +238,16 @@ def form_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(form_of, value))
     return value if isinstance(value, bool | int | str | None) else type(value)
+
+
+def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
+    """Raises UserError where a module that cuts or gathers tokens is no longer the model's: it would not be called."""
+    for before, module in zip(hooked, now, strict=True):
+        if before is not module:
+            raise UserError(
+                f"a {type(before).__name__} where tokens are cut or gathered was replaced inside the `with` block, as "
+                f"a LoRA does that is loaded or unloaded: do so before the block"
+            )
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:

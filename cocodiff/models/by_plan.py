@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocodiff.errors import UserError
+from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import (
     Adapter,
@@ -21,6 +21,7 @@ from cocodiff.models.adapter import (
     AttentionProcessor,
     Hook,
     Shard,
+    check_in_place,
     check_plain,
     form_of,
     replace_forward,
@@ -50,7 +51,7 @@ class PlanAdapter(Adapter):
         """None: `attach` does it."""
         return []
 
-    def check_call(self, arguments: Arguments) -> None:
+    def check_call(self, model: Any, arguments: Arguments) -> None:
         return
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
@@ -76,8 +77,7 @@ class PlanAdapter(Adapter):
         return _first_tensor(sample), timestep, _first_tensor(text)
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
-        for name, module in attention_modules(model):  # projections may be fused
-            check_plain(name, None, module.processor, (type(module.processor),))
+        check_attention(attention_modules(model))
         if host.size == 1:
             return lambda: None
         if host.config.selection != "full":
@@ -109,6 +109,12 @@ def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
 
 
+def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
+    """Raises UserError for attention that torch's function does not compute. Projections may be fused."""
+    for name, module in modules:
+        check_plain(name, None, module.processor, (type(module.processor),))
+
+
 class PlannedModel:
     """A model between entering and leaving the engine."""
 
@@ -116,6 +122,8 @@ class PlannedModel:
         self._model, self._host = model, host
         self._attention = PlannedAttention(host)
         self._steps = list(steps_of(plan, model))
+        self._attending = attention_modules(model)
+        self._names = [step.name for step in self._steps]
         self._signature = inspect.signature(model.forward)
         self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
         self._exits: dict[Any, dict[str, Segment]] = {}
@@ -128,7 +136,7 @@ class PlannedModel:
         for step in self._steps:
             if step.name:
                 handles += self._hooks_at(step)
-        for name, module in attention_modules(self._model):
+        for name, module in self._attending:
             handles.append(
                 module.register_forward_pre_hook(lambda m, a, k, n=name: self._enter(n, m, a, k), with_kwargs=True)
             )
@@ -145,8 +153,12 @@ class PlannedModel:
     # One call of the model ------------------------------------------------------------------------------------------
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A user may have changed the model since it was entered.
+        check_attention(self._attending)
+        check_in_place((step.module for step in self._steps), map(self._model.get_submodule, self._names))
         bound = self._signature.bind(*args, **kwargs)
-        form = self._host.sequence, form_of(dict(bound.arguments))
+        given = dict(bound.arguments)
+        form = self._host.sequence, form_of(given)
         self._begin(form)
         here = [step for step in self._steps if not step.name]
         for step in here:
@@ -157,7 +169,11 @@ class PlannedModel:
         self._within = nullcontext() if whole else functions
         self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
         with functions if whole else nullcontext():
-            output = forward(*bound.args, **bound.kwargs)
+            try:
+                output = forward(*bound.args, **bound.kwargs)
+            except RuntimeError as error:
+                self._check_all_are_cut(given, error)
+                raise
         for step in here:
             output = self._gather_outputs(step, output)
         if self._marks is not None:
@@ -197,6 +213,24 @@ class PlannedModel:
                 f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
                 f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
             )
+
+    def _check_all_are_cut(self, given: Arguments, error: RuntimeError) -> None:
+        """Names, in a RuntimeError, the arguments of a call that torch has failed in which are not cut and may have as
+        many tokens as others of which ranks hold some."""
+        sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
+        sides = next(_tensors_in(given.pop(sample)), torch.empty(0)).shape[2:]  # of what becomes the tokens
+        whole = [
+            f"{name} {list(x.shape)}"
+            for name, value in given.items()
+            for x in _tensors_in(value)
+            if name not in cut and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
+        ]
+        if self._marks is not None and whole and not isinstance(error, PeerLost):
+            tokens = " and ".join(map(str, self._of_length))
+            raise RuntimeError(
+                f"the plan does not cut {'; '.join(whole)}, which may be {tokens} tokens of which a rank holds some "
+                f"({str(error).splitlines()[0]}): cut it in the plan, or run without it"
+            ) from error
 
     # Cuts and gathers -----------------------------------------------------------------------------------------------
 
@@ -241,6 +275,8 @@ class PlannedModel:
         if isinstance(value, Tensor):
             cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
             return value if cut is None else self._cut(cut, value, name)
+        if isinstance(value, dict):
+            return {key: self._cut_value(cuts, x, name) for key, x in value.items()}
         if isinstance(value, list | tuple):
             several = cuts * len(value) if len(cuts) == 1 else cuts
             if len(several) != len(value):
@@ -311,3 +347,11 @@ def _first_tensor(value: Any) -> Any:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)

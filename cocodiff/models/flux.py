@@ -3,33 +3,39 @@ single blocks, rotary embedding over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from cocodiff.attention.strategy import LazyQKV, nothing
-from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.norm_rope import Rotary
-from cocodiff.models.streams import Once, Stream, Streams
+from cocodiff.models.streams import Once, Stream, Streams, heads_of
 from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 
 
 class FluxAdapter(Adapter):
-    unsupported: ClassVar = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), CONTROLNET)
+    residuals: ClassVar[tuple[str, ...]] = ("controlnet_block_samples", "controlnet_single_block_samples")
+
+    def attention_arguments(self, model: Any) -> set[str]:
+        # Of an IP-Adapter: its image, and what `encoder_hid_proj` makes of it.
+        loaded = getattr(model, "encoder_hid_proj", None) is not None
+        return {"scale", "ip_adapter_image_embeds", "ip_hidden_states"} if loaded else {"scale"}
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
         return [Hook(model, arguments=partial(shard_call, shard))]
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
-        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 
-        return {FluxAttnProcessor: FluxAttentionProcessor}
+        return {FluxAttnProcessor: FluxAttentionProcessor, FluxIPAdapterAttnProcessor: FluxIPAdapterProcessor}
 
     def blocks(self) -> dict[type, Forward]:
         from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
@@ -77,6 +83,50 @@ class FluxAttentionProcessor(AttentionProcessor):
             return out_BLC
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))
         return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+
+
+class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
+    """Does what diffusers' FluxIPAdapterAttnProcessor does. Every rank has all tokens of the image that prompts, so
+    what its own tokens take from these needs no other rank: it is work for while q and k travel."""
+
+    def __init__(self, *args: Any) -> None:
+        nn.Module.__init__(self)
+        super().__init__(*args)
+
+    @property
+    def scale(self) -> list[float]:
+        """How much each adapter's image counts, as `set_ip_adapter_scale` has set it."""
+        return cast(list[float], self._replaced.scale)
+
+    @scale.setter
+    def scale(self, scale: list[float]) -> None:
+        self._replaced.scale = scale
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles | None = None,
+        meanwhile: Callable[[], object] = nothing,
+        ip_hidden_states: Sequence[Tensor] = (),
+    ) -> Any:
+        @cache
+        def prompted_BLC() -> Tensor:
+            q_BHLD = attn.norm_q(heads_of(attn.to_q(hidden_states), attn.heads)).transpose(1, 2)
+            out_BLC = torch.zeros_like(hidden_states)
+            own = self._replaced
+            for x, scale, *to_kv in zip(ip_hidden_states, self.scale, own.to_k_ip, own.to_v_ip, strict=False):
+                k, v = (heads_of(to(x).flatten(1, -2), attn.heads).transpose(1, 2) for to in to_kv)
+                attended = functional.scaled_dot_product_attention(q_BHLD, k, v)
+                out_BLC = out_BLC + scale * attended.transpose(1, 2).flatten(2)
+            return out_BLC
+
+        both = super().__call__(
+            attn, hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb, meanwhile=prompted_BLC
+        )
+        return both if encoder_hidden_states is None else (*both, prompted_BLC())
 
 
 def rotary_of(angles: Angles | None) -> Rotary:

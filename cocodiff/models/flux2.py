@@ -21,6 +21,7 @@ class Flux2Adapter(FluxAdapter):
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
         "run without it"
     }
+    residuals: ClassVar = ()
 
     def blocks(self) -> dict[type, Forward]:
         return {}  # single blocks have the MLP in the attention's own projection

@@ -44,7 +44,7 @@ ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved, or split: with a dimension of he
 # diffusers' own is a copy of the one for LTX-Video: it cuts texts of two streams by one length, and neither the angles
 # between video and audio nor timesteps for each token. Audio is short: every rank has all of it.
 LTX2: Plan = {
-    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
+    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2), "video_keyframes_mask": Cut(1, 3)},
     "rope": {0: ROTARY, 1: ROTARY},
     "cross_attn_rope": {0: ROTARY, 1: ROTARY},
     "proj_out": Gather(1),
@@ -63,7 +63,16 @@ HUNYUAN_VIDEO_15: Plan = {
     "proj_out": Gather(1),
 }
 
+# Hints are made of the video's and of the control's tokens, by blocks of their own.
+WAN_VACE: Plan = {
+    "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
+    "vace_blocks.0": {"hidden_states": Cut(1), "control_hidden_states": Cut(1)},
+    "blocks.0": {"hidden_states": Cut(1)},
+    "proj_out": Gather(1),
+}
+
 Z_IMAGE: Plan = {
+    "": {"controlnet_block_samples": Cut(1)},
     "layers.0": {"x": Cut(1)},
     "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
     "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
@@ -132,6 +141,7 @@ PLANS: dict[str, Shipped] = {
         HELIOS, ("is_amplify_history", True, "keys of the history are amplified by their place among all tokens")
     ),
     "HunyuanVideo15Transformer3DModel": Shipped(HUNYUAN_VIDEO_15),
+    "WanVACETransformer3DModel": Shipped(WAN_VACE),
     "ZImageTransformer2DModel": Shipped(Z_IMAGE),
 }
 

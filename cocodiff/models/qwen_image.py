@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard
 from cocodiff.models.family import Family, Pipelines, VaeSize
 from cocodiff.models.norm_rope import Rotary
 from cocodiff.models.streams import Stream, Streams
@@ -17,7 +17,7 @@ from cocodiff.models.tokens import IMAGE, TEXT
 
 
 class QwenImageAdapter(Adapter):
-    unsupported: ClassVar = {"controlnet_block_samples": CONTROLNET}
+    residuals: ClassVar = ("controlnet_block_samples",)
     attention_kwargs = "attention_kwargs"
 
     def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import CONTROLNET, Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT, image_and_text
@@ -17,7 +17,7 @@ from cocodiff.topology.layout import Segments
 
 
 class SD3Adapter(Adapter):
-    unsupported: ClassVar = {"block_controlnet_hidden_states": CONTROLNET}
+    residuals: ClassVar = ("block_controlnet_hidden_states",)
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
         height, width = arguments["hidden_states"].shape[-2:]

@@ -1,5 +1,5 @@
-"""`cocodiff bench peers`: denoising steps of the same random FLUX transformer, by cocodiff and by the Ulysses attention
-of other libraries, all on the same ranks over gloo.
+"""`cocodiff bench peers`: denoising steps of the same random transformer, FLUX by default, by cocodiff and by the
+Ulysses attention of other libraries, all on the same ranks over gloo.
 
 A variant's calls are the steps of one run: from noise towards a picture that changes on the way, as a model's estimate
 does. What a run's first steps do once (whole tensors, comparisons of inputs) is over when times are taken; the first
@@ -30,7 +30,17 @@ from cocodiff.errors import UserError
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.peers_model import HEAD_DIM, LEAD_IN, Inputs, flux, in_fp32, run_inputs, step
+from cocodiff_bench.peers_model import (
+    HEAD_DIM,
+    LEAD_IN,
+    MODELS,
+    Inputs,
+    in_fp32,
+    random_model,
+    run_inputs,
+    step,
+    tokens_of,
+)
 from cocodiff_bench.peers_ours import coded_at_first, late_bytes, our_configs, with_codecs
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
@@ -41,18 +51,29 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our own dependencies
+DIFFUSERS_MODELS = "diffusers.models.transformers"
 INSTALL = "pip install cache-dit einops"
 FP8 = "ulysses_float8"  # cache-dit's name for it
+# What cache-dit replaces of a model's classes in diffusers, which stand in the module named first. Where it has no
+# asynchronous attention for a model, nobody measures that.
+REPLACED = {
+    "flux": ("transformer_flux", "FluxAttnProcessor.__call__", "FluxSingleTransformerBlock.forward"),
+    "wan": ("transformer_wan", "WanAttnProcessor.__call__"),
+    "qwen-image": ("transformer_qwenimage", "QwenDoubleStreamAttnProcessor2_0.__call__"),
+}
+ASYNCHRONOUS = ("flux", "qwen-image")
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
 ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
 ALLOWED_OF_CODES = 1 / 254  # of 8 bits, times the largest value: as much as they err by in a group of channels
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
+    Option("model", "the class of transformers", "flux", choices=tuple(MODELS)),
     Option("side", "image tokens along one edge", 32, type=int),
+    Option("frames", "images or frames of so many tokens", 1, type=int),
     Option("text", "text tokens", 64, type=int),
-    Option("heads", f"attention heads, of {HEAD_DIM} channels", 24, type=int),
+    Option("heads", f"attention heads, of {HEAD_DIM} channels; Wan 2.1 has 12 or 40", 24, type=int),
     Option("double", "blocks with image and text apart", 2, type=int),
-    Option("single", "blocks with both in one stream", 4, type=int),
+    Option("single", "blocks with both in one stream; Wan and Qwen-Image have one sort, of both numbers", 4, type=int),
     Option("preset", "presets of ours to measure beside all exchanges and orders, lossy ones too", [], many=True),
     Option("dtype", "of weights and activations, of all variants", "fp32", choices=("fp32", "bf16")),
     Option("fp8", "cache-dit's all-to-all in fp8 as well; its kernels do not run on every device", False, type=bool),
@@ -70,7 +91,7 @@ Replaceable = dict[tuple[Any, str], Any]  # (class, attribute) -> what it is
 
 def check(values: Values, ranks: int | None) -> None:
     """Raises UserError for sizes that cannot be run or split, and for peers or their kernels that are not there."""
-    check_counts(values, "side", "text", "heads", "double", "single", "repeats", "ranks")
+    check_counts(values, "side", "frames", "text", "heads", "double", "single", "repeats", "ranks")
     our_configs(values)
     peers = [name for name in values["only"] if name != OURS]
     for peer in peers:
@@ -88,7 +109,9 @@ def check_sizes(values: Values, ranks: int) -> None:
     if ranks < 2:
         raise UserError("bench peers compares exchanges between ranks: start at least 2, e.g. --ranks 2")
     peers = [name for name in values["only"] if name != OURS]
-    sizes = {"image tokens": values["side"] ** 2, "text tokens": values["text"], "heads": values["heads"]}
+    sizes = {"image tokens": tokens_of(values), "text tokens": values["text"], "heads": values["heads"]}
+    if not MODELS[values["model"]].text_travels:
+        del sizes["text tokens"]
     for what, size in sizes.items():
         if peers and size % ranks:
             raise UserError(
@@ -98,7 +121,7 @@ def check_sizes(values: Values, ranks: int) -> None:
 
 
 def import_before_fork(values: Values) -> None:
-    for name in ("diffusers.models.transformers.transformer_flux", "cocodiff.engine"):
+    for name in (f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}", "cocodiff.engine"):
         import_module(name)
 
 
@@ -123,7 +146,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     engines: dict[str, Engine] = {}
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
-        model, inputs = flux(values), run_inputs(values)
+        model, inputs = random_model(values), run_inputs(values)
         exact = copy.deepcopy(model).float()
         expected, expected_last = (step(exact, in_fp32(inputs[n])) for n in (0, -1))
         allowed = allowed_error(step(model, inputs[0]), expected)
@@ -184,7 +207,7 @@ def make_variants(
         for name, anything in {"diffusers ulysses": False, "diffusers ulysses_anything": True}.items():
             calls[name] = partial(step, diffusers_parallel(twin(model), transport, anything))
     if CACHE_DIT in values["only"]:
-        calls |= cache_dit_variants(model, transport.size, values["fp8"], values["log_level"])
+        calls |= cache_dit_variants(model, transport.size, values)
     return {name: Stepping(call, inputs) for name, call in calls.items()}
 
 
@@ -200,9 +223,13 @@ def report(
     is the fastest variant that is not ours."""
     peers = [name for name in seconds if name not in our_configs(values)]
     baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
-    tokens = f"{values['side']}x{values['side']} image and {values['text']} text tokens"
-    blocks = f"{values['double']} double and {values['single']} single blocks, {values['heads']} heads of {HEAD_DIM}"
-    case = f"FLUX in {values['dtype']}, {blocks}, {tokens}, {ranks} ranks on {values['transport']}"
+    frames = f"{values['frames']}x" if values["frames"] > 1 else ""
+    tokens = f"{frames}{values['side']}x{values['side']} image and {values['text']} text tokens"
+    sorts = f"{values['double']} double and {values['single']} single blocks"
+    blocks = sorts if values["model"] == "flux" else f"{values['double'] + values['single']} blocks"
+    title = f"{MODELS[values['model']].title} in {values['dtype']}"
+    heads = f"{values['heads']} heads of {HEAD_DIM}"
+    case = f"{title}, {blocks}, {heads}, {tokens}, {ranks} ranks on {values['transport']}"
     found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
     measured = [row | dict(more[row["variant"]]) for row in found]
     late = [row["late_part"] for row in measured if "late_part" in row]
@@ -286,22 +313,24 @@ def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
     return model
 
 
-def cache_dit_variants(model: Any, ranks: int, fp8: bool, log_level: str) -> dict[str, Call]:
+def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call]:
     """cache-dit's Ulysses attention, plain and asynchronous, with `fp8` also with q, v and the output in fp8. It
     replaces methods and attention backends of diffusers' classes, each once in a process: what is replaced goes back at
     once and is there again for each call of its own."""
-    before = theirs = replaceable()
-    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", log_level)  # read when it is imported
+    name_of_model = values["model"]
+    before = theirs = replaceable(name_of_model)
+    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", values["log_level"])  # read when it is imported
     import cache_dit
 
     variants: dict[str, Call] = {}
-    for name in ("ulysses", "ulysses_async", *([FP8] if fp8 else [])):
+    asynchronous = ["ulysses_async"] if name_of_model in ASYNCHRONOUS else []
+    for name in ("ulysses", *asynchronous, *([FP8] if values["fp8"] else [])):
         own = twin(model)
         with in_place(theirs, before):
             settings = {} if name == "ulysses" else {name: True}
             parallel = cache_dit.ParallelismConfig(ulysses_size=ranks, **settings)
             cache_dit.enable_cache(own, cache_config=None, parallelism_config=parallel)
-            theirs = replaceable()
+            theirs = replaceable(name_of_model)
         variants[f"cache-dit {name}"] = partial(call_in_place, partial(step, own), theirs, before)
     return variants
 
@@ -311,13 +340,15 @@ def call_in_place(call: Call, theirs: Replaceable, before: Replaceable, inputs: 
         return call(inputs)
 
 
-def replaceable() -> Replaceable:
+def replaceable(model: str) -> Replaceable:
     """The attributes of diffusers' classes that cache-dit replaces, as they are now."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
-    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
 
     tables = [(Registry, name) for name, value in vars(Registry).items() if isinstance(value, dict | set)]
-    places = [(FluxAttnProcessor, "__call__"), (FluxSingleTransformerBlock, "forward"), *tables]
+    module, *attributes = REPLACED[model]
+    classes = import_module(f"{DIFFUSERS_MODELS}.{module}")
+    places = [(getattr(classes, kind), name) for kind, _, name in (one.partition(".") for one in attributes)]
+    places += tables
     return {(owner, name): copy.copy(vars(owner)[name]) for owner, name in places}
 
 
@@ -336,7 +367,7 @@ def in_place(theirs: Replaceable, before: Replaceable) -> Iterator[None]:
 
 
 BENCHMARK = Benchmark(
-    "Times one transformer call of a random FLUX model on several CPU ranks: cocodiff, and other libraries' Ulysses.",
+    "Times one transformer call of a random model (FLUX by default) on CPU ranks: cocodiff, and others' Ulysses.",
     OPTIONS,
     check,
     measure,

@@ -12,7 +12,7 @@ from cocodiff.processes.emulated import emulated
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Values
-from cocodiff_bench.peers_model import HEAD_DIM, steps_of
+from cocodiff_bench.peers_model import HEAD_DIM, MODELS, steps_of, tokens_of
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.engine import Engine
@@ -44,13 +44,15 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     if all(config.codec != "auto" for config in configs.values()):
         return configs
     from cocodiff.assemble import AttentionWork, with_codec_chosen
-    from cocodiff.models.tokens import image_and_text
+    from cocodiff.models.tokens import image_and_text, image_segment
     from cocodiff.planning.calibrate import Constants
     from cocodiff.planning.here import measure_device, rank_share
     from cocodiff.planning.memory import Load, ModelShape
 
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
-    segments = image_and_text(values["side"] ** 2, values["text"])
+    joint = MODELS[values["model"]].text_travels
+    tokens = tokens_of(values)
+    segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
     load = Load(segments, 1, ITEMSIZES[values["dtype"]])
     if scale:
         shape, share = ModelShape("a layer", values["heads"], HEAD_DIM, 1, 1), rank_share(topology.size)

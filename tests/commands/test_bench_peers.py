@@ -73,6 +73,19 @@ def test_our_variants_alone_on_two_ranks(tmp_path):
     assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
 
 
+@pytest.mark.parametrize(("model", "text"), [("wan", 7), ("qwen-image", 6)])
+def test_other_models_beside_diffusers_own(tmp_path, model, text):
+    """Wan's text is attended to by each token alone, so its tokens need not be split."""
+    sizes = ("--side", "4", "--frames", "2", "--text", str(text), "--heads", "4", "--double", "1", "--single", "1")
+    words = ("--model", model, "--only", "ours", "diffusers", *sizes, "--repeats", "2", "--out", tmp_path / "bench")
+    done = forked("bench", "peers", "--ranks", "2", *words, folder=tmp_path)
+    assert_succeeded(done)
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert {"flat", "tapa v_first", "diffusers ulysses"} <= {row["variant"] for row in rows}
+    assert max(row["relative_error"] for row in rows) < 1e-5
+    assert "2 blocks, 4 heads of 32, 2x4x4 image" in done.stdout
+
+
 @pytest.mark.parametrize(("scale", "codecs"), [(None, ["none"]), (1, ["none"]), (1e9, ["int2"])])
 def test_codec_auto_goes_by_the_emulated_links(monkeypatch, capsys, scale, codecs):
     """Where links are slow beside a host's arithmetic codes pay; at the machine file's rates they do not."""
