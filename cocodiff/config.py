@@ -154,10 +154,10 @@ class Config:
     )
     vae: str = setting(
         "one",
-        "ranks that decode latents: one (which sends the image), all (each the whole of it) or tiled (each some tiles, "
-        "for images whose decoding does not fit one rank)",
+        "ranks that decode latents: one (which sends the image), all (each the whole of it), tiled (each some tiles) or "
+        "sharded (each a band of rows, the same image), for images whose decoding does not fit one rank",
         given="run",
-        choices=("one", "all", "tiled"),
+        choices=("one", "all", "tiled", "sharded"),
     )
     transport: str = setting(
         "auto",
