@@ -172,11 +172,12 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, **more)
 
     def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """By the mean and variance of all bands, in float32 whatever x is; x: [B, C, ...]. Group by group, so that no
-        copy of a whole x in float32 comes about."""
+        """By the mean and variance of all bands, in float32 at least; x: [B, C, ...]. Group by group, so that no copy of
+        a whole x in float32 comes about."""
         batch, channels = x.shape[:2]
+        wide = torch.promote_types(x.dtype, torch.float32)
         of_groups = x.reshape(batch * groups, -1)
-        moments = [torch.stack(torch.var_mean(of_group.float(), correction=0)) for of_group in of_groups]
+        moments = [torch.stack(torch.var_mean(of_group.to(wide), correction=0)) for of_group in of_groups]
         own = torch.cat([*moments, moments[0].new_full((1,), of_groups.shape[1])])
         gathered = torch.stack(self._gathered(own, [torch.empty_like(own) for _ in self._rows]))
         share = gathered[:, -1:] / gathered[:, -1].sum()
@@ -187,7 +188,7 @@ class Bands(TorchFunctionMode):
         flat, of_channels = x.reshape(1, batch * channels, -1), channels // groups
         mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
         return F.batch_norm(
-            flat, mean, var, weight.float().repeat(batch), bias.float().repeat(batch), False, 0.0, eps
+            flat, mean, var, weight.to(wide).repeat(batch), bias.to(wide).repeat(batch), False, 0.0, eps
         ).view(x.shape)
 
     def _exchanged(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
