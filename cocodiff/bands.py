@@ -23,13 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from cocodiff.comm.transport import Group, Transport
 
-VAES = (
-    "AutoencoderKL",
-    "AutoencoderKLFlux2",
-    "AutoencoderKLQwenImage",
-    "AutoencoderKLQwenImage21",
-    "AutoencoderKLWan",
-)
+VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
 PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # what encoding and decoding call
 OF_TORCH = (
     *("ModuleList", "Sequential", "Identity", "Dropout", "SiLU", "ReLU", "GELU", "Mish"),
@@ -172,8 +166,8 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, **more)
 
     def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """By the mean and variance of all bands, in float32 at least; x: [B, C, ...]. Group by group, so that no copy of
-        a whole x in float32 comes about."""
+        """By the mean and variance of all bands, in float32 at least; x: [B, C, ...]. They are computed group by group,
+        so that no copy of a whole x in float32 comes about."""
         batch, channels = x.shape[:2]
         wide = torch.promote_types(x.dtype, torch.float32)
         of_groups = x.reshape(batch * groups, -1)

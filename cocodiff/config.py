@@ -154,8 +154,8 @@ class Config:
     )
     vae: str = setting(
         "one",
-        "ranks that decode latents: one (which sends the image), all (each the whole of it), tiled (each some tiles) or "
-        "sharded (each a band of rows, the same image), for images whose decoding does not fit one rank",
+        "ranks that decode latents: one (which sends the image), all (each the whole of it); for images whose decoding "
+        "does not fit one rank, sharded (each a band of rows, for the same image) or tiled (each some tiles)",
         given="run",
         choices=("one", "all", "tiled", "sharded"),
     )

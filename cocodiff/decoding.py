@@ -1,4 +1,4 @@
-"""Decoding latents into images, on one rank, in tiles or in bands on all of them: what stands in for a pipeline's VAE."""
+"""Decoding latents into images, on one rank, or in tiles or bands on all: what stands in for a pipeline's VAE."""
 
 from __future__ import annotations
 

@@ -214,7 +214,9 @@ def test_a_rank_that_fails_ends_the_others():
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(4, work, timeout_s=30.0)
-    assert all(isinstance(ends[rank], PeerLost) and "failed: ZeroDivisionError" in str(ends[rank]) for rank in (0, 2, 3))
+    assert all(
+        isinstance(ends[rank], PeerLost) and "failed: ZeroDivisionError" in str(ends[rank]) for rank in (0, 2, 3)
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen", "sd3"])
