@@ -166,10 +166,10 @@ class Config:
     )
     vae: str = setting(
         "one",
-        "ranks that decode latents: one (which sends the image), all (each the whole of it) or tiled (each some tiles, "
-        "for images whose decoding does not fit one rank)",
+        "ranks that decode latents: one (which sends the image), all (each the whole of it); for images whose decoding "
+        "does not fit one rank, sharded (each a band of rows, for the same image) or tiled (each some tiles)",
         given="run",
-        choices=("one", "all", "tiled"),
+        choices=("one", "all", "tiled", "sharded"),
     )
     transport: str = setting(
         "auto",

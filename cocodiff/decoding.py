@@ -1,9 +1,11 @@
-"""Decoding latents into images, on one rank or in tiles on all of them: what stands in for a pipeline's VAE."""
+"""Decoding latents into images, on one rank, or in tiles or bands on all: what stands in for a pipeline's VAE."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import heapq
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cocodiff.bands import Bands, gather, halvings, unknown_layer
+from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
 
@@ -19,9 +23,9 @@ from cocodiff.errors import UserError
 def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
     """The stand-in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
 
-    Raises UserError for `tiled` with a VAE that has no tiles."""
-    if how == "tiled":
-        return TiledVAE(vae, transport)
+    Raises UserError for `tiled` with a VAE that has no tiles, and for `sharded` with one that is not known in bands."""
+    if how in ("tiled", "sharded"):
+        return (TiledVAE if how == "tiled" else ShardedVAE)(vae, transport)
     return OneRankVAE(vae, transport) if how == "one" and transport.size > 1 else vae
 
 
@@ -82,9 +86,16 @@ class TiledVAE(WrappedVAE):
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
         noting = _NotingDecoder(self._vae.decoder)
         self._decode_with(noting, z, **options)
-        own = deal_tiles(noting.sizes, self._transport.size)[self._transport.rank]
-        tiles = self._exchange({number: noting.calls[number]() for number in own}, z)
-        return self._decode_with(_ReturningDecoder(self._vae.decoder, tiles), z, return_dict=return_dict, **options)
+        dealt = deal_tiles(noting.sizes, self._transport.size)
+        of_ranks = tensors_of_all(
+            [noting.calls[number]() for number in dealt[self._transport.rank]],
+            self._transport,
+            z,
+            "the exchange of decoded tiles",
+        )
+        tiles = dict(zip(itertools.chain(*dealt), itertools.chain(*of_ranks), strict=True))
+        decoder = _ReturningDecoder(self._vae.decoder, [tiles[number] for number in sorted(tiles)])
+        return self._decode_with(decoder, z, return_dict=return_dict, **options)
 
     def _decode_with(self, decoder: nn.Module, z: Tensor, **options: Any) -> Any:
         vae = self._tiling()
@@ -96,28 +107,6 @@ class TiledVAE(WrappedVAE):
         vae = copy.copy(self._vae)
         vae.use_tiling = True
         return vae
-
-    def _exchange(self, own: dict[int, Tensor], z: Tensor) -> list[Tensor]:
-        """All ranks' decoded tiles in the order of their numbers, on every rank. own: this rank's, by number."""
-        transport = self._transport
-        gathered = transport.gather_object([(number, tile.shape, tile.dtype) for number, tile in own.items()])
-        of_ranks = transport.broadcast_object(gathered)
-        dtype = next(dtype for of_rank in of_ranks for _, _, dtype in of_rank)
-
-        def gather(own: dict[int, Tensor]) -> list[Tensor]:
-            sent = torch.cat([tile.flatten() for tile in own.values()] or [z.new_empty(0, dtype=dtype)])
-            counts = [sum(math.prod(shape) for _, shape, _ in of_rank) for of_rank in of_ranks]
-            parts = [z.new_empty(count, dtype=dtype) for count in counts]
-            transport.world.all_gather(sent, parts).wait()
-            return parts
-
-        transport.arrive("the exchange of decoded tiles")
-        parts = transport.control.submit(gather, own).wait()
-        tiles: dict[int, Tensor] = {}
-        for part, of_rank in zip(parts, of_ranks, strict=True):
-            flat = part.split([math.prod(shape) for _, shape, _ in of_rank])
-            tiles |= {number: x.view(shape) for x, (number, shape, _) in zip(flat, of_rank, strict=True)}
-        return [tiles[number] for number in sorted(tiles)]
 
 
 class _NotingDecoder(nn.Module):
@@ -144,6 +133,84 @@ class _ReturningDecoder(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return next(self._tiles)
+
+
+class ShardedVAE(WrappedVAE):
+    """All ranks decode, each a band of the picture along its longer side, and encode so: the same as one process up to
+    rounding, since rows that layers need of other bands are sent (`bands.py`). A rank needs the memory of its band.
+
+    There are no more bands than latent rows: ranks without one wait for the picture. A VAE's own tiles are left off.
+    """
+
+    def __init__(self, vae: Any, transport: Transport) -> None:
+        """Raises UserError where the VAE has a layer that is not known in bands."""
+        unknown = unknown_layer(vae)
+        if unknown is not None:
+            raise UserError(
+                f"vae sharded: a {type(vae).__name__} is not known in bands: it has {unknown}; choose vae one or all"
+            )
+        super().__init__(vae, transport)
+
+    def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it with the same image and gets the same distribution."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        def parameters(vae: Any, band: Tensor) -> Tensor:
+            return type(vae).encode(vae, band, return_dict=False, **options)[0].parameters
+
+        patch = getattr(self._vae.config, "patch_size", None)  # a whole number where the VAE itself cuts patches
+        found = DiagonalGaussianDistribution(
+            self._in_bands(parameters, x, 2 ** halvings(self._vae) * (patch if isinstance(patch, int) else 1))
+        )
+        return AutoencoderKLOutput(latent_dist=found) if return_dict else (found,)
+
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it with the same latents and gets the same image."""
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        def sample(vae: Any, band: Tensor) -> Tensor:
+            return type(vae).decode(vae, band, return_dict=False, **options)[0]
+
+        image = self._in_bands(sample, z, 1)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+    @torch.no_grad()
+    def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
+        """What `call` makes of all bands of x. factor: rows of x for each latent row."""
+        transport, axis = self._transport, -2 if x.shape[-2] >= x.shape[-1] else -1
+        latent_rows = x.shape[axis] // factor
+        bands = max(1, min(transport.size, latent_rows))
+        rows = [(latent_rows + band) // bands for band in range(bands)]
+        own = []
+        if transport.rank < bands:
+            vae = copy.copy(self._vae)
+            vae.use_tiling = False
+            ends = [factor * end for end in itertools.accumulate(rows)][:-1]
+            band = x.tensor_split(ends, axis)[transport.rank]
+            with Bands(Part(transport, range(bands)), rows, axis) if bands > 1 else contextlib.nullcontext():
+                own.append(call(vae, band))
+        return torch.cat([*itertools.chain(*tensors_of_all(own, transport, x, "the exchange of decoded bands"))], axis)
+
+
+def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
+    """Every rank's tensors, on every rank. own: this rank's, of one dtype on all ranks. like: on the device of these.
+    at: the name of the exchange, should a rank not come to it."""
+    gathered = transport.gather_object([(tensor.shape, tensor.dtype) for tensor in own])
+    of_ranks = transport.broadcast_object(gathered)
+    dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
+    counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
+
+    def gathered_tensors(own: list[Tensor]) -> list[Tensor]:
+        sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])
+        return gather(transport.world, sent, [like.new_empty(sum(count), dtype=dtype) for count in counts])
+
+    transport.arrive(at)
+    parts = transport.control.submit(gathered_tensors, own).wait()
+    return [
+        [x.view(shape) for x, (shape, _) in zip(part.split(count), of_rank, strict=True)]
+        for part, count, of_rank in zip(parts, counts, of_ranks, strict=True)
+    ]
 
 
 def deal_tiles(sizes: list[int], ranks: int) -> list[list[int]]:

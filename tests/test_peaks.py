@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import topology_of
 
+from cocodiff.bands import Bands
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.planning.memory import RankMemory
 from cocodiff.planning.peaks import VaePeak, size_peaks, tile_sides
@@ -51,7 +53,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()
@@ -75,6 +77,45 @@ def test_a_familys_vae_is_its_real_architecture(name):
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers()]) as live:
             call(x)
         assert live.peak == pytest.approx(numbers * 512**2 * x.itemsize, rel=0.01)
+
+
+def middle_rank(size: int) -> Any:
+    """A transport of tensors without numbers, for a rank that has neighbours on both sides."""
+    done = SimpleNamespace(wait=lambda: None)
+    return SimpleNamespace(
+        rank=1,
+        size=size,
+        arrive=lambda at: None,
+        control=SimpleNamespace(submit_inline=lambda job, *given: SimpleNamespace(wait=lambda: job(*given))),
+        world=SimpleNamespace(send_recv=lambda sends, recvs: done, all_gather=lambda own, parts: done),
+    )
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+@pytest.mark.parametrize("name", ["sd3.5", "flux.2", "qwen-image"])
+def test_a_band_takes_its_share_and_two_rows(name, ranks):
+    vae, rows = real_vae(name), 64 // ranks
+    frames, channels = ((1,) if name == "qwen-image" else ()), 32 if name == "flux.2" else 16
+    peaks = size_peaks(load_shape(name), topology_of("local", ranks), 512, 1, 4)
+    assert peaks.of_vae["sharded"].decoders == ranks
+    for call, depth, factor, told in (
+        (vae.encode, 3, 8, peaks.of_vae["sharded"].encoding),
+        (vae.decode, channels, 1, peaks.of_vae["sharded"].decoding),
+    ):
+        x = torch.zeros(1, depth, *frames, factor * rows, factor * 64, device="meta")
+        weights = [*vae.parameters(), *vae.buffers()]
+        with torch.no_grad(), Live(weights) as live, Bands(middle_rank(ranks), [rows] * ranks, -2):
+            call(x)
+        assert live.peak == pytest.approx(told, rel=0.05)
+
+
+def test_with_many_bands_a_rank_holds_what_is_gathered():
+    shape = load_shape("qwen-image")
+    peaks = size_peaks(shape, topology_of("aurora", 132), 1024, 1, 2)
+    assert peaks.of_vae["sharded"].encoding == 2 * 4 * shape.vae.attention * 128**2
+    assert peaks.of_vae["sharded"].decoders == 12
+    alone = size_peaks(load_shape("sd3.5"), topology_of("aurora", 12), 512, 1, 2, replicas=12)
+    assert alone.of_vae["sharded"] == alone.of_vae["all"]
 
 
 @pytest.mark.parametrize("name", ["sd3.5", "qwen-image"])

@@ -112,8 +112,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     check_strength(values["strength"], [values["steps"]])
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
-    if request.model == EMBEDDED and any(config.vae == "tiled" for config in prepared.presets.values()):
-        raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
+    for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
+        if request.model == EMBEDDED and any(config.vae == how for config in prepared.presets.values()):
+            raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return prepared
 

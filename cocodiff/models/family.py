@@ -73,17 +73,22 @@ class VaeSize:
     decoding, encoding  numbers that live at the peak for each pixel of the image, with a copy of a convolution's input
                         in the layout that it computes in
     tile                pixels of the side of a tile, where it decodes in tiles
+    band                numbers that live at the peaks of decoding and encoding for each pixel of a band, where it
+                        decodes in bands: a convolution that pads by itself copies its input once more there
+    attention           channels of its attention over all latent pixels
     """
 
     parameters: int
     decoding: int
     encoding: int
     tile: int
+    band: tuple[int, int]
+    attention: int
 
 
 # diffusers' AutoencoderKL as SD3, SD3.5 and FLUX.1 have it: 128, 256, 512 and 512 channels, 16 of latents. At the peak
 # a layer of 256 channels at full resolution is convolved.
-KL_VAE = VaeSize(parameters=83_819_683, decoding=960, encoding=640, tile=1024)
+KL_VAE = VaeSize(parameters=83_819_683, decoding=960, encoding=640, tile=1024, band=(1216, 768), attention=512)
 
 
 @dataclass(frozen=True)

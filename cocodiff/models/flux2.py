@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import AttentionProcessor, Forward
-from cocodiff.models.family import Family, Pipelines, VaeSize
+from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.flux import Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
 from cocodiff.models.norm_rope import norm_rope
 from cocodiff.models.streams import FusedLinear, heads_of
@@ -81,6 +82,6 @@ FAMILY = Family(
         Pipelines("Flux2KleinPipeline", "Flux2KleinInpaintPipeline", ("prompt_embeds", ""), negative=""),
     ),
     vae_numbers=("batch_norm_eps",),
-    vae=VaeSize(parameters=84_046_115, decoding=960, encoding=640, tile=1024),  # the layers of AutoencoderKL
+    vae=replace(KL_VAE, parameters=84_046_115),  # the layers of AutoencoderKL
     gated_mlp=True,
 )

@@ -93,7 +93,7 @@ FAMILY = Family(
     vae_numbers=(),
     vae_lists=("latents_mean", "latents_std"),
     # A video's VAE: convolutions over three frames, two of them padding, whose inputs are kept for the next frame
-    vae=VaeSize(parameters=126_892_531, decoding=2021, encoding=1259, tile=256),
+    vae=VaeSize(126_892_531, decoding=2021, encoding=1259, tile=256, band=(2021, 1259), attention=384),
     branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
     unsharded_copies=1,  # tokens are cut at the first block
 )

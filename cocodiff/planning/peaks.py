@@ -19,8 +19,9 @@ from cocodiff.planning.memory import ModelShape, RankMemory
 from cocodiff.topology.axes import cut
 from cocodiff.topology.machine import Topology
 
-VAE_SETTINGS = ("one", "all", "tiled")
+VAE_SETTINGS = ("one", "all", "tiled", "sharded")
 CHANNELS = 3  # of an image
+LATENT = 8  # pixels of the side of a latent pixel
 STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
 
 
@@ -65,7 +66,7 @@ def size_peaks(
         return None
     sets = cut(topology, tuple(range(topology.size)), replicas, "replicas")
     tiles = len(tile_sides(side, vae.tile)) ** 2
-    most = {"one": 1, "all": topology.size, "tiled": tiles}
+    most = {"one": 1, "all": topology.size, "tiled": tiles, "sharded": math.ceil(side / LATENT)}
 
     def peak(how: str) -> VaePeak:
         decoders = [topology.places[rank].node for ranks in sets for rank in ranks[: most[how]]]
@@ -78,6 +79,8 @@ def size_peaks(
 
 def _activations(vae: VaeSize, side: int, how: str, ranks: int) -> tuple[int, int]:
     """Numbers of one image at the peaks of encoding and decoding it. ranks: that share it."""
+    if how == "sharded" and ranks > 1:
+        return _of_band(vae, side, ranks)
     if how != "tiled":
         return vae.encoding * side**2, vae.decoding * side**2
     sides = tile_sides(side, vae.tile)
@@ -85,6 +88,16 @@ def _activations(vae: VaeSize, side: int, how: str, ranks: int) -> tuple[int, in
     # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
     blending = decoded + max(2 * own, CHANNELS * side**2)
     return vae.encoding * sides[0] ** 2, max(vae.decoding * sides[0] ** 2 + own, blending)
+
+
+def _of_band(vae: VaeSize, side: int, ranks: int) -> tuple[int, int]:
+    """Numbers of one image at the peaks of encoding and decoding the largest of so many bands, with a row of each
+    neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
+    rows = math.ceil(math.ceil(side / LATENT) / ranks) * LATENT
+    pixels = side * min(side, rows + 2)
+    attended = 4 * vae.attention * math.ceil(side / LATENT) ** 2
+    decoding, encoding = (max(numbers * pixels, attended) for numbers in vae.band)
+    return encoding, max(decoding, CHANNELS * side * (2 * side + rows))
 
 
 def tile_sides(side: int, tile: int) -> list[int]:

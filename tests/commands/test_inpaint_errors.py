@@ -141,6 +141,7 @@ def test_more_ranks_than_the_model_can_use(refused: Check) -> None:
 
 def test_a_vae_without_tiles(refused: Check) -> None:
     assert "has no tiles" in refused("--vae", "tiled")
+    assert "is not known in bands" in refused("--vae", "sharded")
 
 
 def test_machine_that_does_not_match_the_ranks(refused: Check, tmp_path: Path) -> None:

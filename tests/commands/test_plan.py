@@ -75,6 +75,9 @@ def test_text_encoders_and_vae(plan, tmp_path):
     assert one["fullest_rank"] == pytest.approx(rank["weights"] + peaks["vae_weights"] + one["decoding_rank"])
     assert one["fullest_when"] == "decoding" and tiled["fullest_when"] == "denoising" and told["fits"]
     assert not one["fits"] and not peaks["vae"]["all"]["fits"] and tiled["fits"] and tiled["decoders_node"] == 12
+    sharded = peaks["vae"]["sharded"]
+    assert sharded["decoding_rank"] == 2021 * (3072 // 12 + 2) * 3072 * 2 * 2 / 2**20 < one["decoding_rank"] / 11
+    assert sharded["fits"] and sharded["decoders_node"] == 12
     assert "vae one or all: " in shown and "MiB at the fullest, decoding: does not fit" in shown
     (tmp_path / "mine.yaml").write_text("name: mine\nheads: 12\nhead_dim: 8\njoint_layers: 3\nparameters: 1000\n")
     told, shown = plan("--memory", "--model", tmp_path / "mine.yaml")

@@ -89,7 +89,7 @@ def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
         return ["text encoders and VAE: not known of this model"]
     peaks = sizes.peaks
     rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
-    rows += [(f"VAE: encoding, {how}", peaks.of_vae[how].encoding, ranks) for how in ("one", "tiled")]
+    rows += [(f"VAE: encoding, {how}", peaks.of_vae[how].encoding, ranks) for how in ("one", "tiled", "sharded")]
     rows += [(f"VAE: decoding, {how}", peak.decoding, peak.decoders) for how, peak in peaks.of_vae.items()]
     return [f"{name:<28}{'':>12}{mib(one):>12}{mib(one * times):>12}" for name, one, times in rows]
 

@@ -1,0 +1,240 @@
+"""Decoding and encoding in bands on all ranks: one process's images and latents, up to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from covering import covering
+from diffusers.models.attention_processor import AttnProcessor
+from test_engine_pipelines import inpainting, restored
+from torch import Tensor, nn
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.part import Part
+from cocodiff.decoding import ShardedVAE
+from cocodiff.demo_model.vae import LappedTransformVAE
+from cocodiff.engine import parallelize
+from cocodiff.errors import PeerLost, UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
+RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
+KL = {
+    "block_out_channels": (4, 8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 2,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kl": ("AutoencoderKL", KL),
+    "flux2": ("AutoencoderKLFlux2", KL),
+    "qwen": ("AutoencoderKLQwenImage", VIDEO),
+    "qwen2.1": ("AutoencoderKLQwenImage21", VIDEO | {"in_channels": 3, "out_channels": 3}),
+    "wan2.1": ("AutoencoderKLWan", VIDEO),
+    "wan2.2": ("AutoencoderKLWan", VIDEO | RESIDUAL),
+}
+# Latent frames, rows and columns: rows that are dealt evenly and unevenly, columns, fewer rows than ranks, one row
+SHAPES = ((1, 8, 5), (2, 7, 3), (3, 5, 6), (4, 3, 2), (5, 1, 1))
+
+
+def random_vae(kind: str) -> Any:
+    """With weights that differ from channel to channel, norms' too, as trained ones do."""
+    name, settings = KINDS[kind]
+    torch.manual_seed(1)
+    vae = getattr(diffusers, name)(**settings).eval()
+    for parameter in vae.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return vae
+
+
+def random_latents(kind: str, frames: int, rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(frames)
+    of_frames = () if kind in ("kl", "flux2") else (1,) if kind == "qwen2.1" else (frames,)
+    return torch.randn(2, 4, *of_frames, rows, columns, generator=generator)
+
+
+def both_ways(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
+    """What is decoded of latents, and what is encoded of an image with rows and columns that are no whole latents."""
+    generator = torch.Generator().manual_seed(0)
+    dtype, factor = z.dtype, 8 if getattr(vae.config, "is_residual", False) else 4
+    rest = 0 if factor == 8 else 3
+    frames = z.shape[2:-2] and (4 * z.shape[2] - 3,)
+    image = torch.randn(1, 3, *frames, factor * z.shape[-2] + rest, factor * z.shape[-1] + rest, generator=generator)
+    with torch.no_grad():
+        return vae.decode(z).sample, vae.encode(image.to(dtype)).latent_dist.parameters
+
+
+def check(found: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """The error is at most twice that of one process at this dtype, plus rounding of the largest value."""
+    assert found.dtype == plain.dtype and found.shape == plain.shape
+    rounding = torch.finfo(plain.dtype).eps * truth.abs().max()
+    allowed, error = 2 * (plain - truth).abs().max() + rounding, (found - truth).abs().max()
+    assert error <= allowed, f"error {error:.3e} to the truth, {allowed:.3e} allowed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "dtype"), covering(tuple(KINDS), (1, 2, 3, 4), (torch.float32, torch.bfloat16))
+)
+def test_bands_of_all_ranks_are_one_process(kind, size, dtype):
+    vae = random_vae(kind).to(dtype)
+    latents = [random_latents(kind, *shape).to(dtype) for shape in SHAPES]
+    exact = copy.deepcopy(vae).to(torch.float64)
+    expected = [(both_ways(vae, z), both_ways(exact, z.double())) for z in latents]
+
+    def work(transport: Any) -> list[tuple[Tensor, Tensor]]:
+        own = copy.deepcopy(vae)
+        own.use_tiling = True
+        before = dict(vars(own))
+        found = [both_ways(ShardedVAE(own, transport), z) for z in latents]
+        assert vars(own) == before, "it stays as it is"
+        return found
+
+    of_ranks = run_ranks(size, work)
+    for number, (plain, truth) in enumerate(expected):
+        for way in (0, 1):
+            first = of_ranks[0][number][way]
+            assert all(torch.equal(of_rank[number][way], first) for of_rank in of_ranks)
+            check(first, plain[way], truth[way])
+            assert size > 1 or torch.equal(first, plain[way])
+
+
+def test_pictures_of_some_size_have_one_process_bits():
+    """Where convolutions and attention sum in the same order, whatever part of the picture they are given."""
+    vae, z = random_vae("qwen"), torch.randn(2, 4, 2, 24, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = vae.decode(z).sample
+    for found in run_ranks(3, lambda transport: ShardedVAE(copy.deepcopy(vae), transport).decode(z).sample):
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "kl"])
+def test_a_convolution_takes_one_exchange_with_each_neighbour(kind):
+    vae, z = random_vae(kind), random_latents(kind, 2, 8, 8)
+    frames = 1 if kind == "kl" else 2
+    layers = list(vae.decoder.modules())
+    convolutions = sum(getattr(layer, "kernel_size", ())[-2:] == (3, 3) for layer in layers)
+    gathers = 1 + sum(isinstance(layer, nn.GroupNorm) for layer in layers)
+
+    def work(transport: Any) -> Counter[tuple[str, int, int]]:
+        """Messages by what they are for, by who sends them and to whom."""
+        messages, at = Counter[tuple[str, int, int]](), ["set-up"]
+        send_recv = transport.world.send_recv
+
+        def counted(sends: list[Any], recvs: list[Any]) -> Any:
+            messages.update((at[0], transport.rank, peer) for _, peer in sends)
+            return send_recv(sends, recvs)
+
+        transport.health.arrive = lambda name, _: at.__setitem__(0, name)
+        transport.world.send_recv = counted
+        ShardedVAE(copy.deepcopy(vae), transport).decode(z)
+        return messages
+
+    of_ranks = run_ranks(3, work)
+    edges, gather = "the exchange of a picture's edges", "a gather of all bands"
+    for rank, messages in enumerate(of_ranks):
+        for peer in {0, 1, 2} - {rank}:
+            assert messages[edges, rank, peer] == (convolutions * frames if abs(rank - peer) == 1 else 0)
+            assert messages[gather, rank, peer] == gathers * frames
+
+
+class Normed(nn.LayerNorm):
+    """A norm over columns."""
+
+
+def changed(kind: str, change: Any) -> Any:
+    vae = random_vae(kind)
+    change(vae)
+    return vae
+
+
+def put(place: str, layer: Any) -> Any:
+    """Changes a VAE: another layer stands in a place of it."""
+    path, _, name = place.rpartition(".")
+    return lambda vae: setattr(vae.get_submodule(path), name, layer)
+
+
+class OwnBlock(type(random_vae("qwen").decoder.mid_block)):  # type: ignore[misc]
+    """Of a class that is known, but a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("kl", put("decoder.conv_norm_out", Normed(8)), r"a Normed at decoder\.conv_norm_out"),
+        ("kl", put("decoder.conv_in", nn.Conv2d(4, 8, 5, padding=2)), r"kernel_size=\(5, 5\).* at decoder\.conv_in"),
+        ("kl", put("decoder.conv_in", nn.Conv2d(4, 8, 3, dilation=2, padding=2)), "dilation=.* at decoder.conv_in"),
+        ("kl", put("decoder.conv_in", nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect")), "padding_mode=reflect"),
+        ("kl", lambda vae: vae.set_attn_processor(AttnProcessor()), "attention by a AttnProcessor at encoder.mid"),
+        ("kl", lambda vae: vae.decoder.conv_out.compile(), "a Conv2d that is compiled at decoder.conv_out"),
+        ("qwen", lambda vae: setattr(vae.decoder.mid_block, "__class__", OwnBlock), "a OwnBlock at decoder.mid_block"),
+        ("wan2.1", lambda vae: setattr(vae.decoder.norm_out, "channel_first", False), "with channel_first False"),
+        ("wan2.2", put("post_quant_conv", nn.InstanceNorm3d(4)), "a InstanceNorm3d at post_quant_conv"),
+    ],
+)
+def test_layers_that_are_not_known_are_refused_by_name(kind, change, reason):
+    vae, name = changed(kind, change), KINDS[kind][0]
+
+    def work(transport: Any) -> None:
+        with pytest.raises(UserError, match=f"vae sharded: a {name} is not known in bands: it has .*{reason}.*choose"):
+            ShardedVAE(vae, transport)
+
+    run_ranks(1, work)
+
+
+def test_vaes_that_are_not_known_are_refused_by_name():
+    def work(transport: Any) -> None:
+        for vae in (LappedTransformVAE(), diffusers.AutoencoderTiny()):
+            with pytest.raises(UserError, match=f"vae sharded: a {type(vae).__name__} is not known in bands"):
+                ShardedVAE(vae, transport)
+
+    run_ranks(1, work)
+
+
+def test_a_rank_that_fails_ends_the_others():
+    vae, z = random_vae("qwen"), random_latents("qwen", 2, 8, 4)
+    ends: dict[int, BaseException] = {}
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(vae)
+        if transport.rank == 1:
+            own.decoder.up_blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            ShardedVAE(own, transport).decode(z)
+        except BaseException as error:
+            ends[transport.rank] = error
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(4, work, timeout_s=30.0)
+    assert all(
+        isinstance(ends[rank], PeerLost) and "failed: ZeroDivisionError" in str(ends[rank]) for rank in (0, 2, 3)
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen", "sd3"])
+def test_a_pipeline_is_restored_in_bands(name):
+    """By all ranks of a replica, whose two halves compute a branch of guidance each while they denoise."""
+    pipe, arguments = inpainting(name)
+    plain = restored(pipe, arguments)
+
+    def work(transport: Any) -> Tensor:
+        own = copy.deepcopy(pipe)
+        vae, part = own.vae, Part(transport, range(4) if transport.rank < 4 else (4, 5))
+        with parallelize(own, transport=part, vae="sharded", guidance_parallel=2):
+            assert isinstance(own.vae, ShardedVAE)
+            image = restored(own, arguments)
+        assert own.vae is vae
+        return image
+
+    images = run_ranks(6, work)
+    for replica in (images[:4], images[4:]):
+        assert all(torch.equal(image, replica[0]) for image in replica)
+        torch.testing.assert_close(replica[0], plain, rtol=0, atol=1e-4)
