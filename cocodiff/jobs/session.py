@@ -235,7 +235,8 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`. pictures, report: arguments of `cocodiff_eval.report.write_report`.
+    inputs: by `Task.record`; volumes: by `Verdict.record`; pictures, report: arguments of
+    `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}

@@ -45,7 +45,7 @@ class FileNames:
 @dataclass(frozen=True)
 class Task:
     """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
-    results, a word of `cocodiff_eval.formats.table.FORMATS`; volume: how it is restored, where that is not slice by slice
+    results, a word of `cocodiff_eval.formats.table.FORMATS`; volume: how it is restored, unless it is slice by slice
     along z alone."""
 
     stack: Stack
@@ -93,9 +93,10 @@ class Task:
             )
         size = self.stack.metadata.voxel_size
         if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:
+            sides = " x ".join(f"{side:g}" for side in size)
             found.append(
-                f"{where}: voxels of {' x '.join(f'{side:g}' for side in size)} {self.stack.metadata.unit}: slices along "
-                f"each axis are restored as they are stored, with unequal sides of voxels"
+                f"{where}: voxels of {sides} {self.stack.metadata.unit}: slices along each axis are restored as they "
+                f"are stored, with unequal sides of voxels"
             )
         if scale.extremes is not None:
             low, high = scale.extremes

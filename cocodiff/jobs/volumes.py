@@ -207,8 +207,8 @@ class Volumes:
         for place in queue.take([first + number for number in numbers]):
             number = place - first
             work = self.works[number]
-            made = self._test(work, queue) if work.test else self._restore(work, queue)
-            if self.session.replica.leads:
+            made: Mapping[str, Any] | None = self._test(work, queue) if work.test else self._restore(work, queue)
+            if made is not None:
                 _keep(self._path(number), made)
                 queue.add(place, [])
 
@@ -322,15 +322,18 @@ class Volumes:
         self, task: int, index: int, mask_YX: np.ndarray, values_SP: np.ndarray, weights_SP: np.ndarray, drawn: Drawn
     ) -> Drawn:
         """With the PSNR of each sample, and the samples themselves where they are kept."""
-        one, psnr_db, kept = self.tasks[task], [], []
+        one, kept = self.tasks[task], []
+        psnr_db: list[float | None] = []
         truth_YX = one.truth.read(index) if one.truth is not None else None
         original_YX = one.stack.read(index)
         for values_P, weights_P in zip(values_SP, weights_SP, strict=True):
             image_YX = drawn.restored01_YX.copy()
             image_YX[mask_YX] = np.where(weights_P > 0, values_P, image_YX[mask_YX])
             native_YX = compose_native(original_YX, image_YX, mask_YX, one.scale)
-            known = truth_YX is not None
-            psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX) if known else None)
+            if truth_YX is None:
+                psnr_db.append(None)
+            else:
+                psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
         kept = (kept * self.samples)[: self.samples]  # a method without a model makes one
         return Drawn(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))

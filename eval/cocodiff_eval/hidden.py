@@ -19,7 +19,8 @@ import numpy as np
 from cocodiff_eval.turned import AXES
 
 COARSE = 128  # cells of a side
-REGIONS, ENOUGH = 24, 4
+REGIONS, ENOUGH = 24, 2
+PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
 TRIES = 64
 MOST = 0.25  # of the known cells are hidden: more would leave less to restore from than the job has
 SPANNING = 0.9  # of a side: a part of the mask so long has no other place along that axis
@@ -137,9 +138,10 @@ class Survey:
 def hide(survey: Survey, slices: int, seed: int) -> Hidden | None:
     """Chooses up to 24 regions and `slices` tested slices along each axis; None where nothing can be hidden.
 
-    Regions are connected parts of the mask, drawn by their size; where fewer than four find a place, they are cut to
-    halves, quarters or eighths of the volume's sides, but never along a side that they span. Of 64 random lattices the one is taken that hides most known cells, each
-    counted by how much the surroundings of its region look like those of the part of the mask that it is.
+    Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
+    less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
+    that they span. Of 64 random lattices the one is taken that hides most known cells, each counted by how much the
+    surroundings of its region look like those of the part of the mask that it is.
     """
     rng = np.random.default_rng(seed)
     best: list[Piece] = []
@@ -148,7 +150,9 @@ def hide(survey: Survey, slices: int, seed: int) -> Hidden | None:
         found = [_lattice(survey, boxes, weights, rng) for _ in range(TRIES)] if boxes else []
         pieces = max(found, key=lambda one: one[0], default=(0.0, []))[1]
         best = pieces if len(pieces) > len(best) else best
-        if len(best) >= ENOUGH:
+        placed = {(piece.source, piece.shape) for _, some in found for piece in some}
+        share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
+        if len(best) >= ENOUGH and share >= PLACED:
             break
     fine = tuple(_scaled(piece, survey.step, survey.shape) for piece in best)
     return Hidden(fine, _tested(fine, slices)) if fine else None
@@ -196,10 +200,7 @@ def _lattice(
     for corner in (corners[n] for n in rng.permutation(len(corners))[:REGIONS]):
         source, sides = boxes[rng.choice(len(boxes), p=weights)]
         middle = [place[at] for place, at in zip(places, corner, strict=True)]
-        start = [
-            own if side >= SPANNING * whole else int(np.clip(round(at - side / 2), 0, whole - side))
-            for at, own, side, whole in zip(middle, source, sides, shape, strict=True)
-        ]
+        start = [_start(*one) for one in zip(middle, source, sides, shape, strict=True)]
         hidden_ZYX = masked_ZYX[_box(source, sides)]
         known = int((hidden_ZYX & ~survey.near_ZYX[_box(start, sides)]).sum())
         fits = known >= FREE * hidden_ZYX.sum() and (not pieces or free + known <= most)
@@ -211,6 +212,16 @@ def _lattice(
             pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
             worth, free = worth + known * alike, free + known
     return worth, pieces
+
+
+def _start(middle: float, own: int, side: int, whole: int) -> int:
+    """Where a region with this middle begins along an axis: no nearer to the volume's border than the part of the mask
+    that it is, which begins at `own`, for beyond the last known voxel any method is worse. Its own place where it has
+    no other."""
+    margin = min(own, whole - own - side, RING)
+    if side >= SPANNING * whole or whole - side < 2 * margin:
+        return own
+    return int(np.clip(round(middle - side / 2), margin, whole - side - margin))
 
 
 def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:

@@ -26,6 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     z, y, x = np.mgrid[tuple(slice(side) for side in SHAPE)]
     volume = 0.5 + 0.3 * np.sin(x / 3 + z / 9) * np.cos(y / 4) + 0.02 * np.random.default_rng(0).normal(size=SHAPE)
     tifffile.imwrite(path / "scan.tif", (np.clip(volume, 0, 1) * 60000).astype(np.uint16), photometric="minisblack")
+    others = {
+        "lines": np.broadcast_to(np.random.default_rng(0).random(SHAPE[1:]), SHAPE),
+        "harmonic": ((y - 16) ** 2 + (x - 20) ** 2 - 2 * (z - 10) ** 2 + 200) / 900,
+    }
+    for name, other in others.items():
+        tifffile.imwrite(
+            path / f"{name}.tif", (np.clip(other, 0, 1) * 60000).astype(np.uint16), photometric="minisblack"
+        )
     holes = np.zeros(SHAPE, np.uint8)
     holes[4:10, 5:13, 6:15] = holes[11:17, 18:26, 22:31] = 255
     tifffile.imwrite(path / "holes.tif", holes, photometric="minisblack")
@@ -35,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words(folder: Path, out: Path, *more: Any, mask: str = "holes") -> list[str]:
-    fixed = ("--input", folder / "scan.tif", "--truth", folder / "scan.tif", "--mask", folder / f"{mask}.tif")
+def words(folder: Path, out: Path, *more: Any, mask: str = "holes", name: str = "scan") -> list[str]:
+    fixed = ("--input", folder / f"{name}.tif", "--truth", folder / f"{name}.tif", "--mask", folder / f"{mask}.tif")
     return [str(word) for word in ("inpaint", *fixed, "--steps", 2, "--quiet", "--no-exact", "--out", out, *more)]
 
 
-def image(out: Path, name: str, mask: str = "holes") -> np.ndarray:
-    return tifffile.imread(out / "images" / f"scan_{mask}_tapa{name}.tif")
+def image(out: Path, end: str, mask: str = "holes", name: str = "scan") -> np.ndarray:
+    return np.asarray(tifffile.imread(out / "images" / f"{name}_{mask}_tapa{end}.tif"))
 
 
 @pytest.mark.processes
@@ -78,8 +86,6 @@ def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, t
     inside = (low <= original) & (original <= high)
     of_rows = [row["coverage_90"] * np.count_nonzero(mask[n]) for row in metrics["images"] for n in [number(row)]]
     assert sum(of_rows) / np.count_nonzero(mask) == pytest.approx(inside[mask > 0].mean(), abs=0.01)
-    weights = np.array([[*volume["axes"].values()]]).T
-    assert len(weights) > 1 or np.abs(np.mean(samples, axis=0) - mean)[mask > 0].max() <= 1
 
 
 def number(row: dict[str, Any]) -> int:
@@ -118,22 +124,22 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
     assert np.delete(restored, [8, 9, 10], axis=0).tobytes() == np.delete(original, [8, 9, 10], axis=0).tobytes()
 
 
-@pytest.mark.parametrize("mask", ["holes", "slab"])
+@pytest.mark.parametrize(
+    ("name", "mask", "method"), [("lines", "holes", "linear across z"), ("harmonic", "slab", "Laplace in 3-D")]
+)
 def test_the_best_method_is_written(
-    folder: Path, tmp_path: Path, mask: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, name: str, mask: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After two steps the embedded model is worse than lines and harmonic functions are."""
-    assert main(words(folder, tmp_path / "out", "--samples", 2, "--method", "best", "--axes", "y", "x", mask=mask)) == 0
+    more = ("--samples", 2, "--method", "best", "--axes", "y", "x")
+    assert main(words(folder, tmp_path / "out", *more, mask=mask, name=name)) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     (volume,) = metrics["volumes"]
     figures = volume["hidden_psnr_db"]
-    assert volume["method"] == max(figures, key=figures.__getitem__) != "cocodiff"
-    said = f"{volume['method']} is better here than cocodiff, {volume['method']} is written"
-    assert said in capsys.readouterr().out
-    restored, original = image(tmp_path / "out", "", mask), tifffile.imread(folder / "scan.tif")
+    assert volume["method"] == method == max(figures, key=lambda one: figures[one])
+    assert f"{method} is better here than cocodiff, {method} is written" in capsys.readouterr().out
+    restored, original = image(tmp_path / "out", "", mask, name), tifffile.imread(folder / f"{name}.tif")
     hidden = tifffile.imread(folder / f"{mask}.tif") > 0
-    span = float(np.ptp(original[~hidden].astype(float)))
-    error = (restored.astype(float) - original)[hidden] / span
+    error = (restored.astype(float) - original)[hidden] / np.ptp(original[~hidden].astype(float))
     assert -10 * np.log10(np.mean(error**2)) > figures["cocodiff"]
     assert restored[~hidden].tobytes() == original[~hidden].tobytes()
 
@@ -144,7 +150,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert main(words(folder, tmp_path / "out", *more, mask=mask)) == 2
         return capsys.readouterr().err
 
-    assert "--axes w: not one of" in refused("--axes", "w") or "w" in refused("--axes", "w")
+    assert "axes 'w'" in refused("--axes", "w")
     assert "auto chooses among all axes: name it alone" in refused("--axes", "auto", "z")
     assert "--samples 1: 2 axes need a sample each" in refused("--axes", "z", "y")
     assert "--axes auto chooses by hidden regions" in refused("--axes", "auto", "--no_hidden_test")
