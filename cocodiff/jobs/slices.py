@@ -111,6 +111,7 @@ class SliceJob(Job[Batch]):
         names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
         values = self.session.prepared.values
         settings = {name: values[name] for name in names if values.get(name) is not None}
+        settings |= self.volumes.provenance(task)
         return {
             preset: json_ready(
                 {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str

@@ -121,6 +121,8 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
 
     Raises UserError for an axis whose slices are too small.
     """
+    if "axes" not in values:  # a sweep compares settings slice by slice
+        return ("z",), False
     words, deep = words_of(values), stack.ndim == 3 and len(stack) >= SMALLEST_SIDE
     if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
         words = [AUTO]
@@ -140,6 +142,8 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     """How a stack is restored as a volume, None where it is slice by slice along z alone; and the mask of what its axes
     restore. Raises UserError for options that do not fit together."""
     axes, chosen = axes_of(values, stack)
+    if "axes" not in values:
+        return None, mask
     deep, asked = stack.ndim == 3 and len(stack) >= SMALLEST_SIDE, values["hidden_test"]
     tested = deep and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
     if chosen and not tested:

@@ -372,6 +372,11 @@ class Volumes:
                 found.append(verdict.axes_line(self._where(task)))
         return found
 
+    def provenance(self, task: int) -> dict[str, Any]:
+        """For the results' own metadata."""
+        verdict = self.verdicts.get(task)
+        return {} if verdict is None else {"axes": dict(verdict.weights), "method": verdict.method}
+
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
         return [
