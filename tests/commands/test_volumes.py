@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tifffile.imwrite(path / "scan.tif", (np.clip(volume, 0, 1) * 60000).astype(np.uint16), photometric="minisblack")
     others = {
         "lines": np.broadcast_to(np.random.default_rng(0).random(SHAPE[1:]), SHAPE),
-        "harmonic": ((y - 16) ** 2 + (x - 20) ** 2 - 2 * (z - 10) ** 2 + 200) / 900,
+        "noise": 0.5 + 0.1 * np.random.default_rng(1).normal(size=SHAPE),
     }
     for name, other in others.items():
         tifffile.imwrite(
@@ -125,17 +125,19 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "mask", "method"), [("lines", "holes", "linear across z"), ("harmonic", "slab", "Laplace in 3-D")]
+    ("name", "mask", "methods"),
+    [("lines", "holes", ["linear across z"]), ("noise", "slab", ["Laplace in 3-D", "total variation in 3-D"])],
 )
 def test_the_best_method_is_written(
-    folder: Path, tmp_path: Path, name: str, mask: str, method: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, name: str, mask: str, methods: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--samples", 2, "--method", "best", "--axes", "y", "x")
     assert main(words(folder, tmp_path / "out", *more, mask=mask, name=name)) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     (volume,) = metrics["volumes"]
     figures = volume["hidden_psnr_db"]
-    assert volume["method"] == method == max(figures, key=lambda one: figures[one])
+    method = volume["method"]
+    assert method in methods and figures[method] == max(figures.values())
     assert f"{method} is better here than cocodiff, {method} is written" in capsys.readouterr().out
     restored, original = image(tmp_path / "out", "", mask, name), tifffile.imread(folder / f"{name}.tif")
     hidden = tifffile.imread(folder / f"{mask}.tif") > 0
@@ -147,7 +149,8 @@ def test_the_best_method_is_written(
 def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*more: Any, mask: str = "holes") -> str:
         capsys.readouterr()
-        assert main(words(folder, tmp_path / "out", *more, mask=mask)) == 2
+        given = [word for word in words(folder, tmp_path / "out", *more, mask=mask) if word != "--no-exact"]
+        assert main(given) == 2
         return capsys.readouterr().err
 
     assert "axes 'w'" in refused("--axes", "w")
