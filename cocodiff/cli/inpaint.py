@@ -112,7 +112,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     check_strength(values["strength"], [values["steps"]])
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
-    if request.model == EMBEDDED and any(config.vae == "tiled" for config in prepared.presets.values()):
+    if request.own is not None and any(config.vae == "tiled" for config in prepared.presets.values()):
         raise UserError("--vae tiled: the embedded model's VAE has no tiles: choose one or all")
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return prepared
@@ -142,12 +142,14 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     )
 
 
-def find_tasks(values: dict[str, Any]) -> list[Any]:
-    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
+    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
+
+    unmasked: the word for a mask that hides nothing, where there may be one."""
     from cocodiff_eval.formats.region import Part
     from cocodiff_eval.formats.table import result_format
     from cocodiff_eval.intensity import intensity_range, parse_range
-    from cocodiff_eval.masks import make_mask
+    from cocodiff_eval.masks import make_mask, nothing_masked
     from cocodiff_eval.slices import open_stacks, open_truth
 
     from cocodiff.jobs.tasks import Task, file_names
@@ -165,7 +167,8 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
-            mask = make_mask(word, stack, values["seed"], links, progress)
+            hides = word != unmasked
+            mask = make_mask(word, stack, values["seed"], links, progress) if hides else nothing_masked(stack)
             if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
