@@ -61,7 +61,8 @@ class Trainer:
         self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
         self.held, self.hidden_BHW = held, self._masks(len(held), [values["seed"], 9])
         self.run = Training(model, self.pipe.vae, optimizer, self._forward(model))
-        self.best_loss, self.best = math.inf, {}
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = {}
         self.rows: list[dict[str, float]] = []
 
     def _forward(self, model: nn.Module) -> Any:
