@@ -36,7 +36,7 @@ OPTIONS = (
     Option(
         "input",
         "slices: PNG, TIFF (also stacks), a folder of TIFF files or a quoted pattern of their names as one stack, HDF5 "
-        "as file.h5:/dataset, or OME-Zarr",
+        "as file.h5:/dataset, OME-Zarr, or NumPy's .npy",
         many=True,
         required=True,
     ),
@@ -62,6 +62,25 @@ OPTIONS = (
     ),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
     Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
+    Option(
+        "axes",
+        "slices of a volume are restored along these of z, y and x, samples dealt over them, and fused; auto chooses "
+        "by a test on hidden regions (default: auto for several samples of 16 slices or more, else z)",
+        many=True,
+    ),
+    Option(
+        "hidden_test",
+        "hide regions like the mask's where voxels are known: axes, weights and intervals are learnt there, and how "
+        "good methods without a model are (default: of several samples of 16 slices or more)",
+        type=bool,
+    ),
+    Option(
+        "method",
+        "what is written: cocodiff, or the best on hidden regions, which may be a method without a model",
+        "cocodiff",
+        choices=("cocodiff", "best"),
+    ),
+    Option("keep_samples", "write each sample as well", False, type=bool),
     Option("prompt", "what the slices show, for models with text encoders", ""),
     Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
@@ -153,6 +172,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     from cocodiff_eval.slices import open_stacks, open_truth
 
     from cocodiff.jobs.tasks import Task, file_names
+    from cocodiff.jobs.volume import axes_of, volume_of
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
     given = parse_range(values["range"]) if values.get("range") is not None else None
@@ -164,24 +184,31 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
     found: list[tuple[Any, Any, Any, Any]] = []
+    volumes: list[Any] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
-            hides = word != unmasked
-            mask = make_mask(word, stack, values["seed"], links, progress) if hides else nothing_masked(stack)
+            if word == unmasked:
+                mask = nothing_masked(stack)
+            else:
+                mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
             if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
-            found.append((stack, mask, intensity_range(stack, mask, progress, given), known))
+            scale = intensity_range(stack, mask, progress, given)
+            volume, mask = volume_of(values, stack, mask)
+            volumes.append(volume)
+            found.append((stack, mask, scale, known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    return [Task(*one, files, word) for one, files, word in zip(found, names, words, strict=True)]
+    return [Task(*one, *more) for one, *more in zip(found, names, words, volumes, strict=True)]
 
 
 def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
     """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
-    from cocodiff.jobs.slices import SliceJob, find_masked
+    from cocodiff.jobs.slices import SliceJob, find_hidden, find_masked
 
     session = open_session(prepared, transport)
     masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    session.run(SliceJob(session, tasks, masked))
+    hidden = transport.broadcast_object(find_hidden(tasks, prepared.values) if transport.rank == 0 else None)
+    session.run(SliceJob(session, tasks, masked, hidden))

@@ -23,6 +23,16 @@ ABOUT = (
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
+# How inputs are opened: as those that are restored in slices along z.
+AS_RESTORED = {
+    "truth": None,
+    "axes": ["z"],
+    "hidden_test": False,
+    "samples": 1,
+    "quality": None,
+    "keep_samples": False,
+    "method": "cocodiff",
+}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),
@@ -66,7 +76,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return 0
     if launch.speaks:
         say(f"cocodiff {__version__}: training on {ranks} rank(s) into {values['out']}")
-    tasks = find_tasks(values | {"mask": [values["mask"]], "truth": None}, unmasked=NOTHING)
+    tasks = find_tasks(values | AS_RESTORED | {"mask": [values["mask"]]}, unmasked=NOTHING)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     config = Config.preset("flat", **engine_settings(values))
 

@@ -60,11 +60,13 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 @dataclass(frozen=True)
 class Drawn:
     """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
-    as a run with this sample alone would have it, None where the truth is unknown."""
+    as a run with this sample alone would have it, None where the truth is unknown. kept: each sample, where they are
+    written as well."""
 
     moments: Moments
     cost: Cost
     psnr_db: tuple[float | None, ...] = ()
+    kept: tuple[np.ndarray, ...] = ()
 
     @property
     def restored01_YX(self) -> np.ndarray:

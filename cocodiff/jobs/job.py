@@ -92,15 +92,25 @@ class Done(NamedTuple):
 class Job(ABC, Generic[B]):
     """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
 
-    unit: what items are called; batches: all of them, the same on every rank and at every start.
+    unit: what items are called; batches: all of them, the same on every rank and at every start; before: what is made
+    before any batch, how many items each.
     """
 
     unit: str
     batches: Sequence[B]
+    before: Sequence[int] = ()
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on, beside the settings of the command, as plain data."""
         return {}
+
+    def make_before(self, queue: Queue, first: int) -> None:
+        """Makes what batches need, on all ranks. first: the queue's number of the first of `before`."""
+        return
+
+    def holds_before(self, number: int) -> bool:
+        """Whether what an earlier start has made of `before` is there, whole."""
+        return False
 
     def begin(self, way: Way, first: bool) -> None:
         """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""

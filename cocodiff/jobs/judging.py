@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.fusing import Intervals
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.metrics import Result, distance_db, masked_psnr_db, masked_quality, mean
 from cocodiff_eval.report import Picture, shown_slices
@@ -20,7 +21,7 @@ from cocodiff_eval.uncertainty import coverage, spread_native
 from cocodiff.jobs.items import Drawn
 from cocodiff.jobs.job import Judged
 from cocodiff.jobs.report_pictures import picture
-from cocodiff.jobs.tasks import Task, result_files, slice_name, spread_of
+from cocodiff.jobs.tasks import BOUNDS, Task, kept_samples, result_files, slice_name, spread_of
 
 
 class Restored(NamedTuple):
@@ -52,10 +53,16 @@ class Seen:
 
 
 def judge_slice(
-    seen: Seen, modes: Sequence[str], exact_mode: str | None, drawn: Mapping[str, Drawn], samples: int
+    seen: Seen,
+    modes: Sequence[str],
+    exact_mode: str | None,
+    drawn: Mapping[str, Drawn],
+    samples: int,
+    intervals: Intervals | None = None,
 ) -> Judged:
     """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
-    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with.
+    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
+    intervals: calibrated ones, whose ends are written.
     """
     task, index, original_YX, mask_YX = seen.task, seen.index, seen.original_YX, seen.mask_YX
     scale = task.scale
@@ -67,20 +74,23 @@ def judge_slice(
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
     shown = partial(picture, task, index, slice_name(task.stack, index))
+    written = native | further_native(seen, presets, intervals)
     if not mask_YX.any():
-        return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, None), native, None)))
+        return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
     truth_YX = seen.truth_YX
     started = time.perf_counter()
-    smooth_YX = smoothed(task, original_YX, mask_YX)
-    baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
+    smooth_YX, baseline = None, None
+    if not mask_YX.all():
+        smooth_YX = smoothed(task, original_YX, mask_YX)
+        baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
     exact = drawn.get(exact_mode) if exact_mode is not None else None
     for preset, one in presets.items():
         more: dict[str, Any] = {}
         if exact is not None:
             more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
-        if samples > 1:
+        if samples > 1 or intervals is not None:
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
-            more |= coverage(one.moments, truth_YX, mask_YX, scale)
+            more |= coverage(one.moments, truth_YX, mask_YX, scale, intervals)
         result = Result(
             slice_name(task.stack, index),
             task.mask.name,
@@ -92,7 +102,22 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return Judged(rows, Restored(native, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+    return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+
+
+def further_native(seen: Seen, presets: Mapping[str, Drawn], intervals: Intervals | None) -> dict[str, np.ndarray]:
+    """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
+    names of their files."""
+    found: dict[str, np.ndarray] = {}
+    for name, one in presets.items():
+        found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
+        if intervals is not None:
+            radius_YX = intervals.radius(one.moments.deviation_YX, 0.9)
+            for end, end01_YX in zip(
+                BOUNDS, (one.restored01_YX - radius_YX, one.restored01_YX + radius_YX), strict=True
+            ):
+                found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
+    return found
 
 
 def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
@@ -112,7 +137,7 @@ def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, sam
     original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
     hidden = bool(mask_YX.any())
     truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
-    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden else None
+    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden and not mask_YX.all() else None
     return picture(task, index, slice_name(task.stack, index), (original_YX, mask_YX, truth_YX), native, smooth_YX)
 
 

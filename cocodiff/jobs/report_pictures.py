@@ -82,13 +82,13 @@ def picture(
 
     images: as given, its mask, and its truth (None where it is unknown). native: what the result files hold, by preset,
     and as `spread_of(preset)` the standard deviation of its samples. smooth_YX: the slice restored without a model;
-    None where nothing is masked.
+    None where nothing is masked, or everything.
     """
     input_YX, mask_YX, truth_YX = images
     spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
     restored = {name: native[name] for name in native if name not in map(spread_of, spread)}
-    if smooth_YX is None:
+    if not mask_YX.any():
         restored, spread = {}, {}
-    else:
+    elif smooth_YX is not None:
         restored["biharmonic"] = smooth_YX
     return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)

@@ -47,9 +47,12 @@ def run_batches(
     Raises UserError where those of an earlier start were others.
     """
     first, batches = replica.whole.rank == 0, job.batches
+    before = len(batches) * (1 + way.tried)
     parts = Parts(output.journals.folder / "samples")
 
     def is_whole(entry: Entry) -> bool:
+        if entry.number >= before:
+            return job.holds_before(entry.number - before)
         if entry.number >= len(batches):
             return way.holds(entry.number)
         batch = batches[entry.number]
@@ -60,11 +63,13 @@ def run_batches(
         except Exception:  # each format raises kinds of its own for a damaged file
             return False
 
-    counts = [batch.size for batch in batches] * (1 + way.tried)
+    counts = [*[batch.size for batch in batches] * (1 + way.tried), *job.before]
     record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
     with Queue(replica, record, counts, job.unit, shows_bar, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
         way.choose(queue, replica)
+        if job.before:
+            job.make_before(queue, before)
         if first:
             parts.folder.mkdir(exist_ok=True)
         job.begin(way, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -226,11 +226,16 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 
 
 def finish(
-    session: Session, done: Done, pictures: Iterable[str], inputs: Sequence[dict[str, Any]] = (), **report: Any
+    session: Session,
+    done: Done,
+    pictures: Iterable[str],
+    inputs: Sequence[dict[str, Any]] = (),
+    volumes: Sequence[dict[str, Any]] = (),
+    **report: Any,
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`. pictures, report: arguments of `cocodiff_eval.report.write_report`.
+    inputs: by `Task.record`; volumes: by `Verdict.record`. pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
@@ -239,7 +244,7 @@ def finish(
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
-        _write_results(session, session.folder, done, pictures, inputs, report)
+        _write_results(session, session.folder, done, pictures, {"inputs": inputs, "volumes": volumes}, report)
     transport.broadcast_object(None)
 
 
@@ -248,7 +253,7 @@ def _write_results(
     folder: Path,
     done: Done,
     pictures: Iterable[str],
-    inputs: Sequence[dict[str, Any]],
+    records: Mapping[str, Sequence[dict[str, Any]]],
     report: dict[str, Any],
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
@@ -257,7 +262,8 @@ def _write_results(
 
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
-    document |= {name: said for name, said in (("quality", done.bounds), ("inputs", inputs)) if said}
+    document |= {name: said for name, said in (("quality", done.bounds), *records.items()) if said}
+    verdicts = [one["verdict"] for one in records["volumes"] if one["verdict"] is not None]
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     facts = {
         "model": session.model.name,
@@ -267,10 +273,11 @@ def _write_results(
         "steps": str(values["steps"]),
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
+        **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, pictures, facts, **report)
     write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
-    say(f"\n{terminal_table(document)}\n")
+    say("\n".join(["", *verdicts, terminal_table(document), ""]))
     say(f"report: {session.prepared.output.final / 'report.html'}")

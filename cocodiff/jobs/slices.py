@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.intensity import prepare_slice
 from cocodiff_eval.metrics import json_ready
 from cocodiff_eval.report import plan_pictures, shown_slices
@@ -28,6 +29,12 @@ from cocodiff.jobs.restoring import Restorer, slices_together
 from cocodiff.jobs.samples import batches_of
 from cocodiff.jobs.session import Session
 from cocodiff.jobs.tasks import Task, checksums, result_files, save_mask, slice_name
+from cocodiff.jobs.volumes import Volumes
+
+if TYPE_CHECKING:
+    from cocodiff.jobs.replicas import Queue
+
+VOLUME_OPTIONS = ("axes", "hidden_test", "method", "keep_samples")
 
 
 def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
@@ -41,9 +48,16 @@ def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
 
 
 class SliceJob(Job[Batch]):
-    """tasks: stacks and their masks; masked: which slices of each have something to restore."""
+    """tasks: stacks and their masks; masked: which slices of each have something to restore; hidden: what is hidden of
+    the volumes that are tested."""
 
-    def __init__(self, session: Session, tasks: Sequence[Task], masked: Sequence[Sequence[bool]]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        tasks: Sequence[Task],
+        masked: Sequence[Sequence[bool]],
+        hidden: Mapping[int, Hidden | None],
+    ) -> None:
         values, quality = session.prepared.values, session.prepared.quality
         self.session, self.tasks, self.masked = session, tasks, masked
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
@@ -51,9 +65,14 @@ class SliceJob(Job[Batch]):
         restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, session.replica.number)
         self.restorer, native = restorer, restorer.inpainter.native_size
         compared = values["exact_slices"]
+        self.volumes = Volumes(session, restorer, tasks, hidden)
+        self.before = self.volumes.sizes
         self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
         self.batches: list[Batch] = []
         for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
+            if number in self.volumes.of:
+                self.batches += self.volumes.batches(number)
+                continue
             together = slices_together(task.stack.shape[1:], native, restorer.batch)
             apart = self._masks[number].apart(number) if self._masks else []
             self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
@@ -67,6 +86,12 @@ class SliceJob(Job[Batch]):
     def settings(self) -> dict[str, Any]:
         return describe_inputs(self.tasks, self.session.prepared.values)
 
+    def make_before(self, queue: Queue, first: int) -> None:
+        self.volumes.make(queue, first)
+
+    def holds_before(self, number: int) -> bool:
+        return self.volumes.holds(number)
+
     def begin(self, way: Way, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
         self._way = way
@@ -77,7 +102,8 @@ class SliceJob(Job[Batch]):
     def _files(self, task: int, to_write: bool = False) -> dict[str, Any]:
         """to_write: whether they may be created or finished, and tell how they are made."""
         made = self._provenance(task) if to_write else None
-        return result_files(self.tasks[task], self.presets, self.session.images, self.samples, made)
+        further = self.volumes.further(task)
+        return result_files(self.tasks[task], self.presets, self.session.images, self.samples, made, further)
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -96,6 +122,8 @@ class SliceJob(Job[Batch]):
         self.restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
+        if batch.task in self.volumes.of:
+            return 0
         return self.restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
 
     def _seen(self, batch: Batch) -> list[Seen]:
@@ -107,6 +135,9 @@ class SliceJob(Job[Batch]):
         return self._last[1]
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[Drawn]]:
+        if batch.task in self.volumes.of:
+            leads = self.session.replica.leads
+            return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
         seen, scale = self._seen(batch), self.tasks[batch.task].scale
         prepared = [prepare_slice(one.original_YX, one.mask_YX, scale) for one in seen]
         leads = self.session.replica.leads
@@ -115,7 +146,8 @@ class SliceJob(Job[Batch]):
         return {one: self.restorer.draw(batch, prepared, seen, one, leads) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
-        return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of)
+        intervals = self.volumes.intervals(batch.task)
+        return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of, intervals)
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
@@ -156,6 +188,7 @@ class SliceJob(Job[Batch]):
             "inputs": [task.record() for task in self.tasks],
             "slices": numbers,
             "side": self.pages.plan.side,
+            "volumes": self.volumes.records(),
         }
 
     def _picture(self, task: int, index: int) -> Any:
@@ -167,13 +200,24 @@ def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
     return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
 
 
+def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, Hidden | None]:
+    """Of each volume that is tested what is hidden, None where nothing can be."""
+    return {
+        number: task.volume.regions(task.stack.read, values["samples"], values["seed"])
+        for number, task in enumerate(tasks)
+        if task.volume is not None and task.volume.tested
+    }
+
+
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     """What the results depend on beside the settings of the command."""
-    described = {
+    described: dict[str, Any] = {
         "samples": values["samples"],
         "exact_slices": values["exact_slices"],
         "inputs": described_inputs(tasks),
     }
+    if any(task.volume is not None for task in tasks):
+        described |= {name: values[name] for name in VOLUME_OPTIONS}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
 

@@ -19,7 +19,10 @@ from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import Stack, unique_names
 
+from cocodiff.jobs.volume import Volume
+
 SHOWN = 12  # numbers of slices in a line
+BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: the ends of intervals that hold 90 % of the truth
 MASK = "mask"  # in the place of a preset, in the name of a mask's file
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
@@ -42,7 +45,8 @@ class FileNames:
 @dataclass(frozen=True)
 class Task:
     """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
-    results, a word of `cocodiff_eval.formats.table.FORMATS`."""
+    results, a word of `cocodiff_eval.formats.table.FORMATS`; volume: how it is restored, where that is not slice by slice
+    along z alone."""
 
     stack: Stack
     mask: Mask
@@ -50,6 +54,7 @@ class Task:
     truth: Stack | None
     files: FileNames
     format: str = "tiff"
+    volume: Volume | None = None
 
     @property
     def left(self) -> list[int]:
@@ -86,6 +91,12 @@ class Task:
                 f"{where}: the file's axes are {axes}, channels in the place of slices: {len(self.stack)} of them are "
                 f"restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
             )
+        size = self.stack.metadata.voxel_size
+        if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:
+            found.append(
+                f"{where}: voxels of {' x '.join(f'{side:g}' for side in size)} {self.stack.metadata.unit}: slices along "
+                f"each axis are restored as they are stored, with unequal sides of voxels"
+            )
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(
@@ -116,9 +127,11 @@ def result_files(
     folder: Path,
     samples: int = 1,
     provenance: Mapping[str, Mapping[str, Any]] | None = None,
+    more: Sequence[str] = (),
 ) -> dict[str, VolumeFile]:
     """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
-    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask.
+    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
+    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`.
 
     provenance: how each preset's results are made, for those who create and finish the files.
     """
@@ -126,6 +139,7 @@ def result_files(
     dtypes = {preset: (preset, task.stack.dtype) for preset in presets}
     if samples > 1:
         dtypes |= {spread_of(preset): (preset, spread) for preset in presets}
+    dtypes |= {f"{preset}{one}": (preset, task.stack.dtype) for preset in presets for one in more}
     return {
         name: new_volume(
             task.format,
@@ -169,6 +183,11 @@ def save_mask(task: Task, presets: Sequence[str], folder: Path, about: Mapping[s
             file.write(index, made.read(index) * np.uint8(255))
         file.finish()
     return []
+
+
+def kept_samples(samples: int) -> list[str]:
+    """What is added to a preset's name for the files of its samples."""
+    return [f"_sample_{number}" for number in range(samples)]
 
 
 def spread_of(preset: str) -> str:

@@ -67,12 +67,18 @@ def nothing_masked(stack: Stack) -> Mask:
 
 
 def make_mask(
-    kind: str, stack: Stack, seed: int = 0, follow_links: bool = False, progress: Progress = unwatched
+    kind: str,
+    stack: Stack,
+    seed: int = 0,
+    follow_links: bool = False,
+    progress: Progress = unwatched,
+    along_z: bool = True,
 ) -> Mask:
     """The mask for one input: `block` (seeded), `center`, or a path of a mask in any format that is read, or
     `labels/NAME` of a Zarr input's own store.
 
-    follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is.
+    follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is. along_z:
+    whether slices along z alone are restored, so that one at least must not be masked wholly.
     A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
     part of. In a file, non-zero is "restore".
     Raises UserError for another shape, a mask that is empty or wherever it is not empty full, and more than two values.
@@ -87,7 +93,7 @@ def make_mask(
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    return _mask_from_file(volume, stack, progress)
+    return _mask_from_file(volume, stack, progress, along_z)
 
 
 def _in_store(kind: str, stack: Stack) -> str:
@@ -98,14 +104,14 @@ def _in_store(kind: str, stack: Stack) -> str:
     return f"{store}:/{'/'.join(filter(None, parts))}" if inside else kind
 
 
-def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask:
+def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z: bool) -> Mask:
     right = volume.shape[1:] == stack.shape[1:] and (volume.ndim == 2 or volume.shape == stack.shape)
     if not right:
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    masked, full = _check_values(volume, progress)
+    masked, full = _check_values(volume, progress, along_z)
     name = safe_stem(volume.stem)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
@@ -113,7 +119,7 @@ def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress) -> Mask
     return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
 
 
-def _check_values(volume: RawVolume, progress: Progress) -> tuple[int, frozenset[int]]:
+def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
     """Two values at most, and in some slice something to restore and something outside it. How many such slices there
     are, and those that are masked wholly."""
     values: set[float] = set()
@@ -135,11 +141,11 @@ def _check_values(volume: RawVolume, progress: Progress) -> tuple[int, frozenset
             full.append(index)
         elif count:
             hidden.append(index)
-    if full and not hidden:
+    if full and not hidden and (along_z or len(full) == volume.shape[0]):
         where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
         raise UserError(
             f"{volume.path}: {where} masked, nothing is left to restore from; 0 must mark the voxels to keep"
         )
-    if not hidden:
+    if not hidden and not full:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
     return len(hidden), frozenset(full)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cocodiff_eval.fusing import Intervals
 from cocodiff_eval.intensity import IntensityRange
 
 COVERAGES = {"coverage_50": 0.5, "coverage_90": 0.9}  # names in `metrics.json`, and the intervals' nominal shares
@@ -50,7 +51,11 @@ def spread_native(deviation01_YX: np.ndarray, mask_YX: np.ndarray, scale: Intens
 
 
 def coverage(
-    moments01: Moments, truth_YX: np.ndarray | None, mask_YX: np.ndarray, scale: IntensityRange
+    moments01: Moments,
+    truth_YX: np.ndarray | None,
+    mask_YX: np.ndarray,
+    scale: IntensityRange,
+    intervals: Intervals | None = None,
 ) -> dict[str, float | None]:
     """`coverage_50` and `coverage_90`: how much of the truth lies in the intervals that N samples predict.
 
@@ -62,15 +67,19 @@ def coverage(
     above it they differ by more than they err.
 
     moments01: of normalised images, before rounding to the input's dtype. truth_YX: in the input's units. None each
-    without a truth, and for a single sample.
+    without a truth, and for a single sample. intervals: calibrated ones, which are judged in place of Student's, of a
+    single sample as well.
     """
     judged_YX = mask_YX if truth_YX is None else mask_YX & np.isfinite(truth_YX)
-    if truth_YX is None or moments01.count < 2 or not judged_YX.any():
+    if truth_YX is None or (moments01.count < 2 and intervals is None) or not judged_YX.any():
         return dict.fromkeys(COVERAGES)
     from scipy.stats import t as student
 
     count = moments01.count
     error = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
+    if intervals is not None:
+        spread = moments01.deviation_YX[judged_YX]
+        return {name: float(np.mean(error <= intervals.radius(spread, share))) for name, share in COVERAGES.items()}
     deviation = moments01.deviation_YX[judged_YX] * math.sqrt(1 + 1 / count)
     return {
         name: float(np.mean(error <= float(student.ppf((1 + share) / 2, count - 1)) * deviation))

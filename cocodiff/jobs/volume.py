@@ -1,0 +1,169 @@
+"""What `--axes`, `--hidden_test` and `--method` ask of a volume, and what is learnt of it before it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from cocodiff_eval.formats.volume import format_shape
+from cocodiff_eval.fusing import Intervals
+from cocodiff_eval.hidden import Hidden, Survey, hide
+from cocodiff_eval.masks import Mask
+from cocodiff_eval.slices import SMALLEST_SIDE, Stack
+from cocodiff_eval.turned import AXES, Census, turned_shape
+
+from cocodiff.errors import UserError, check_choice
+
+AUTO = "auto"
+OWN = "cocodiff"  # the model's restorations, beside methods without a model
+TENTH = 10  # of the job's samples of slices, one in so many is made for the test
+LEAST, MOST = 8, 32  # tested slices along each axis
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume that is restored along several axes, or tested on hidden regions, or whose samples are kept.
+
+    axes: those that may be taken; chosen: whether the test chooses among them, else all are; tested: whether regions
+    are hidden; census, read_mask: of the mask as it is, also where a slice along z is masked wholly.
+    """
+
+    axes: tuple[str, ...]
+    chosen: bool
+    tested: bool
+    census: Census
+    read_mask: Callable[[int], np.ndarray]
+
+    def restores(self, axes: Sequence[str]) -> bool:
+        """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
+        return any(not self.census.full(axis).any() for axis in axes)
+
+    def sampled(self, samples: int) -> int:
+        """Samples of each slice that the test makes along each axis: as many as each of all axes has."""
+        return max(1, round(samples / len(self.axes)))
+
+    def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> Hidden | None:
+        """What is hidden for the test; reads the volume and its mask once. read: a slice of the volume along z."""
+        slices = len(self.census.restorable("z")) or self.census.shape[0]
+        budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
+        survey = Survey.of(read, self.read_mask, self.census.shape)
+        return hide(survey, min(MOST, max(LEAST, budget)), seed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the test has shown of a volume. weights: of the axes that are taken; method: that is written; regions,
+    voxels: that were tested; psnr_db: of each method on the same voxels, from the best to the worst; intervals: of what
+    is written. Without a test no figures."""
+
+    weights: Mapping[str, float]
+    method: str = OWN
+    regions: int = 0
+    voxels: int = 0
+    psnr_db: Mapping[str, float] | None = None
+    intervals: Intervals | None = None
+
+    def line(self, where: str) -> str:
+        """What the user is told first."""
+        figures = dict(self.psnr_db or {})
+        if not figures:
+            return f"{where}: no region of this volume could be hidden: nothing is known of how good its restoration is"
+        own, best = figures[OWN], next(iter(figures))
+        others = {name: db for name, db in figures.items() if name not in (OWN, *map(along, AXES))}
+        told = f"{OWN} {own:.1f} dB, " + ", ".join(f"{name} {db:.1f}" for name, db in others.items())
+        found = f"on {self.regions} hidden regions of this volume: {told}"
+        if best in others:
+            remedy = f"{self.method} is written" if self.method != OWN else "--method best writes it"
+            return f"{where}: {best} is better here than {OWN}, {remedy}: {found}"
+        return f"{where}: {found}"
+
+    def axes_line(self, where: str) -> str:
+        shares = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items())
+        return f"{where}: slices along {shares} (axis and weight)"
+
+    def record(self, name: str, mask: str, where: str) -> dict[str, Any]:
+        """For metrics.json."""
+        found = self.intervals
+        return {
+            "name": name,
+            "mask": mask,
+            "method": self.method,
+            "axes": {axis: round(weight, 4) for axis, weight in self.weights.items()},
+            "hidden_regions": self.regions,
+            "hidden_voxels": self.voxels,
+            "hidden_psnr_db": None if self.psnr_db is None else {one: round(db, 3) for one, db in self.psnr_db.items()},
+            "intervals": None
+            if found is None
+            else {"floor": found.floor, "factor_50": found.factors[0], "factor_90": found.factors[1]},
+            "verdict": self.line(where) if self.psnr_db is not None else None,
+        }
+
+
+def along(axis: str) -> str:
+    """The name of the model's restorations along one axis alone, among figures."""
+    return f"{OWN} along {axis} alone"
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """What `--axes` names, `z y x` and `z,y,x` alike. Raises UserError for other words."""
+    words = [word for one in values["axes"] or () for word in one.split(",") if word]
+    for word in words:
+        check_choice("axes", word, (*AXES, AUTO))
+    if len(words) > 1 and AUTO in words:
+        raise UserError(f"--axes {' '.join(words)}: {AUTO} chooses among all axes: name it alone, or axes without it")
+    return list(dict.fromkeys(words))
+
+
+def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], bool]:
+    """The axes that slices of a stack may be taken along, and whether a test is to choose among them.
+
+    Raises UserError for an axis whose slices are too small.
+    """
+    words, deep = words_of(values), stack.ndim == 3 and len(stack) >= SMALLEST_SIDE
+    if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
+        words = [AUTO]
+    if words == [AUTO]:
+        return (tuple(AXES), True) if deep else (("z",), False)
+    for axis in words:
+        _, rows, columns = turned_shape(stack.shape, axis)
+        if (stack.ndim == 2 and axis != "z") or min(rows, columns) < SMALLEST_SIDE:
+            raise UserError(
+                f"--axes {axis}: {stack.path} has {format_shape(stack.shape[-stack.ndim :])} voxels, and slices along "
+                f"{axis} need {SMALLEST_SIDE} x {SMALLEST_SIDE} at least: restore it along z"
+            )
+    return tuple(words) or ("z",), False
+
+
+def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volume | None, Mask]:
+    """How a stack is restored as a volume, None where it is slice by slice along z alone; and the mask of what its axes
+    restore. Raises UserError for options that do not fit together."""
+    axes, chosen = axes_of(values, stack)
+    deep, asked = stack.ndim == 3 and len(stack) >= SMALLEST_SIDE, values["hidden_test"]
+    tested = deep and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
+    if chosen and not tested:
+        raise UserError(f"--axes {AUTO} chooses by hidden regions: leave --hidden_test away, or name the axes")
+    if tested and not deep:
+        raise UserError(f"--hidden_test: {stack.path} has {len(stack)} slice(s), and {SMALLEST_SIDE} are needed")
+    if values["method"] != OWN and not tested:
+        raise UserError(f"--method {values['method']} is found on hidden regions: it needs --hidden_test")
+    if values["samples"] < len(axes) and not chosen:
+        raise UserError(f"--samples {values['samples']}: {len(axes)} axes need a sample each at least")
+    if values["samples"] * len(AXES) > 1023 and (tested or axes != ("z",)):
+        raise UserError(f"--samples {values['samples']}: at most {1023 // len(AXES)} are possible on several axes")
+    if axes == ("z",) and not tested and not values["keep_samples"]:
+        return None, mask
+    if values["quality"]:
+        raise UserError(
+            "--quality chooses a setting slice by slice: it goes with --axes z alone, without --hidden_test"
+        )
+    volume = Volume(axes, chosen, tested, Census.of(mask.reader, len(stack)), mask.reader)
+    if axes == ("z",):
+        return volume, mask
+    if not volume.restores(axes):
+        raise UserError(
+            f"--axes {' '.join(axes)}: along each of them a slice is masked wholly, and where these meet nothing is "
+            f"left to restore from: take another axis in, or leave these voxels out of the mask"
+        )
+    return volume, replace(mask, full=frozenset(), masked=int((volume.census.counts("z") > 0).sum()))

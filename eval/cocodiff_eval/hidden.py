@@ -1,0 +1,249 @@
+"""Hidden regions: parts of a mask laid once more over voxels whose truth is known, so that a restoration can be judged
+on the user's own volume.
+
+A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. They stand in a
+lattice, so that few slices along each axis cross many of them; what is judged is the grid of voxels where tested slices
+along z, y and x meet within the regions. Places are preferred whose surroundings look like those of the mask: in empty
+space every method is good, and would be thought good within the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from cocodiff_eval.turned import AXES
+
+COARSE = 128  # cells of a side
+REGIONS, ENOUGH = 24, 4
+TRIES = 64
+MOST = 0.25  # of the known cells are hidden: more would leave less to restore from than the job has
+SPANNING = 0.9  # of a side: a part of the mask so long has no other place along that axis
+FREE = 0.85  # of a region's cells that have to be known, and not to touch the mask
+WINDOW, RING = 5, 3  # cells: of the mean of levels, and around a region
+LIKENESS, LEAST_ALIKE = 2.0, 0.02  # how fast unlike surroundings count less, and when they do not count at all
+Triple = tuple[int, int, int]
+Box = tuple[Triple, Triple]  # start and shape
+Reader = Callable[[int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the mask that is hidden at another place as well: where it begins there and here, [z, y, x]."""
+
+    source: Triple
+    target: Triple
+    shape: Triple
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Regions that are hidden, and for each axis the numbers of the slices along it that are tested, ascending."""
+
+    pieces: tuple[Piece, ...]
+    tested: dict[str, tuple[int, ...]]
+
+    def mask(self, axis: str, index: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
+        """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
+
+        read: a slice of the mask along the same axis. A voxel of the mask itself is never hidden a second time.
+        """
+        own = read(index)
+        found = np.zeros_like(own)
+        first = AXES.index(axis)
+        for piece in self.pieces:
+            inside = index - piece.target[first]
+            if 0 <= inside < piece.shape[first]:
+                source, target, shape = (_without(first, one) for one in (piece.source, piece.target, piece.shape))
+                of_piece = read(piece.source[first] + inside)[_box(source, shape)]
+                found[_box(target, shape)] |= of_piece
+        return found & ~own
+
+
+def _without(first: int, triple: Triple) -> list[int]:
+    return [one for place, one in enumerate(triple) if place != first]
+
+
+def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + side) for at, side in zip(start, shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A volume on a coarse grid [Z, Y, X]. masked_ZYX: which cells hold masked voxels; level_ZYX, texture_ZYX: mean and
+    standard deviation of the known voxels in 5 x 5 x 5 cells; step: sides of a cell in voxels; shape: of the volume."""
+
+    masked_ZYX: np.ndarray
+    level_ZYX: np.ndarray
+    texture_ZYX: np.ndarray
+    step: Triple
+    shape: Triple
+
+    @classmethod
+    def of(cls, read: Reader, read_mask: Reader, shape: Triple) -> Survey:
+        """Reads the volume once. read, read_mask: a slice along z of the volume, and of the mask."""
+        from scipy import ndimage
+
+        step = (-(-shape[0] // COARSE), -(-shape[1] // COARSE), -(-shape[2] // COARSE))
+        starts = [np.arange(0, side, by) for side, by in zip(shape, step, strict=True)]
+        sums = np.zeros((4, *map(len, starts)))  # masked voxels, known ones, their values and squares
+        for index in range(shape[0]):
+            hidden_YX = read_mask(index)
+            image_YX = np.where(hidden_YX, 0.0, read(index))
+            parts = np.stack([hidden_YX, ~hidden_YX, image_YX, np.square(image_YX)])
+            cells = np.add.reduceat(np.add.reduceat(parts, starts[1], axis=1), starts[2], axis=2)
+            sums[:, index // step[0]] += cells
+        masked_ZYX = sums[0] > 0
+        count, total, squares = (ndimage.uniform_filter(one, WINDOW) for one in sums[1:])
+        count = np.maximum(count, 1e-12)
+        level_ZYX = total / count
+        texture_ZYX = np.sqrt(np.maximum(squares / count - np.square(level_ZYX), 0.0))
+        return cls(masked_ZYX, level_ZYX, texture_ZYX, step, shape)
+
+    def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
+        """What a region looks like from outside: of the known cells around one that hides some cells of its box, the
+        mean level, its standard deviation and the mean texture, in standard deviations of all known levels; NaN where
+        none is known."""
+        box = tuple(
+            slice(max(0, at - RING), at + side + RING) for at, side in zip(start, hidden_ZYX.shape, strict=True)
+        )
+        known_ZYX = ~self.masked_ZYX[box]
+        inner = tuple(
+            slice(at - part.start, at - part.start + side)
+            for at, part, side in zip(start, box, hidden_ZYX.shape, strict=True)
+        )
+        known_ZYX[inner] &= ~hidden_ZYX
+        level, texture = self.level_ZYX[box][known_ZYX], self.texture_ZYX[box][known_ZYX]
+        found = [level.mean(), level.std(), texture.mean()] if level.size else [np.nan] * 3
+        return np.array(found) / self._unit
+
+    @cached_property
+    def _unit(self) -> float:
+        known = self.level_ZYX[~self.masked_ZYX]
+        return max(float(known.std()), 1e-12) if known.size else 1.0
+
+    @cached_property
+    def near_ZYX(self) -> np.ndarray:
+        """The cells that are masked or touch one that is."""
+        from scipy import ndimage
+
+        return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
+
+
+def hide(survey: Survey, slices: int, seed: int) -> Hidden | None:
+    """Chooses up to 24 regions and `slices` tested slices along each axis; None where nothing can be hidden.
+
+    Regions are connected parts of the mask, drawn by their size; where fewer than four find a place, they are cut to
+    halves, quarters or eighths of the volume's sides, but never along a side that they span. Of 64 random lattices the one is taken that hides most known cells, each
+    counted by how much the surroundings of its region look like those of the part of the mask that it is.
+    """
+    rng = np.random.default_rng(seed)
+    best: list[Piece] = []
+    for part in (1, 2, 4, 8):
+        boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
+        found = [_lattice(survey, boxes, weights, rng) for _ in range(TRIES)] if boxes else []
+        pieces = max(found, key=lambda one: one[0], default=(0.0, []))[1]
+        best = pieces if len(pieces) > len(best) else best
+        if len(best) >= ENOUGH:
+            break
+    fine = tuple(_scaled(piece, survey.step, survey.shape) for piece in best)
+    return Hidden(fine, _tested(fine, slices)) if fine else None
+
+
+def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
+    """The mask's connected parts as boxes, start and shape in cells, at most so long a side; and of each the share of
+    masked cells."""
+    from scipy import ndimage
+
+    labels_ZYX, _ = ndimage.label(coarse_ZYX)
+    boxes, sizes = [], []
+    for number, found in enumerate(ndimage.find_objects(labels_ZYX), start=1):
+        cuts = []
+        for part, limit, whole in zip(found, most, coarse_ZYX.shape, strict=True):
+            spans = part.stop - part.start >= SPANNING * whole
+            count = 1 if spans else -(-(part.stop - part.start) // limit)
+            cuts.append([round(part.start + n * (part.stop - part.start) / count) for n in range(count + 1)])
+        for corner in product(*(range(len(cut) - 1) for cut in cuts)):
+            start = tuple(cut[at] for cut, at in zip(cuts, corner, strict=True))
+            stop = tuple(cut[at + 1] for cut, at in zip(cuts, corner, strict=True))
+            sides = (stop[0] - start[0], stop[1] - start[1], stop[2] - start[2])
+            size = int((labels_ZYX[_box(start, sides)] == number).sum())
+            if size:
+                boxes.append(((start[0], start[1], start[2]), sides))
+                sizes.append(size)
+    return boxes, np.array(sizes, dtype=np.float64) / max(1, sum(sizes))
+
+
+def _lattice(
+    survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator
+) -> tuple[float, list[Piece]]:
+    """A random lattice of regions in cells, and what it is worth."""
+    masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
+    mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
+    spans = mean_3 >= SPANNING * np.array(shape)
+    counts = [
+        1 if span else int(np.clip(side // (1.5 * own), 1, 4))
+        for side, own, span in zip(shape, mean_3, spans, strict=True)
+    ]
+    places = [(np.arange(n) + rng.uniform(0, 1)) * side / n for n, side in zip(counts, shape, strict=True)]
+    corners = [*product(*(range(n) for n in counts))]
+    pieces: list[Piece] = []
+    worth, free, most = 0.0, 0, MOST * int((~masked_ZYX).sum())
+    for corner in (corners[n] for n in rng.permutation(len(corners))[:REGIONS]):
+        source, sides = boxes[rng.choice(len(boxes), p=weights)]
+        middle = [place[at] for place, at in zip(places, corner, strict=True)]
+        start = [
+            own if side >= SPANNING * whole else int(np.clip(round(at - side / 2), 0, whole - side))
+            for at, own, side, whole in zip(middle, source, sides, shape, strict=True)
+        ]
+        hidden_ZYX = masked_ZYX[_box(source, sides)]
+        known = int((hidden_ZYX & ~survey.near_ZYX[_box(start, sides)]).sum())
+        fits = known >= FREE * hidden_ZYX.sum() and (not pieces or free + known <= most)
+        if fits and all(_apart(start, sides, other) for other in pieces):
+            distance = float(np.abs(survey.look(source, hidden_ZYX) - survey.look(start, hidden_ZYX)).sum())
+            alike = float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
+            if alike < LEAST_ALIKE:
+                continue
+            pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
+            worth, free = worth + known * alike, free + known
+    return worth, pieces
+
+
+def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
+    """Whether a box has a cell between it and another region's."""
+    ends = zip(start, sides, other.target, other.shape, strict=True)
+    return any(at >= begin + length + 1 or at + side + 1 <= begin for at, side, begin, length in ends)
+
+
+def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
+    """A region of cells in voxels, within the volume."""
+    source, target, sides = (
+        [cells * by for cells, by in zip(one, step, strict=True)] for one in (piece.source, piece.target, piece.shape)
+    )
+    ends = zip(sides, source, target, shape, strict=True)
+    sides = [min(side, whole - begin, whole - at) for side, begin, at, whole in ends]
+    return Piece((source[0], source[1], source[2]), (target[0], target[1], target[2]), (sides[0], sides[1], sides[2]))
+
+
+def _tested(pieces: Sequence[Piece], slices: int) -> dict[str, tuple[int, ...]]:
+    """Slices along each axis, evenly over what regions take of it: the same number through each stretch of them."""
+    tested = {}
+    for number, axis in enumerate(AXES):
+        stretches: list[tuple[int, int]] = []
+        for begin, end in sorted(
+            {(piece.target[number], piece.target[number] + piece.shape[number]) for piece in pieces}
+        ):
+            if stretches and begin < stretches[-1][1]:
+                stretches[-1] = stretches[-1][0], max(end, stretches[-1][1])
+            else:
+                stretches.append((begin, end))
+        chosen: set[int] = set()
+        for begin, end in stretches:
+            count = min(max(1, slices // len(stretches)), end - begin)
+            chosen |= {begin + int((n + 0.5) * (end - begin) / count) for n in range(count)}
+        tested[axis] = tuple(sorted(chosen))
+    return tested

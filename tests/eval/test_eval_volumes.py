@@ -1,0 +1,199 @@
+"""Volumes in slices along other axes, hidden regions, weights, calibrated intervals, and methods without a model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cocodiff_eval.fusing import Intervals, choose_axes, dealt, fuse, quantile, weights_of
+from cocodiff_eval.hidden import Hidden, Survey, hide
+from cocodiff_eval.smooth import in_cells, laplace, linear, total_variation
+from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
+
+SHAPE = (20, 24, 28)
+SLICES = {"z": lambda volume, n: volume[n], "y": lambda volume, n: volume[:, n], "x": lambda volume, n: volume[:, :, n]}
+
+
+def random_mask(seed: int = 0) -> np.ndarray:
+    """Some voxels everywhere, and a slice along z that is masked wholly."""
+    mask_ZYX = np.random.default_rng(seed).random(SHAPE) < 0.3
+    mask_ZYX[7] = True
+    return mask_ZYX
+
+
+def census_of(mask_ZYX: np.ndarray) -> Census:
+    return Census.of(lambda index: mask_ZYX[index], len(mask_ZYX))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5000, 2**28])
+def test_copies_hold_the_same_slices_however_many_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("cocodiff_eval.turned.BLOCK_BYTES", block_bytes)
+    volume = np.random.default_rng(0).integers(0, 60000, SHAPE, dtype=np.uint16)
+    copies = [Turned(tmp_path / axis, axis, SHAPE, volume.dtype) for axis in "yx"]
+    turn(lambda index: volume[index], copies)
+    for copy in copies:
+        assert copy.is_whole
+        for index in range(turned_shape(SHAPE, copy.axis)[0]):
+            np.testing.assert_array_equal(copy.read(index), SLICES[copy.axis](volume, index))
+    before = copies[0].path.stat().st_mtime_ns
+    turn(lambda index: volume[index], copies)
+    assert copies[0].path.stat().st_mtime_ns == before and sorted(p.name for p in tmp_path.iterdir()) == ["x", "y"]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_what_is_restored_along_any_axis_is_found_along_z(tmp_path: Path, axis: str) -> None:
+    mask_ZYX, volume = random_mask(), np.random.default_rng(1).random(SHAPE).astype(np.float32)
+    census = census_of(mask_ZYX)
+    assert census.full("z").nonzero()[0].tolist() == [7] and 7 not in census.restorable("z")
+    assert census.restorable("x") == [*range(28)] and census.total == mask_ZYX.sum()
+    file = Restored(tmp_path / "one", axis, census)
+    file.create()
+    for index in np.random.default_rng(2).permutation(turned_shape(SHAPE, axis)[0]).tolist():
+        of_slice = SLICES[axis](mask_ZYX, index)
+        file.write(index, SLICES[axis](volume, index)[of_slice])
+        np.testing.assert_array_equal(file.read(index), SLICES[axis](volume, index)[of_slice])
+    file.create()  # of a start that goes on: nothing is lost
+    assert file.path.stat().st_size == 4 * census.total
+    for index in range(len(volume)):
+        np.testing.assert_array_equal(file.read_along_z(index, mask_ZYX[index]), volume[index][mask_ZYX[index]])
+
+
+def test_equal_weights_give_the_usual_mean_and_deviation() -> None:
+    values_SP = np.random.default_rng(0).random((6, 50))
+    mean_P, spread_P = fuse(values_SP, np.full((6, 50), 0.3))
+    np.testing.assert_allclose(mean_P, values_SP.mean(axis=0))
+    np.testing.assert_allclose(spread_P, values_SP.std(axis=0, ddof=1))
+    weights_SP = np.ones((6, 50))
+    weights_SP[2:, 0] = 0  # blind samples say nothing, whatever they hold
+    weights_SP[1:, 1] = 0
+    values_SP[2:, 0] = np.nan
+    mean_P, spread_P = fuse(values_SP, weights_SP)
+    assert mean_P[0] == pytest.approx(values_SP[:2, 0].mean()) and mean_P[1] == values_SP[0, 1] and spread_P[1] == 0
+    assert spread_P[0] == pytest.approx(values_SP[:2, 0].std(ddof=1))
+
+
+def test_weights_follow_errors_and_what_they_have_in_common() -> None:
+    random = np.random.default_rng(0)
+    own = random.normal(size=(3, 20000)) * [[1.0], [2.0], [1.0]]
+    weights_A = weights_of(own)
+    assert weights_A.sum() == pytest.approx(1) and weights_A[0] == pytest.approx(weights_A[2], rel=0.1)
+    assert weights_A[1] < weights_A[0] / 2.5
+    alike = np.stack([own[0], own[0] * 3 + own[1], own[2]])
+    assert weights_of(alike)[1] == 0  # it knows nothing that the first does not know better
+    errors = dict(zip("zyx", alike, strict=True))
+    assert list(choose_axes(errors, 3)) == ["z", "x"] and list(choose_axes(errors, 1)) in (["z"], ["x"])
+    assert "y" in choose_axes(errors, 3, lambda axes: "y" in axes)
+    assert dealt(6, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 2, "y": 2, "x": 2}
+    assert dealt(4, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 1, "y": 2, "x": 1}
+
+
+@pytest.mark.parametrize("informative", [True, False])
+def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool) -> None:
+    random = np.random.default_rng(0)
+    scale_P = random.uniform(0.01, 0.2, 4000)
+    errors_P = random.standard_t(3, 4000) * (scale_P if informative else 0.1)
+    found = Intervals.calibrated(errors_P[:2000], scale_P[:2000])
+    for share in (0.5, 0.9):
+        inside = np.abs(errors_P[2000:]) <= found.radius(scale_P[2000:], share)
+        assert inside.mean() == pytest.approx(share, abs=0.03)
+    flat = Intervals.calibrated(errors_P[:2000], np.zeros(2000))
+    assert np.ptp(flat.radius(scale_P, 0.9)) == 0
+    if informative:  # narrower on average than ones of one width
+        assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
+    assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
+    assert Intervals.unknown().radius(scale_P, 0.9).min() == np.inf
+
+
+def test_linear_interpolates_along_its_axis() -> None:
+    volume, mask_ZYX = np.random.default_rng(0).random(SHAPE), random_mask()
+    mask_ZYX[:, 3, 4] = True
+    for axis in range(3):
+        found = np.moveaxis(linear(np.where(mask_ZYX, np.nan, volume), mask_ZYX, axis), axis, -1)
+        hidden, known = np.moveaxis(mask_ZYX, axis, -1), np.moveaxis(volume, axis, -1)
+        for place in np.ndindex(found.shape[:2]):
+            line, places = hidden[place], np.arange(found.shape[2])
+            wanted = np.interp(places, places[~line], known[place][~line]) if not line.all() else np.nan
+            np.testing.assert_allclose(found[place], np.where(line, wanted, known[place]))
+
+
+def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
+    ramp_ZYX = np.add.outer(np.add.outer(np.arange(20.0), np.arange(24.0)), np.arange(28.0)) / 80
+    mask_ZYX = np.zeros(SHAPE, bool)
+    mask_ZYX[6:14, 8:16, 9:20] = True
+    hidden_ZYX = np.where(mask_ZYX, np.nan, ramp_ZYX)
+    assert np.abs(laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
+    assert np.abs(total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
+    points_P3 = np.argwhere(mask_ZYX)[::7]
+    in_one = in_cells(laplace, lambda window: (hidden_ZYX[window], mask_ZYX[window]), SHAPE, points_P3)
+    np.testing.assert_allclose(in_one, laplace(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)], atol=1e-3)
+
+
+def ellipsoids(shape: tuple[int, int, int], *middles: tuple[int, int, int], radius: float = 5) -> np.ndarray:
+    places = np.stack(np.mgrid[tuple(slice(side) for side in shape)], axis=-1)
+    return np.any([np.linalg.norm(places - middle, axis=-1) < radius for middle in middles], axis=0)
+
+
+def slab(shape: tuple[int, int, int]) -> np.ndarray:
+    mask_ZYX = np.zeros(shape, bool)
+    mask_ZYX[10:14] = True
+    return mask_ZYX
+
+
+def columns(shape: tuple[int, int, int]) -> np.ndarray:
+    mask_ZYX = np.zeros(shape, bool)
+    mask_ZYX[:, 4:10, 30:36] = mask_ZYX[:, 20:28, 10:18] = True
+    return mask_ZYX
+
+
+BIG = (40, 44, 48)
+
+
+@pytest.mark.parametrize(
+    "mask_ZYX", [ellipsoids(BIG, (9, 9, 9), (28, 30, 20)), slab(BIG), columns(BIG)], ids=["holes", "slab", "columns"]
+)
+def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarray) -> None:
+    volume = np.random.default_rng(0).random(BIG)
+    survey = Survey.of(volume.__getitem__, mask_ZYX.__getitem__, BIG)
+    found = hide(survey, 8, seed=3)
+    assert found is not None and 1 <= len(found.pieces) <= 24 and hide(survey, 8, seed=3) == found
+    of_axes = {
+        axis: [found.mask(axis, n, lambda at, axis=axis: SLICES[axis](mask_ZYX, at)) for n in range(BIG[place])]
+        for place, axis in enumerate(AXES)
+    }
+    hidden_ZYX = np.stack(of_axes["z"])
+    for place, axis in enumerate(AXES):
+        np.testing.assert_array_equal(np.stack(of_axes[axis], axis=place), hidden_ZYX)
+        assert len(found.tested[axis]) <= 9 and set(found.tested[axis]) <= {*range(BIG[place])}
+    assert not (hidden_ZYX & mask_ZYX).any() and 0 < hidden_ZYX.sum() <= 0.3 * (~mask_ZYX).sum()
+    assert hidden_ZYX[np.ix_(*(found.tested[axis] for axis in AXES))].sum() >= 8
+    for piece in found.pieces:  # each has the form of a part of the mask
+        box, own = (
+            tuple(slice(at, at + side) for at, side in zip(start, piece.shape, strict=True))
+            for start in (piece.target, piece.source)
+        )
+        np.testing.assert_array_equal(hidden_ZYX[box] | mask_ZYX[box], mask_ZYX[own] | mask_ZYX[box])
+
+
+def test_regions_are_hidden_where_it_looks_as_around_the_mask() -> None:
+    """Half of the volume is empty: nothing is learnt there of a hole in the other half."""
+    volume = np.random.default_rng(0).random(BIG)
+    volume[:, :, 24:] *= 0.01
+    survey = Survey.of(volume.__getitem__, ellipsoids(BIG, (20, 22, 8), radius=4).__getitem__, BIG)
+    found = hide(survey, 8, seed=0)
+    assert found is not None and all(piece.target[2] + piece.shape[2] <= 26 for piece in found.pieces)
+
+
+def test_a_large_volume_is_surveyed_in_cells() -> None:
+    mask_ZYX = slab((300, 20, 16))
+    survey = Survey.of(np.random.default_rng(0).random((300, 20, 16)).__getitem__, mask_ZYX.__getitem__, (300, 20, 16))
+    assert survey.step == (3, 1, 1) and survey.masked_ZYX.shape == (100, 20, 16)
+    assert survey.masked_ZYX[:, 0, 0].nonzero()[0].tolist() == [3, 4]
+    found = hide(survey, 8, seed=0)
+    assert isinstance(found, Hidden) and all(piece.shape[1:] == (20, 16) for piece in found.pieces)
+
+
+def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
+    volume, mask_ZYX = np.zeros(SHAPE), np.zeros(SHAPE, bool)
+    mask_ZYX[::2] = True
+    assert hide(Survey.of(volume.__getitem__, mask_ZYX.__getitem__, SHAPE), 8, seed=0) is None
