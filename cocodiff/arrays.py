@@ -95,11 +95,10 @@ def _save(array: Any, path: Path, as_mask: bool = False) -> None:
     """A slice at a time, as a volume may be larger than memory."""
     import numpy as np
 
-    if getattr(array, "ndim", None) not in (2, 3):
-        raise UserError(
-            f"restore: a {type(array).__name__} of {getattr(array, 'ndim', 'no')} dimensions: give a volume [Z, Y, X] or "
-            f"a slice [Y, X]"
-        )
+    sides = getattr(array, "ndim", "no")
+    if sides not in (2, 3):
+        kind = type(array).__name__
+        raise UserError(f"restore: a {kind} of {sides} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
     dtype = np.dtype(np.uint8) if as_mask else np.dtype(array.dtype)
     try:
         saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
@@ -187,6 +186,4 @@ def _read(out: Path, preset: str) -> Restored:
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
-    return Restored(
-        of(""), of("_std"), of("_low_90"), of("_high_90"), samples, said[0] if said else None, metrics
-    )
+    return Restored(of(""), of("_std"), of("_low_90"), of("_high_90"), samples, said[0] if said else None, metrics)

@@ -119,6 +119,8 @@ def write_zarr(path: Path, volume: np.ndarray, byteorder: str, version: int = 2,
 
 
 SHARDS = {"version": 3, "chunks": (1, 1, 2, 8, 16), "shards": (1, 1, 4, 16, 32)}
+
+
 def write_npy(path: Path, volume: np.ndarray, byteorder: str) -> str:
     np.save(path / "scan.npy", volume.astype(volume.dtype.newbyteorder(byteorder)))
     return str(path / "scan.npy")

@@ -38,7 +38,6 @@ class NpyFile(RowFile):
 
     def _offset(self, index: int) -> int:
         with self.path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            read_header(file)
+            first = np.lib.format.read_magic(file) == (1, 0)
+            (np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0)(file)
             return file.tell() + index * self._slice_bytes
