@@ -133,7 +133,8 @@ MAY_IMPORT = {
         "cocodiff.sequence",
     ),
     "cocodiff.demo_model": (),
-    "cocodiff.__init__": ("cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
+    "cocodiff.arrays": ("cocodiff.outputs.journal",),
+    "cocodiff.__init__": ("cocodiff.arrays", "cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
     # What stands on the library: first what all commands share, then jobs, then the command line.
     "cocodiff.outputs": (),
     "cocodiff.console": (

@@ -19,6 +19,7 @@ MODULES = {  # of subcommands that are no module of this package by their own na
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
+    "train": "make the embedded model one of your own volumes",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
     "bench": "measure, as in bench step: alltoall, step, attention, kernels, peers",
     "kernels": "the SYCL kernels: kernels build, kernels report",

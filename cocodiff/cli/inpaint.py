@@ -36,7 +36,7 @@ OPTIONS = (
     Option(
         "input",
         "slices: PNG, TIFF (also stacks), a folder of TIFF files or a quoted pattern of their names as one stack, HDF5 "
-        "as file.h5:/dataset, or OME-Zarr",
+        "as file.h5:/dataset, OME-Zarr, or NumPy's .npy",
         many=True,
         required=True,
     ),
@@ -132,7 +132,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
-        if request.model == EMBEDDED and any(config.vae == how for config in prepared.presets.values()):
+        if request.own is not None and any(config.vae == how for config in prepared.presets.values()):
             raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return prepared
@@ -162,12 +162,14 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     )
 
 
-def find_tasks(values: dict[str, Any]) -> list[Any]:
-    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing."""
+def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
+    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
+
+    unmasked: the word for a mask that hides nothing, where there may be one."""
     from cocodiff_eval.formats.region import Part
     from cocodiff_eval.formats.table import result_format
     from cocodiff_eval.intensity import intensity_range, parse_range
-    from cocodiff_eval.masks import make_mask
+    from cocodiff_eval.masks import make_mask, nothing_masked
     from cocodiff_eval.slices import open_stacks, open_truth
 
     from cocodiff.jobs.tasks import Task, file_names
@@ -187,8 +189,10 @@ def find_tasks(values: dict[str, Any]) -> list[Any]:
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
-            along_z = axes_of(values, stack)[0] == ("z",)
-            mask = make_mask(word, stack, values["seed"], links, progress, along_z)
+            if word == unmasked:
+                mask = nothing_masked(stack)
+            else:
+                mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
             if any(mask.name == other.name for of, other, *_ in found if of is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)

@@ -47,3 +47,17 @@ def plot_presets(rows: Rows, where: str, path: Path) -> None:
         axes.tick_params(axis="x", labelrotation=20)
     figure.suptitle(where, fontsize=10)
     figure.savefig(path, dpi=110)
+
+
+def plot_losses(rows: Rows, path: Path) -> None:
+    """A training's losses, on the patches that it saw and on those that were held out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = [row["step"] for row in rows]
+    axes.plot(steps[1:], [row["loss"] for row in rows[1:]], label="patches of the training")
+    axes.plot(steps, [row["held_out_loss"] for row in rows], label="held-out patches")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=110)

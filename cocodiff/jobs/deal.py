@@ -12,7 +12,7 @@ from cocodiff.config import Config, load_machine
 from cocodiff.console.terminal import say
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.files import read_json
-from cocodiff.loading.pipelines import EMBEDDED, Request, has_encoders, model_file, transformer_config
+from cocodiff.loading.pipelines import Request, has_encoders, model_file, own_weights, transformer_config
 from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
@@ -115,7 +115,7 @@ def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | Non
 
 def guides(request: Request) -> bool:
     """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
-    if request.model == EMBEDDED:
+    if request.own is not None:
         return False
     index, pipelines = request.index, request.pipelines
     family = next(one for one in families() if pipelines in one.pipelines)
@@ -143,7 +143,7 @@ def workloads(
     elif shape.rows_per_image == 1:
         shape = replace(shape, branches=2)
     itemsize = ITEMSIZE.get(values["dtype"], 4 if on_cpu(values) else 2)
-    text = PROMPT_TOKENS if request.model == EMBEDDED else shape.text_tokens
+    text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
     segments = image_and_text(image_tokens(values, request, path, shape), text)
     load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
     return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
@@ -164,7 +164,7 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
     transformer's config."""
     model = request.model
     patch = shape.pixels_per_token // VAE_FACTOR
-    if model != EMBEDDED and request.pipelines.video is not None:
+    if request.own is None and request.pipelines.video is not None:
         of_video = zip(("frames", "height", "width"), request.pipelines.video, strict=True)
         frames, height, width = (values.get(name) or own for name, own in of_video)
         each = read_json(model_file(model, "vae/config.json")).get("scale_factor_temporal", 4)
@@ -189,7 +189,7 @@ def own_pixels(model: str) -> int:
 
 def vae_factor(model: str) -> int:
     """Pixels of a latent pixel's side."""
-    if model == EMBEDDED:
+    if own_weights(model) is not None:
         return VAE_FACTOR
     config = read_json(model_file(model, "vae/config.json"))
     if "scale_factor_spatial" in config:

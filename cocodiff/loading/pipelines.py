@@ -24,6 +24,7 @@ from cocodiff.models.family import EXPERTS, GENERATE, Pipelines
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
+OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained from the embedded one
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
 UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # without such an image
@@ -46,6 +47,10 @@ class Request:
     def index(self) -> dict[str, Any]:
         """Of a model with files of its own. Raises UserError as `read_index`."""
         return read_index(self.model)
+
+    @property
+    def own(self) -> Path | None:
+        return own_weights(self.model)
 
     @cached_property
     def pipelines(self) -> Pipelines:
@@ -79,6 +84,12 @@ class Model:
         return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.fixed
 
 
+def own_weights(model: str) -> Path | None:
+    """The folder of the embedded model's weights, or of one that was trained from it; None for any other model."""
+    folder = Path(str(resources.files("cocodiff.demo_model"))) / "weights" if model == EMBEDDED else Path(model)
+    return folder if is_there(folder / OWN_VAE) else None
+
+
 # Before ranks start ---------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +99,8 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
 
     weights: whether there have to be any."""
     name = request.model
-    if name == EMBEDDED:
+    own = request.own
+    if own is not None:
         if request.task == GENERATE:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
         encoders = False
@@ -110,13 +122,13 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
         raise UserError(f"--guidance_2 {request.guidance_2:g}: model {name} has no second expert: leave it away")
     if request.image is not None:
         read_image(request.image)
-    if name == EMBEDDED and request.guidance is not None:
+    if own is not None and request.guidance is not None:
         raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
     shape = transformer_config(name)
     if not shape.is_file():
         raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
     check_shape(request, read_shape(shape), ranks)
-    if weights and name != EMBEDDED and Path(name).is_dir():
+    if weights and own is None and Path(name).is_dir():
         check_folder(Path(name), request.index, MAY_BE_ABSENT)
 
 
@@ -177,9 +189,8 @@ def _is_named(index: dict[str, Any], part: str) -> bool:
 
 def transformer_config(name: str) -> Path:
     """The config.json of a model's transformer. Raises UserError as `model_file`."""
-    if name == EMBEDDED:
-        return Path(str(resources.files("cocodiff.demo_model"))) / "weights" / "config.json"
-    return model_file(name, "transformer/config.json")
+    own = own_weights(name)
+    return own / "config.json" if own is not None else model_file(name, "transformer/config.json")
 
 
 def model_file(name: str, file: str) -> Path:
@@ -208,7 +219,7 @@ def _fetched(name: str, file: str) -> Path:
 
 def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
-    if request.model != EMBEDDED:
+    if request.own is None:
         _pipeline_class(request)
 
 
@@ -223,10 +234,11 @@ def load_model(request: Request, dtype: str, transport: Any) -> Model:
     Raises UserError on every rank when the model cannot be loaded.
     """
     wanted = torch_dtype(dtype)
-    if request.model == EMBEDDED:
+    if request.own is not None:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
 
-        pipe, prompts, fixed = load_pipeline(wanted), [prompt_embeddings(1, wanted)], {"guidance_scale": 1.0}
+        pipe, fixed = load_pipeline(wanted, request.own), {"guidance_scale": 1.0}
+        prompts = [prompt_embeddings(1, wanted)]
     else:
         pipe, prompts, fixed = _load_on_ranks(request, dtype, transport)
     pipe.to(transport.device)

@@ -61,6 +61,11 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
     return mask_YX
 
 
+def nothing_masked(stack: Stack) -> Mask:
+    """All voxels are known."""
+    return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), 0)
+
+
 def make_mask(
     kind: str,
     stack: Stack,

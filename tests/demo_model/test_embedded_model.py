@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from cocodiff_studies.demo_model import evaluate, slices, train
-from cocodiff_studies.demo_model.masks import center_mask
 from safetensors import safe_open
 
 from cocodiff import demo_model
+from cocodiff.demo_model.training.masks import center_mask
 
 pytestmark = pytest.mark.processes
 
@@ -84,14 +84,14 @@ def test_training_runs_and_repeats_itself(tmp_path: Path) -> None:
 def test_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "SAVED_EVERY", 1)
     train.train(tmp_path / "whole", seed=3, iterations=2, images=4)
-    keep = train.Training.save
+    keep = train.save_state
 
-    def stopping(training: train.Training, file: Path) -> None:
-        keep(training, file)
+    def stopping(state: dict, file: Path) -> None:
+        keep(state, file)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(train.Training, "save", stopping)
+        stopped.setattr(train, "save_state", stopping)
         with pytest.raises(KeyboardInterrupt):
             train.train(tmp_path / "parts", seed=3, iterations=2, images=4, resume=tmp_path / "state")
     train.train(tmp_path / "parts", seed=3, iterations=2, images=4, resume=tmp_path / "state")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_studies.demo_model import slices, train
-from cocodiff_studies.demo_model.masks import block_mask, center_mask, training_mask
+
+from cocodiff.demo_model.training.masks import block_mask, center_mask, training_mask
 
 
 @pytest.mark.parametrize("zoom", [1.0, 3.0])

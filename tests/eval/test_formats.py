@@ -119,6 +119,13 @@ def write_zarr(path: Path, volume: np.ndarray, byteorder: str, version: int = 2,
 
 
 SHARDS = {"version": 3, "chunks": (1, 1, 2, 8, 16), "shards": (1, 1, 4, 16, 32)}
+
+
+def write_npy(path: Path, volume: np.ndarray, byteorder: str) -> str:
+    np.save(path / "scan.npy", volume.astype(volume.dtype.newbyteorder(byteorder)))
+    return str(path / "scan.npy")
+
+
 KINDS: dict[str, tuple[Callable[..., str], dict[str, Any]]] = {
     "tiff": (write_tiff, {}),
     "imagej": (write_imagej, {}),
@@ -132,6 +139,7 @@ KINDS: dict[str, tuple[Callable[..., str], dict[str, Any]]] = {
     "zarr 2 blosc": (write_zarr, {"compressors": numcodecs.Blosc(cname="lz4")}),
     "zarr 3": (write_zarr, {"version": 3}),
     "zarr 3 sharded": (write_zarr, SHARDS),
+    "npy": (write_npy, {}),
 }
 
 

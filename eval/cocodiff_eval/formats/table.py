@@ -14,6 +14,7 @@ from cocodiff.errors import UserError, check_choice
 from cocodiff.files import is_there
 from cocodiff_eval.formats.hdf5 import open_hdf5
 from cocodiff_eval.formats.hdf5_file import Hdf5File
+from cocodiff_eval.formats.npy import NpyFile, open_npy
 from cocodiff_eval.formats.ome_zarr import is_store, open_zarr, split_store
 from cocodiff_eval.formats.ome_zarr_file import ZarrFile
 from cocodiff_eval.formats.png import open_png
@@ -24,7 +25,7 @@ from cocodiff_eval.formats.words import SAME, WRITTEN
 
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
-    "file.h5:/dataset) and OME-Zarr (.zarr)"
+    "file.h5:/dataset), OME-Zarr (.zarr) and NumPy (.npy)"
 )
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
 
@@ -47,6 +48,7 @@ FORMATS = {
     "sequence": Format((), open_sequence, SequenceFiles, ""),
     "zarr": Format((), None, ZarrFile, ".ome.zarr"),
     "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, Hdf5File, ".h5"),
+    "npy": Format((".npy",), open_npy, NpyFile, ".npy"),
 }
 
 
@@ -82,8 +84,8 @@ def split_hdf5(path: str) -> tuple[str, str | None]:
 def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
-    path: a PNG or TIFF file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or Zarr as
-    `store.zarr` or `store.zarr:/image`. follow_links: read other files that an HDF5 file names.
+    path: a PNG, TIFF or NumPy file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or
+    Zarr as `store.zarr` or `store.zarr:/image`. follow_links: read other files that an HDF5 file names.
     Raises UserError for a missing, unreadable or unsupported file, for anything that is not 2-D or 3-D grey data, and
     for slices that this machine's memory cannot hold.
     """

@@ -18,8 +18,8 @@ from skimage.metrics import structural_similarity
 from skimage.restoration import inpaint_biharmonic
 
 from cocodiff.demo_model import WEIGHTS, load_pipeline, prompt_embeddings
+from cocodiff.demo_model.training.masks import Mask, block_mask, center_mask
 
-from .masks import Mask, block_mask, center_mask
 from .slices import FAMILIES, HELD_OUT_SEEDS, make_slice
 
 Stack = NDArray[np.float32]

@@ -24,7 +24,7 @@ def orthogonalise(updates_NRC: Tensor, steps: int = 5) -> Tensor:
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = NEWTON_SCHULZ
     gram = wide @ wide.mT
-    eye = torch.eye(gram.shape[1])
+    eye = torch.eye(gram.shape[1], device=gram.device)
     total = eye.expand_as(gram)
     for _ in range(steps):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
@@ -41,7 +41,7 @@ class Muon:
         self.momentum = momentum
         self.weight_decay = weight_decay
         shapes = {matrix.shape: [other for other in matrices if other.shape == matrix.shape] for matrix in matrices}
-        self.groups = [(group, torch.zeros(len(group), *shape)) for shape, group in shapes.items()]
+        self.groups = [(group, group[0].new_zeros(len(group), *shape)) for shape, group in shapes.items()]
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -77,9 +77,11 @@ class Optimizer:
         self.averaged = [p.detach().clone() for p in self.parameters]
         self.count = 0
 
-    def step(self, relative_rate: float) -> None:
-        """One update at `relative_rate` times the configured rates; clears the gradients."""
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+    def step(self, relative_rate: float) -> bool:
+        """One update at `relative_rate` times the configured rates; clears the gradients. Returns whether they were
+        finite; else nothing is updated."""
+        if not nn.utils.clip_grad_norm_(self.parameters, 1.0).isfinite():
+            return False
         self.muon.step(self.muon_rate * relative_rate)
         for group in self.adam.param_groups:
             group["lr"] = self.adam_rate * relative_rate
@@ -90,6 +92,7 @@ class Optimizer:
         keep = min(self.average, self.count / (self.count + 10))
         with torch.no_grad():
             torch._foreach_lerp_(self.averaged, self.parameters, 1 - keep)
+        return True
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -113,4 +116,5 @@ class Optimizer:
         for (_, velocity_NRC), kept_NRC in zip(self.muon.groups, state["muon"], strict=True):
             velocity_NRC.copy_(kept_NRC)
         self.adam.load_state_dict(state["adam"])
-        self.averaged, self.count = state["averaged"], state["count"]
+        torch._foreach_copy_(self.averaged, state["averaged"])
+        self.count = state["count"]

@@ -1,0 +1,189 @@
+"""Restoring an array from Python: `cocodiff inpaint` on ranks of its own, behind a function.
+
+    restored = cocodiff.restore(volume, mask, samples=8)
+    restored.mean, restored.low_90, restored.verdict
+
+The ranks are processes beside this one, so that a notebook keeps its memory and its device, and what a rank dies of
+leaves the notebook alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.errors import PeerLost, UserError
+from cocodiff.outputs.journal import Journals
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LAST_S = 10.0  # what a job that is asked to stop may take
+SAID = 2000  # characters of what a job that failed has said
+DECIDED = ("input", "mask", "out", "preset", "format", "quiet", "keep_samples", "overwrite", "resume", "config")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restored volume, [Z, Y, X] or [Y, X] as it was given.
+
+    mean                the restoration, in the volume's dtype, outside the mask its very voxels
+    spread              standard deviation of the samples, float32, in the volume's units; None for a single one
+    low_90, high_90     ends of the intervals that hold 90 % of the truth, by a test on hidden regions of this volume;
+                        None where none could be hidden
+    samples             each restoration by itself
+    verdict             how good this and methods without a model were on hidden regions, in words; None without a test
+    metrics             what metrics.json holds
+    """
+
+    mean: np.ndarray
+    spread: np.ndarray | None
+    low_90: np.ndarray | None
+    high_90: np.ndarray | None
+    samples: Sequence[np.ndarray]
+    verdict: str | None
+    metrics: dict[str, Any]
+
+
+def restore(
+    volume: Any,
+    mask: Any,
+    samples: int = 8,
+    *,
+    axes: Sequence[str] | None = None,
+    model: str = "embedded",
+    ranks: int = 1,
+    preset: str = "tapa",
+    progress: bool = True,
+    **options: Any,
+) -> Restored:
+    """Restores the voxels of a volume where a mask is True, as in scikit-image.
+
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read slice
+    by slice. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes: of
+    "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. ranks: of
+    this host. progress: shows a bar. options: further ones of `cocodiff inpaint`, as steps=20, seed=1, method="best".
+
+    Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
+    otherwise. Nothing is left in any case, a KeyboardInterrupt included.
+    """
+    unknown = sorted(set(options) & set(DECIDED))
+    if unknown:
+        raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
+    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name:
+        folder = Path(name)
+        _save(volume, folder / "volume.npy")
+        _save(mask, folder / "mask.npy", as_mask=True)
+        out = folder / "out"
+        given = {"samples": samples, "axes": axes, "model": model, "ranks": ranks, "preset": preset, **options}
+        words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
+        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given)]
+        _run(words, out, progress)
+        return _read(out, preset)
+
+
+def _save(array: Any, path: Path, as_mask: bool = False) -> None:
+    """A slice at a time, as a volume may be larger than memory."""
+    import numpy as np
+
+    sides = getattr(array, "ndim", "no")
+    if sides not in (2, 3):
+        kind = type(array).__name__
+        raise UserError(f"restore: a {kind} of {sides} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
+    dtype = np.dtype(np.uint8) if as_mask else np.dtype(array.dtype)
+    try:
+        saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
+    except ValueError as error:
+        raise UserError(f"restore: voxels of type {dtype}: {error}") from error
+    for index in range(array.shape[0]):
+        one = np.asarray(array[index])
+        saved[index] = one != 0 if as_mask else one
+    saved.flush()
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [f"--{name}", str(value).lower()]
+        else:
+            listed = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{name}", *map(str, listed)]
+    return words
+
+
+def _run(words: Sequence[str], out: Path, progress: bool) -> None:
+    """The job to its end."""
+    with (out.parent / "said").open("w+") as said:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "cocodiff", *words], stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+        try:
+            _watch(job, out, progress)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                job.send_signal(signal.SIGINT)
+            try:
+                job.wait(LAST_S)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+            raise
+        said.seek(0)
+        text = said.read()
+    if job.returncode:
+        raise _error(job.returncode, text)
+
+
+def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
+    from tqdm.auto import tqdm
+
+    journals = Journals(out.parent / f".{out.name}.partial")
+    with tqdm(desc="restoring", unit="slice", disable=not progress, total=None) as bar:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(0.5)
+                return
+            kept = journals.kept() if progress else None
+            if kept is not None:
+                bar.total, bar.n = kept.total, kept.done
+                bar.refresh()
+
+
+def _error(code: int, text: str) -> Exception:
+    """What a job has ended of, by what it has said last."""
+    lines = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
+    last = lines[-1] if lines else text[-SAID:]
+    if code == 2:
+        return UserError(last)
+    lost = re.match(r"rank (\d+) (was killed by \w+|was stopped[^;]*|died[^;]*|fell silent[^;]*|is gone[^;]*)", last)
+    if lost is not None:
+        return PeerLost(int(lost[1]), lost[2])
+    return RuntimeError(f"the restoration failed: {text[-SAID:]}")
+
+
+def _read(out: Path, preset: str) -> Restored:
+    import numpy as np
+
+    images, stem = out / "images", f"volume_mask_{preset}"
+
+    def of(ending: str) -> Any:
+        path = images / f"{stem}{ending}.npy"
+        return np.load(path) if path.is_file() else None
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
+    numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
+    samples = [of(f"_sample_{number}") for number in numbers]
+    return Restored(of(""), of("_std"), of("_low_90"), of("_high_90"), samples, said[0] if said else None, metrics)

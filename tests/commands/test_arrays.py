@@ -1,0 +1,116 @@
+"""`cocodiff.restore`: arrays in, arrays out, its ranks behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+import cocodiff
+from cocodiff import PeerLost, UserError, arrays
+
+pytestmark = pytest.mark.processes
+
+QUICK = {"steps": 2, "progress": False, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the function keeps what it works with: nothing is left there."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def volume() -> np.ndarray:
+    return np.random.default_rng(0).integers(1000, 60000, (4, 48, 40), dtype=np.uint16)
+
+
+@pytest.fixture
+def mask() -> np.ndarray:
+    mask = np.zeros((48, 40), bool)
+    mask[20:30, 15:25] = True
+    return mask
+
+
+def test_a_volume_is_restored(volume: np.ndarray, mask: np.ndarray, temporary: Path) -> None:
+    found = cocodiff.restore(volume, mask, samples=2, **QUICK)
+    assert (found.mean.dtype, found.mean.shape) == (volume.dtype, volume.shape)
+    assert (found.mean[:, ~mask] == volume[:, ~mask]).all() and (found.mean[:, mask] != volume[:, mask]).any()
+    assert found.spread is not None and (found.spread[:, ~mask] == 0).all() and (found.spread[:, mask] > 0).any()
+    samples = np.stack(found.samples).astype(float)
+    assert np.abs(samples.mean(0) - found.mean).max() <= 1
+    assert [*temporary.iterdir()] == []
+
+
+def test_the_example_of_the_pages_runs() -> None:
+    script = Path(__file__).parent.parent.parent / "docs" / "restore.py"
+    done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "hidden regions of this volume" in done.stdout and "% of the truth between" in done.stdout
+
+
+def test_other_arrays_give_the_same_bits(volume: np.ndarray, mask: np.ndarray, tmp_path: Path) -> None:
+    stored = zarr.create_array(str(tmp_path / "a.zarr"), shape=volume.shape, chunks=(2, 24, 40), dtype=volume.dtype)
+    stored[:] = volume
+    one, other = (cocodiff.restore(given, mask, samples=1, seed=3, **QUICK) for given in (volume, stored))
+    assert (one.mean == other.mean).all() and one.spread is None and one.verdict is None
+    flat = cocodiff.restore(volume[0], mask, samples=1, seed=3, **QUICK)
+    assert flat.mean.shape == mask.shape and (flat.mean[~mask] == volume[0][~mask]).all()
+
+
+def test_what_cannot_be_restored_is_a_line(volume: np.ndarray, mask: np.ndarray) -> None:
+    with pytest.raises(UserError, match="the mask is empty"):
+        cocodiff.restore(volume, np.zeros_like(mask), **QUICK)
+    with pytest.raises(UserError, match="1 dimensions"):
+        cocodiff.restore(volume[0, 0], mask, **QUICK)
+    with pytest.raises(UserError, match="out cannot be given"):
+        cocodiff.restore(volume, mask, out="here", **QUICK)
+    with pytest.raises(UserError, match="unknown option"):
+        cocodiff.restore(volume, mask, colour="red", **QUICK)
+
+
+def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
+    """The processes of a job's ranks, when there are two."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    while len(found := [*map(int, children.read_text().split())]) < 2:
+        time.sleep(0.05)
+    return found
+
+
+def test_a_rank_that_dies_is_named(volume: np.ndarray, mask: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killing(job: subprocess.Popen[Any], *_: Any) -> None:
+        os.kill(ranks_of(job)[1], signal.SIGKILL)
+        job.wait()
+
+    monkeypatch.setattr(arrays, "_watch", killing)
+    with pytest.raises(PeerLost, match="rank 1 was killed by SIGKILL") as lost:
+        cocodiff.restore(volume, mask, ranks=2, **QUICK | {"steps": 500})
+    assert lost.value.rank == 1
+
+
+def test_an_interrupt_leaves_nothing(
+    volume: np.ndarray, mask: np.ndarray, monkeypatch: pytest.MonkeyPatch, temporary: Path
+) -> None:
+    ranks: list[int] = []
+
+    def interrupted(job: subprocess.Popen[Any], *_: Any) -> None:
+        ranks.extend(ranks_of(job))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arrays, "_watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cocodiff.restore(volume, mask, ranks=2, **QUICK | {"steps": 500})
+    assert [*temporary.iterdir()] == []
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)

@@ -1,0 +1,120 @@
+"""`cocodiff train`: a model of one's own volumes, which `inpaint` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from launching import with_options
+from safetensors.numpy import load_file
+from scipy.ndimage import gaussian_filter
+from warm import forked
+
+from cocodiff.cli.main import main
+from cocodiff.demo_model.training import flow
+from cocodiff.jobs import training
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+FEW = ("--iterations", "30", "--batch", "2", "--patches", "40", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A volume with a slab that is missing, and the mask of it."""
+    folder = tmp_path_factory.mktemp("scan")
+    volume = gaussian_filter(np.random.default_rng(0).random((20, 100, 110)), 4)
+    volume = ((volume - volume.min()) / np.ptp(volume) * 60000).astype(np.uint16)
+    mask = np.zeros(volume.shape, np.uint8)
+    mask[3:5, :30], volume[3:5, :30] = 255, 0
+    tifffile.imwrite(folder / "scan.tif", volume, photometric="minisblack")
+    tifffile.imwrite(folder / "missing.tif", mask, photometric="minisblack")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2}.items():
+        monkeypatch.setattr(training, name, value)
+
+
+def train(scan: Path, out: Path, *words: Any) -> int:
+    given = ("--input", scan / "scan.tif", "--mask", scan / "missing.tif", "--out", out, *FEW)
+    return main(["train", *with_options([*map(str, given)], *map(str, words))])
+
+
+def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(scan, tmp_path / "model", "--anew") == 0
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert [row["step"] for row in found["losses"]] == [0, 25, 30]
+    assert f"{found['psnr_db']['after']:.2f} dB, before {found['psnr_db']['before']:.2f} dB" in said
+    assert (tmp_path / "model" / "training.png").stat().st_size > 1000
+    outputs = []
+    for model in ("embedded", tmp_path / "model"):
+        out = tmp_path / f"restored{len(outputs)}"
+        words = ("--input", scan / "scan.tif", "--slices", "18:19", "--steps", "2", "--no_exact", "--quiet")
+        assert main(["inpaint", *map(str, (*words, "--model", model, "--out", out))]) == 0
+        outputs.append(tifffile.imread(next((out / "images").glob("*.tif"))))
+    assert outputs[0].shape == outputs[1].shape and (outputs[0] != outputs[1]).any()
+
+
+def test_a_stopped_training_goes_on_to_the_same_bits(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(scan, tmp_path / "whole") == 0
+    advance = training.Trainer.advance
+
+    def stopping(trainer: training.Trainer) -> None:
+        if trainer.run.step == 28:
+            raise KeyboardInterrupt
+        advance(trainer)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(training.Trainer, "advance", stopping)
+        assert train(scan, tmp_path / "parts") == 130
+    assert train(scan, tmp_path / "parts") == 2
+    assert "25 of 30 steps" in capsys.readouterr().err
+    assert train(scan, tmp_path / "parts", "--resume", "--seed", "1") == 2
+    assert "seed: 0 there, 1 now" in capsys.readouterr().err
+    assert train(scan, tmp_path / "parts", "--resume") == 0
+    for name in (WEIGHTS, "training.json"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert train(scan, tmp_path / "parts", "--resume") == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_ranks_train_together(scan: Path, tmp_path: Path) -> None:
+    words = ["--iterations", "2", "--batch", "2", "--patches", "8", "--quiet", "--ranks", "2", "--anew"]
+    done = forked("train", "--input", scan / "scan.tif", *words, "--out", tmp_path / "model", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    weights = load_file(tmp_path / "model" / WEIGHTS)
+    assert all(np.isfinite(one).all() for one in weights.values())
+
+
+def test_what_cannot_be_trained_is_said_in_a_line(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: Any) -> str:
+        assert train(scan, tmp_path / "model", *words) == 2
+        assert not (tmp_path / "model").exists()
+        said = capsys.readouterr().err.strip()
+        assert said.count("\n") == 0
+        return said
+
+    assert "smaller than a patch of 96" in refused("--roi", "0:64,0:64")
+    assert "at least 16 slices, or 192 voxels on a side" in refused("--slices", "0:4")
+    assert "only the embedded model" in refused("--model", tmp_path)
+    assert "--rate 0" in refused("--rate", "0")
+    mask = np.ones((20, 100, 110), np.uint8)
+    mask[:, :, :20] = 0
+    tifffile.imwrite(tmp_path / "most.tif", mask)
+    assert "too much is masked to train on" in refused("--mask", tmp_path / "most.tif")
+    tifffile.imwrite(tmp_path / "none.tif", np.zeros_like(mask))
+    assert "the mask is empty" in refused("--mask", tmp_path / "none.tif")
+    monkeypatch.setattr(flow, "loss_of", lambda model, *_: next(model.parameters()).sum() * float("nan"))
+    assert "training has diverged; start again with a lower --rate" in refused()
