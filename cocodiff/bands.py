@@ -58,7 +58,8 @@ def unknown_layer(vae: Any) -> str | None:
 
 def halvings(vae: nn.Module) -> int:
     """How often a VAE's encoder halves a picture's sides."""
-    return sum(getattr(layer, "stride", 1)[-1] == 2 for layer in vae.encoder.modules() if _is_convolution(layer))
+    encoder: Any = vae.encoder
+    return sum(layer.stride[-1] == 2 for layer in encoder.modules() if _is_convolution(layer))
 
 
 def _is_from(kind: type, package: str) -> bool:
