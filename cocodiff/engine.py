@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.compiling import Compiler
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
@@ -43,6 +42,9 @@ from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Coding, Moment
+
+if TYPE_CHECKING:
+    from cocodiff.compiling import Compiler
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -104,14 +106,25 @@ class Engine:
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self.compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
-        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self.compiler.compiled)
+        self.compiler = self._new_compiler()
+        self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
         self._guided = self._guided_ranks()
         self._inside = False
         self._undo = ExitStack()  # what leaving the block puts back
         self._results: Results | None = None
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+
+    def _new_compiler(self) -> Compiler | None:
+        """None for a model that is not compiled: a run imports nothing of it."""
+        if not self.config.compile and all(part._compiled_call_impl is None for part in self.model.modules()):
+            return None
+        from cocodiff.compiling import Compiler
+
+        return Compiler(self.config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+
+    def _new_kernels(self, path: str, note: Any = None) -> Kernels:
+        return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
@@ -155,7 +168,7 @@ class Engine:
     @property
     def compiled(self) -> str:
         """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
-        return str(self.compiler)
+        return str(self.compiler or "")
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
@@ -163,7 +176,9 @@ class Engine:
         self._open()
         self._rule.begin()
         self._check_model(self.model.named_modules(), checks.block_names(self.model))
-        self.compiler.check(self.model)
+        self.compiler = self.compiler or self._new_compiler()
+        if self.compiler is not None:
+            self.compiler.check(self.model)
         shared = self._shared_vae()
         self._replace_attention()
         self._hook_calls()
@@ -196,11 +211,12 @@ class Engine:
 
     def _replace_attention(self) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self.compiler.compiled)
+        kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         self._undo.callback(self.adapter.attach(self.model, self, kernels))
 
     def _compile_blocks(self) -> None:
-        self._undo.callback(self.compiler.attach(self.model))
+        if self.compiler is not None:
+            self._undo.callback(self.compiler.attach(self.model))
 
     def _hook_calls(self) -> None:
         self._undo.callback(self.model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
@@ -271,7 +287,7 @@ class Engine:
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model), self.compiler.by_user)
+        self._check_model(checks.called_often(self.model), self.compiler.by_user if self.compiler else ())
         self.adapter.check_call(arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
