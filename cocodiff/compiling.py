@@ -116,13 +116,13 @@ class Compiler:
             if any(map(attends, block.modules())) and (self.wanted or block._compiled_call_impl is not None)
         ]
 
-    def _compile(self, graph: Any, inputs: Any, **named: Any) -> Any:
+    def _compile(self, graph: Any, inputs: Any) -> Any:
         """A backend of torch.compile: the usual one, counted."""
         from torch._dynamo import lookup_backend
 
         started = time.perf_counter()
         with self._trace.span("compile"):
-            run = lookup_backend(BACKEND)(graph, inputs, **named)
+            run = lookup_backend(BACKEND)(graph, inputs)
         self.graphs += 1
         self.later += self._is_later()
         self.seconds += time.perf_counter() - started

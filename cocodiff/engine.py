@@ -24,7 +24,6 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.compiling import Compiler
 from cocodiff.config import Config, load_machine
 from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
@@ -45,6 +44,7 @@ from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment
 
 if TYPE_CHECKING:
+    from cocodiff.compiling import Compiler
     from cocodiff.step_cache import FirstBlockCache
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
@@ -110,8 +110,8 @@ class Engine(HasResults):
         self._ranks_on_node = sum(place.node == node for place in run.places)
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
-        self.compiler = Compiler(config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
-        self._kernels = Kernels(config.kernels, self.trace.note_kernel, self.compiler.compiled)
+        self.compiler = self._new_compiler()
+        self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
         self._guided = self._guided_ranks()
         self._inside = False
@@ -122,6 +122,18 @@ class Engine(HasResults):
         """One for each model; none without the setting."""
         name = self.config.step_cache
         return [] if name == "none" else [load(STEP_CACHES, name)(model, self.config) for model in self._models]
+
+    def _new_compiler(self) -> Compiler | None:
+        """None for models that are not compiled: a run imports nothing of it."""
+        parts = (part for model in self._models for part in model.modules())
+        if not self.config.compile and all(part._compiled_call_impl is None for part in parts):
+            return None
+        from cocodiff.compiling import Compiler
+
+        return Compiler(self.config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+
+    def _new_kernels(self, path: str, note: Any = None) -> Kernels:
+        return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
@@ -165,16 +177,18 @@ class Engine(HasResults):
     @property
     def compiled(self) -> str:
         """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
-        return str(self.compiler)
+        return str(self.compiler or "")
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Engine:
         self._open()
         self._rule.begin()
+        self.compiler = self.compiler or self._new_compiler()
         for model in self._models:
             self._check_model(model.named_modules(), checks.block_names(model))
-            self.compiler.check(model)
+            if self.compiler is not None:
+                self.compiler.check(model)
         shared = self._shared_vae()
         try:
             for number, model in enumerate(self._models):
@@ -213,11 +227,12 @@ class Engine(HasResults):
 
     def _replace_attention(self, model: nn.Module) -> None:
         # One rank alone gives one process's bits: it is what others are compared with.
-        kernels = self._kernels if self.size > 1 else Kernels("torch", compiled=self.compiler.compiled)
+        kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         self._undo.callback(self.adapter.attach(model, self, kernels))
 
     def _compile_blocks(self, model: nn.Module) -> None:
-        self._undo.callback(self.compiler.attach(model))
+        if self.compiler is not None:
+            self._undo.callback(self.compiler.attach(model))
 
     def _cache_steps(self, number: int) -> None:
         """Around blocks that are compiled by then: what the cache sends is in no graph."""
@@ -296,7 +311,7 @@ class Engine(HasResults):
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model), self.compiler.by_user)
+        self._check_model(checks.called_often(self.model), self.compiler.by_user if self.compiler else ())
         self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

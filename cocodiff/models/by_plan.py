@@ -167,7 +167,8 @@ class PlannedModel:
         # Where every attention is known to be a module's, functions need be seen in these modules alone.
         whole = self._marks is not None or any(site.startswith(OUTSIDE) for site in self._sites)
         self._within = nullcontext() if whole else functions
-        self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
+        if self._host.compiler is not None:
+            self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
         with functions if whole else nullcontext():
             try:
                 output = forward(*bound.args, **bound.kwargs)
