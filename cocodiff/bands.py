@@ -56,10 +56,9 @@ def unknown_layer(vae: Any) -> str | None:
     return None
 
 
-def halvings(vae: nn.Module) -> int:
+def halvings(vae: Any) -> int:
     """How often a VAE's encoder halves a picture's sides."""
-    encoder: Any = vae.encoder
-    return sum(layer.stride[-1] == 2 for layer in encoder.modules() if _is_convolution(layer))
+    return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if _is_convolution(layer))
 
 
 def _is_from(kind: type, package: str) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocodiff.bands import Bands, gather, halvings, unknown_layer
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
@@ -144,6 +143,8 @@ class ShardedVAE(WrappedVAE):
 
     def __init__(self, vae: Any, transport: Transport) -> None:
         """Raises UserError where the VAE has a layer that is not known in bands."""
+        from cocodiff.bands import unknown_layer
+
         unknown = unknown_layer(vae)
         if unknown is not None:
             raise UserError(
@@ -155,6 +156,8 @@ class ShardedVAE(WrappedVAE):
         """As the VAE's own. Every rank calls it with the same image and gets the same distribution."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        from cocodiff.bands import halvings
 
         def parameters(vae: Any, band: Tensor) -> Tensor:
             return type(vae).encode(vae, band, return_dict=False, **options)[0].parameters
@@ -178,6 +181,8 @@ class ShardedVAE(WrappedVAE):
     @torch.no_grad()
     def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
         """What `call` makes of all bands of x. factor: rows of x for each latent row."""
+        from cocodiff.bands import Bands
+
         transport, axis = self._transport, -2 if x.shape[-2] >= x.shape[-1] else -1
         latent_rows = x.shape[axis] // factor
         bands = max(1, min(transport.size, latent_rows))
@@ -203,7 +208,9 @@ def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: st
 
     def gathered_tensors(own: list[Tensor]) -> list[Tensor]:
         sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])
-        return gather(transport.world, sent, [like.new_empty(sum(count), dtype=dtype) for count in counts])
+        parts = [like.new_empty(sum(count), dtype=dtype) for count in counts]
+        transport.world.all_gather(sent, parts).wait()
+        return parts
 
     transport.arrive(at)
     parts = transport.control.submit(gathered_tensors, own).wait()
