@@ -42,7 +42,8 @@ OWN = (
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
     Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
 )
-LEFT_AWAY = ("exact", "exact_slices", "preset", "resume", "samples", *(own.name for own in (*BOUND_OPTIONS, *OWN)))
+OF_VOLUMES = ("samples", "axes", "hidden_test", "method", "keep_samples")
+LEFT_AWAY = (*("exact", "exact_slices", "preset", "resume"), *OF_VOLUMES, *(own.name for own in (*BOUND_OPTIONS, *OWN)))
 # One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
 CHANGED = {"parallel": "off"}
 OPTIONS = (
