@@ -189,15 +189,7 @@ class Adapter(ABC):
             module.set_processor(ours[type(before)](host, name, kernels, before))
         placed = [(name, module, module.processor) for name, module, _ in attending]
 
-        def check_placed(*_: Any) -> None:
-            for name, module, own in placed:
-                if module.processor is not own:
-                    raise UserError(
-                        f"{name}.processor became a {type(module.processor).__name__} inside the `with` block and "
-                        f"would attend to a shard: load and unload adapters before the block"
-                    )
-
-        handle = model.register_forward_pre_hook(check_placed)
+        handle = model.register_forward_pre_hook(partial(check_placed, placed))
         forwards = self.blocks()
         blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
         for block in blocks:
@@ -211,6 +203,16 @@ class Adapter(ABC):
                 del block.forward
 
         return put_back
+
+
+def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
+    """Raises UserError where a processor of ours is no longer its module's. placed: names, modules, processors."""
+    for name, module, own in placed:
+        if module.processor is not own:
+            raise UserError(
+                f"{name}.processor became a {type(module.processor).__name__} inside the `with` block and would attend "
+                f"to a shard: load and unload adapters before the block"
+            )
 
 
 def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
