@@ -269,6 +269,19 @@ def test_an_ip_adapter_of_flux(size):
     run_ranks(size, work)
 
 
+def test_an_ip_adapter_projects_queries_once():
+    model, projected = with_ip_adapters(), []
+    model.transformer_blocks[1].attn.to_q.register_forward_hook(lambda *_: projected.append(None))
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport):
+            own(**call_of("flux", batch=2, more=prompted())(torch.float32))
+
+    run_ranks(2, work)
+    assert len(projected) == 2  # once on each rank
+
+
 def test_another_ip_adapter_on_some_ranks_is_found():
     model, call = with_ip_adapters(), call_of("flux", batch=2, more=prompted())
 
