@@ -203,9 +203,9 @@ def _account(engine: Engine) -> str:
     """In words, what was compiled or cached; empty where neither was wanted."""
     if engine.compiler is not None:
         return engine.compiled or "nothing was compiled"
-    return "".join(
-        f"{row['cached_fraction']:.0%} of the second step's calls cached" for row in engine.drift_profile()[1:]
-    )
+    if engine.config.step_cache == "none":
+        return ""
+    return f"{engine.drift_profile()[-1]['cached_fraction']:.0%} of the second step's calls cached"
 
 
 def twin(model: nn.Module) -> Any:
