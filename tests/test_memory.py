@@ -158,6 +158,26 @@ def test_caches_are_as_those_of_whole_models(family, kept, size, ring):
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
 
+@pytest.mark.parametrize(("more", "size", "ring"), [({}, 3, 1), ({"codec": "int4"}, 4, 2)], ids=["alone", "int4, ring"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_caches_are_as_those_of_whole_models(family, more, size, ring):
+    """SD3's last block returns no text, so it keeps none."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(2, 6, 7, 5)
+    config = Config(step_cache="first_block", **more)
+
+    def work(transport: Any) -> tuple[int, int]:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, config=config.with_(ring=ring), transport=transport) as engine:
+            own(**inputs)
+            load = Load(image_and_text(42, 0 if family == "sd3" else 5), 2, 4, 1, state_sizes(config))
+            shape = shape_of_config(family_of(own), own.config, 1)
+            (cache,) = engine._caches
+            return cache.bytes_held(), run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].step_cache
+
+    assert all(real == expected > 0 for real, expected in run_ranks(size, work))
+
+
 class WholeImages(TorchDispatchMode):
     """Counts new tensors that are as large as all image tokens of a call."""
 
@@ -314,6 +334,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
         run_on(monkeypatch, activations_of_the_run(), selection="full", codec="int4")
     with pytest.raises(UserError, match=r"have in flight is too much: use arrival now"):
         run_on(monkeypatch, activations_of_the_run(), selection="full", arrival="displaced")
+    with pytest.raises(UserError, match=r"what the step cache keeps is too much: use .*step_cache none"):
+        run_on(monkeypatch, activations_of_the_run(), selection="full", step_cache="first_block")
 
 
 def activations_of_the_run() -> int:

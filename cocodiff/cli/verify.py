@@ -28,8 +28,8 @@ OPTIONS = (
     Option("ranks", "numbers of ranks to try (default: 2 3)", [2, 3], type=int, many=True),
     Option(
         "compile",
-        "give the graphs of compiled blocks to torch's compiler, which takes a minute or more; without it they are made "
-        "in a few seconds and run as they are, which tells how blocks break into graphs and not how a compiler rounds",
+        "give the graphs of compiled blocks to torch's compiler, which takes a minute; else they run as they are, "
+        "which takes seconds and tells how blocks break into graphs, not how a compiler rounds",
         False,
         type=bool,
     ),

@@ -49,10 +49,17 @@ def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:
 
 
 def check_room(
-    model: nn.Module, family: Family, ranks: SequenceRanks, call: tuple[int, int, int], device: Any, on_node: int
+    model: nn.Module,
+    family: Family,
+    ranks: SequenceRanks,
+    call: tuple[int, int, int],
+    device: Any,
+    on_node: int,
+    held: int,
 ) -> None:
     """Raises UserError where this rank does not have the memory for what a run keeps between calls. call: its batch,
-    the bytes of a number and the branches. on_node: ranks that share the node's memory."""
+    the bytes of a number and the branches. on_node: ranks that share the node's memory. held: bytes of it that are kept
+    already."""
     free = free_memory(device, on_node)
     if free is None:
         return
@@ -62,4 +69,4 @@ def check_room(
     shape = shape_of_config(family, config, sum(x.numel() for x in stored))
     load = Load(ranks.segments, *call, state_sizes(ranks.config))
     need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
-    check_fits(need, free + weights + ranks.strategy.coding.bytes_held(), f"rank {ranks.rank} on {device}")
+    check_fits(need, free + weights + held, f"rank {ranks.rank} on {device}")
