@@ -353,6 +353,14 @@ class Engine(HasResults):
             held = coding.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
+    def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
+        """As `_check_memory`, for a model by a plan, of which no more is known than its current call: before the first
+        one of so many layers of a kind that keep something for a branch. qkv: of the first of them."""
+        key = self.sequence, qkv.segments, kind, self.counter.branch
+        if self.strategy.coding.keeps_state and key not in self._sized:
+            self._sized.add(key)
+            load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
+
     def _steps(self) -> int | None:
         """How many steps run, from the pipeline or the settings."""
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps

@@ -188,6 +188,8 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
     total = [RankMemory()] * topology.size
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
     for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
+        if not segments:  # by a plan no token is known to be an image's
+            continue
         of_site = by_rank(
             mesh or Mesh.build(topology),
             (segments, shape.heads),
