@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from cocodiff.kernels import Kernels
 
-
 WORTH_A_GRAPH = 2**18  # bytes from which on a compiled norm is faster than what entering its graph takes
 
 
