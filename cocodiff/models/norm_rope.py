@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cocodiff.kernels import Kernels
 
-WORTH_A_GRAPH = 2**18  # bytes from which on a compiled norm is faster than what entering its graph takes
+WORTH_A_GRAPH = 2**18  # bytes of a q or k from which on a graph of the norm alone is faster than the norm as it is
 
 
 class Rotary(NamedTuple):
