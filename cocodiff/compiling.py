@@ -28,13 +28,15 @@ Function = Callable[..., Any]
 class Compiler:
     """torch.compile for one engine, and an account of what it did on this rank.
 
-    by_user: names of the blocks that the user has compiled. paused: while all blocks run as they are. graphs, seconds:
-    that were compiled, and what that took; later: how many of them after the first step of a run.
+    backend: torch's name of the compiler. by_user: names of the blocks that the user has compiled. paused: while all
+    blocks run as they are. graphs, seconds: that were compiled, and what that took; later: how many of them after the
+    first step of a run.
     """
 
     def __init__(self, wanted: bool, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
         """wanted: whether to compile blocks. is_later: whether a first step is over."""
         self.wanted, self._trace, self._is_later = wanted, trace, is_later
+        self.backend: Any = BACKEND
         self.by_user: set[str] = set()
         self.paused = False
         self.graphs, self.later, self.seconds = 0, 0, 0.0
@@ -122,7 +124,7 @@ class Compiler:
 
         started = time.perf_counter()
         with self._trace.span("compile"):
-            run = lookup_backend(BACKEND)(graph, inputs)
+            run = lookup_backend(self.backend)(graph, inputs)
         self.graphs += 1
         self.later += self._is_later()
         self.seconds += time.perf_counter() - started

@@ -8,7 +8,7 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -192,12 +192,8 @@ class Engine(HasResults):
         shared = self._shared_vae()
         try:
             for number, model in enumerate(self._models):
-                self._replace_attention(model)
-                self._hook_calls(model)
-                self._hook_tokens(model)
-                self._compile_blocks(model)
-                self._cache_steps(number)
-                self._replace_forward(model)
+                for take_off in self._put_on(number, model):
+                    self._undo.callback(take_off)
         except BaseException:
             self._undo.close()
             raise
@@ -225,31 +221,21 @@ class Engine(HasResults):
             self.transport = open_transport(self.config)
             self._guided = self._guided_ranks()
 
-    def _replace_attention(self, model: nn.Module) -> None:
+    def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
+        """Puts on a model, and around what is on it by then, all that makes it parallel: gives what takes each off."""
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
-        self._undo.callback(self.adapter.attach(model, self, kernels))
-
-    def _compile_blocks(self, model: nn.Module) -> None:
-        if self.compiler is not None:
-            self._undo.callback(self.compiler.attach(model))
-
-    def _cache_steps(self, number: int) -> None:
-        """Around blocks that are compiled by then: what the cache sends is in no graph."""
-        if self._caches:
-            self._undo.callback(self._caches[number].attach())
-
-    def _hook_calls(self, model: nn.Module) -> None:
-        self._undo.callback(model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove)
-
-    def _hook_tokens(self, model: nn.Module) -> None:
-        """Cuts tokens where they enter the model, and gathers them where they leave it."""
+        yield self.adapter.attach(model, self, kernels)
+        yield model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove
+        # Tokens are cut where they enter the model, and gathered where they leave it.
         for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
-            self._undo.callback(hook.register().remove)
-
-    def _replace_forward(self, model: nn.Module) -> None:
+            yield hook.register().remove
+        if self.compiler is not None:
+            yield self.compiler.attach(model)
+        if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
+            yield self._caches[number].attach()
         if self._rule.possible:
-            self._undo.callback(replace_forward(model, self._guided.compute))
+            yield replace_forward(model, self._guided.compute)
 
     def _shared_vae(self) -> Any:
         """What decodes in the place of the pipeline's VAE; None where it has none."""
@@ -358,12 +344,22 @@ class Engine(HasResults):
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
         far ahead of another then: the first exchange needs them all."""
         ranks = self.sequence
-        if self.size == 1 or not ranks.strategy.coding.keeps_state or not ranks.segments:
+        coding = ranks.strategy.coding
+        if self.size == 1 or not (coding.keeps_state or self._caches) or not ranks.segments:
             return
         call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
-            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node)
+            held = coding.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
+            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
+
+    def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
+        """As `_check_memory`, for a model by a plan, of which no more is known than its current call: before the first
+        one of so many layers of a kind that keep something for a branch. qkv: of the first of them."""
+        key = self.sequence, qkv.segments, kind, self.counter.branch
+        if self.strategy.coding.keeps_state and key not in self._sized:
+            self._sized.add(key)
+            load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
         """How many steps run, from the pipeline or the settings."""

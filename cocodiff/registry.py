@@ -44,6 +44,7 @@ PLANNER = {
     "codec": "cocodiff.planning.codec_choice:codec_of",
     "mesh": "cocodiff.planning.automatic:mesh_of",
     "room": "cocodiff.planning.automatic:check_room",
+    "room for layers": "cocodiff.planning.automatic:check_room_for_layers",
 }
 # The dataclass of settings that the command line, settings files and sweeps are made from, and that engines run by.
 RECORDS = {"engine": "cocodiff.config:Config"}

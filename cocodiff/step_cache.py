@@ -107,7 +107,7 @@ class FirstBlockCache:
 
     def attach(self) -> Callable[[], None]:
         """Puts it around the blocks; the returned function takes it off, and gives memory back. Raises UserError for
-        blocks that the user has compiled: what it sends would be in their graphs."""
+        blocks that the user has compiled: what it sends would be in their graphs, where hooks are that cut tokens."""
         if any(block._compiled_call_impl is not None for block in self._blocks):
             raise self._refusal("has blocks that are compiled: give one without, and the setting compile")
         undo, (first, *between, last) = ExitStack(), self._blocks
@@ -126,6 +126,10 @@ class FirstBlockCache:
         self._run, step = moment.run, moment.step
         self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
         self._call = Call((ranks, branch), step, form_of(dict(arguments)), ranks)
+
+    def bytes_held(self) -> int:
+        """By what it keeps on this rank."""
+        return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
     def report(self) -> dict[int, StepNotes]:
         """Notes of every step so far, as a coding's."""

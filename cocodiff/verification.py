@@ -1,8 +1,9 @@
-"""Whether a transformer gives on several ranks what it gives in one process: every exact setting that it allows is run
-on ranks that are threads of this process, and compared.
+"""Whether a transformer gives on several ranks what it gives in one process: every exact setting that it allows,
+compiled blocks and the step cache are run on ranks that are threads of this process, and compared.
 
 A setting may round differently, since attention sums in another order. How much that is for this model is measured: one
-process with the keys of every attention in the opposite order. An error far beyond that is none of rounding.
+process with the keys of every attention in the opposite order. An error far beyond that is none of rounding. A step
+cache is compared with itself on one rank, where all that it can leave out is left out.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, preset_names
-from cocodiff.engine import parallelize
+from cocodiff.engine import Engine, parallelize
 from cocodiff.errors import UserError
 from cocodiff.models.provenance import TorchFunctions
 from cocodiff.text_table import aligned
 
 CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance
 BEYOND_ROUNDING = 8.0  # times what another order of summation changes
+COMPILED, CACHED = "tapa, compiled", "tapa, cached"  # what the table calls them
+MOVED = 1 + 1 / 64  # times its first sample is the second one of a step cache's two steps
 Calls = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting on so many ranks. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two.
-    error: the largest difference to one process; alike: whether all ranks ended with the same bits."""
+    """One setting on so many ranks. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two; of
+    others what was compiled or cached. error: the largest difference to one process; alike: whether all ranks ended
+    with the same bits."""
 
     ranks: int
     setting: str
@@ -78,16 +82,25 @@ class Verification:
         ]
         about = f"{self.model}: {self.calls} calls, against one process; rounding explains {self.allowed:.1e}"
         verdict = {0: "exact", 1: "not exact: do not use it", 2: "runs with none of these settings"}[self.exit_code]
+        bad = {trial.setting for trial in self.trials if trial.outcome in ("wrong", "failed")}
+        if bad and bad <= {COMPILED, CACHED}:
+            verdict = f"exact, but not with {' nor with '.join(sorted(bad))}"
         return "\n".join([about, *aligned([head, *rows], "><<><<"), f"{self.model}: {verdict}"])
 
 
 def verify(
-    target: Any, inputs: Mapping[str, Any] | None = None, *, ranks: Sequence[int] = (2, 3), plan: Any = None
+    target: Any,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    ranks: Sequence[int] = (2, 3),
+    plan: Any = None,
+    compile: bool = False,
 ) -> Verification:
     """Compares a diffusers pipeline's transformer, or a bare one, on several ranks with one process, on the CPU.
 
     inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
-    the calls of its transformer are repeated. plan: as of `parallelize`.
+    the calls of its transformer are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
+    which are tried on the first number of ranks, to the compiler, which takes a minute; else they run as they are.
     Raises UserError for targets without a transformer, and for inputs that they cannot be called with.
     """
     model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
@@ -103,8 +116,10 @@ def verify(
             other = _outputs(model, calls)
         largest = max(float(x.abs().max()) for x in plain)
         allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
-        case = Case(model, calls, plan, plain, allowed)
-        trials = [case.trial(size, name, config) for size in ranks for name, config in exact_settings().items()]
+        case = Case(model, calls, plan, plain, allowed, compile)
+        settings = exact_settings() | {CACHED: Config(step_cache="first_block", step_cache_threshold=1e30)}
+        trials = [case.trial(size, name, config) for size in ranks for name, config in settings.items()]
+        trials += [case.trial(size, COMPILED, Config(compile=True)) for size in ranks[:1]]
     return Verification(type(model).__name__, len(calls), allowed, tuple(trials))
 
 
@@ -144,29 +159,53 @@ def recorded_calls(pipe: Any, model: nn.Module, arguments: dict[str, Any]) -> Ca
 
 @dataclass(frozen=True)
 class Case:
-    """What all settings are tried on. plain: what one process gives."""
+    """What all settings are tried on. plain: what one process gives. compile: see `verify`."""
 
     model: nn.Module
     calls: Calls
     plan: Any
     plain: Sequence[Tensor]
     allowed: float
+    compile: bool
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
-        def work(transport: Transport) -> list[Tensor]:
+        def work(transport: Transport) -> tuple[list[Tensor], str]:
             own = twin(self.model)
-            with torch.no_grad(), parallelize(own, config=config, transport=transport, plan=self.plan):
-                return [x + 0 for x in _outputs(own, self.calls)]
+            engine = parallelize(own, config=config, transport=transport, plan=self.plan)
+            if engine.compiler is not None and not self.compile:
+                engine.compiler.backend = "eager"
+            calls = self.calls if config.step_cache == "none" else self._two_steps(engine)
+            with torch.no_grad(), engine:
+                outputs = [x + 0 for x in _outputs(own, calls)]
+            return outputs, _account(engine)
 
         try:
+            ((plain, _),) = [(self.plain, "")] if config.exact else run_ranks(1, work)
             of_ranks = run_ranks(ranks, work)
         except UserError as refusal:
             return Trial(ranks, setting, "refused", reason=" ".join(str(refusal).split()))
         except Exception as failure:
             return Trial(ranks, setting, "failed", reason=" ".join(f"{type(failure).__name__}: {failure}".split()))
-        error = _difference(self.plain, of_ranks[0])
-        alike = all(torch.equal(x, y) for outputs in of_ranks for x, y in zip(outputs, of_ranks[0], strict=True))
-        return Trial(ranks, setting, "exact" if alike and error <= self.allowed else "wrong", error, alike)
+        first, account = of_ranks[0]
+        error = _difference(plain, first)
+        alike = all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, first, strict=True))
+        outcome = "exact" if alike and error <= self.allowed else "wrong"
+        return Trial(ranks, setting, outcome, error, alike, account)
+
+    def _two_steps(self, engine: Engine) -> Calls:
+        """A call, and one like it whose sample has moved a little: the engine takes it for the next step."""
+        first, second = (copy.deepcopy(dict(self.calls[0])) for _ in range(2))
+        engine.adapter.called_with(second)[0].mul_(MOVED)
+        return first, second
+
+
+def _account(engine: Engine) -> str:
+    """In words, what was compiled or cached; empty where neither was wanted."""
+    if engine.compiler is not None:
+        return engine.compiled or "nothing was compiled"
+    if engine.config.step_cache == "none":
+        return ""
+    return f"{engine.drift_profile()[-1]['cached_fraction']:.0%} of the second step's calls cached"
 
 
 def twin(model: nn.Module) -> Any:

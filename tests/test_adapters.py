@@ -123,6 +123,33 @@ def test_a_lora_on_some_ranks_only_is_found(family):
             run_ranks(3, lambda t, other=other: work(t, other), timeout_s=20.0)
 
 
+@pytest.mark.parametrize("change", ["added", "set", "unloaded"])
+def test_a_lora_that_changes_on_some_ranks_only_is_found_in_the_next_run(change):
+    """Of one engine. Within a run, after its first call, nobody compares weights."""
+    plain, call = FAMILIES["flux"][0](HEADS), call_of("flux")(torch.float32)
+    targets = ["to_q", "proj_mlp"]
+    model = plain if change == "added" else add_lora(plain, targets)
+    changes: dict[str, Callable[[Any], None]] = {
+        "added": lambda own: add_lora(own, targets),
+        "set": lambda own: own.set_adapters(["a"], [0.5]),
+        "unloaded": lambda own: own.unload_lora(),
+    }
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport) as engine:
+            for run in range(3):
+                engine.new_run()
+                for step in range(2):
+                    own(**call | {"timestep": call["timestep"] * (1 - step / 4)})
+                    if run == 1 and step == 0 and transport.rank == 2:
+                        changes[change](own)
+                assert run < 2
+
+    with pytest.raises(UserError, match=r"^1 of 3 ranks \(2\) call the transformer with another digest of weights"):
+        run_ranks(3, work, timeout_s=20.0)
+
+
 @pytest.mark.parametrize("name", ["wan", "hunyuan 1.5"])
 def test_a_lora_on_a_class_by_plan(name):
     case = PLANNED[name]
@@ -267,6 +294,19 @@ def test_an_ip_adapter_of_flux(size):
         assert own.transformer_blocks[0].attn.processor.scale == [1.0, 0.7]
 
     run_ranks(size, work)
+
+
+def test_an_ip_adapter_projects_queries_once():
+    model, projected = with_ip_adapters(), []
+    model.transformer_blocks[1].attn.to_q.register_forward_hook(lambda *_: projected.append(None))
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport):
+            own(**call_of("flux", batch=2, more=prompted())(torch.float32))
+
+    run_ranks(2, work)
+    assert len(projected) == 2  # once on each rank
 
 
 def test_another_ip_adapter_on_some_ranks_is_found():

@@ -21,25 +21,51 @@ from torch import Tensor, nn
 
 from cocodiff import compiling
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.transport import Lane
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.sequence import SequenceRanks
 from cocodiff.trace import Trace
 from cocodiff.verification import tensors_of
-from cocodiff.wire.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-WORLDS = {
-    "sd3": (2, {"preset": "tapa", "exchange": "flat"}, {"layers": 3, "dual": (0,)}, 2),
-    "flux": (4, {"preset": "split", "chunks": 2}, {}, 1),
-    "flux2": (2, {"preset": "coded"}, {}, 1),
-    "qwen": (4, {"preset": "v_first", "ring": 2}, {}, 2),
+CACHED = {"step_cache": "first_block", "step_cache_threshold": 0.2}
+# Families, numbers of ranks and settings: with each of them blocks break into graphs at other places or times.
+SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "flat": ("sd3", 2, {"preset": "tapa", "exchange": "flat"}),
+    "v_first": ("flux2", 2, {"preset": "v_first"}),
+    "ring": ("qwen", 4, {"preset": "v_first", "ring": 2}),
+    "chunks": ("flux", 4, {"preset": "split", "chunks": 2}),
+    "lossless": ("flux", 3, {"preset": "lossless"}),
+    "lossless, ring": ("sd3", 4, {"preset": "lossless", "ring": 2}),
+    "coded": ("flux2", 2, {"preset": "coded"}),
+    "coded, ring, chunks": ("qwen", 4, {"preset": "coded-", "ring": 2, "chunks": 2}),
+    "V-Major": ("sd3", 3, {"preset": "cocodiff+"}),
+    "V-Major, ring": ("flux", 4, {"preset": "cocodiff", "ring": 2}),
+    "ahead": ("flux2", 3, {"preset": "ahead"}),
+    "displaced": ("qwen", 2, {"preset": "split", "arrival": "displaced"}),
+    "guidance": ("qwen", 4, {"guidance_parallel": 2}),
+    "guidance, coded": ("flux", 4, {"preset": "coded", "guidance_parallel": 2}),
+    "cached": ("flux", 3, CACHED),
+    "cached, guidance, coded": ("qwen", 4, CACHED | {"preset": "coded", "guidance_parallel": 2}),
+    "cached, ahead": ("sd3", 2, CACHED | {"preset": "ahead"}),
 }
+LAYERS = {"sd3": {"layers": 3, "dual": (0,)}, "flux": {"num_layers": 2}}
+BY_USER = ("flat", "v_first", "ring", "chunks", "guidance, coded", "ahead")  # a family each, and what is late
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", "eager")
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    yield transport
+    transport.close()
 
 
 def three_steps(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
@@ -61,24 +87,12 @@ def on_ranks(size: int, model: nn.Module, inputs: dict[str, Any], **settings: An
     return of_ranks[0][0], [said for _, said in of_ranks]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_taken_apart_a_model_has_the_same_bits(family, no_compiler):
-    """Of each block a graph before its attention and one behind it, and no other break."""
-    size, settings, shape, batch = WORLDS[family]
-    model, inputs = FAMILIES[family][0](6, **shape), FAMILIES[family][1](batch, 4, 5, 6)
-    plain, nothing = on_ranks(size, model, inputs, **settings)
-    outputs, said = on_ranks(size, model, inputs, compile=True, **settings)
-    assert all(torch.equal(x, y) for x, y in zip(outputs, plain, strict=True))
-    assert set(nothing) == {""}
-    assert all(" 0 of them after the first step; 0 graph breaks beside" in one for one in said)
-
-
 @pytest.mark.parametrize(("family", "size"), [("flux", 2), ("sd3", 1)])
 def test_compiled_a_model_gives_the_same_up_to_rounding(family, size):
     model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
     with torch.no_grad():
         plain = three_steps(model, inputs)
-    outputs, (said, *_) = on_ranks(size, model, inputs, preset="v_first", compile=True)
+    outputs, (said, *_) = on_ranks(size, model, inputs, preset="lossless", compile=True)
     for output, expected in zip(outputs, plain, strict=True):
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
     assert said.startswith("compiled ")
@@ -92,24 +106,29 @@ def is_traced() -> bool:
     return frame is not None
 
 
-def test_guidance_in_two_parts(no_compiler):
-    model, inputs = FAMILIES["qwen"][0](6), FAMILIES["qwen"][1](1, 4, 5, 6)
-    branches = [inputs, inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}]
+def four_steps(family: str, branches: int) -> list[dict[str, Any]]:
+    """A sample that moves little and much, in each step with the text of every branch."""
+    make = FAMILIES[family][1]
+    calls = []
+    for number, far in enumerate((0.0, 0.01, 1.0, 1.01)):
+        inputs = make(1, 4, 5, 6)
+        sample, noise = inputs["hidden_states"], torch.Generator().manual_seed(0)
+        moved = {
+            "hidden_states": sample + far * torch.randn(sample.shape, generator=noise),
+            "timestep": inputs["timestep"] * (1 - number / 1000),
+        }
+        text = inputs["encoder_hidden_states"]
+        calls += [inputs | moved | {"encoder_hidden_states": sign * text} for sign in (1, -1)[:branches]]
+    return calls
 
-    def work(transport: Any, **settings: Any) -> list[Tensor]:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, guidance_parallel=2, **settings):
-            steps = [[call | {"timestep": call["timestep"] * scale} for call in branches] for scale in (1, 0.5, 0.25)]
-            return [own(**call).sample + 0 for step in steps for call in step]
 
-    plain, outputs = run_ranks(4, work)[0], run_ranks(4, lambda transport: work(transport, compile=True))
-    assert all(torch.equal(x, y) for of_rank in outputs for x, y in zip(of_rank, plain, strict=True))
-
-
-@pytest.mark.parametrize("by_user", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_sent_from_inside_a_graph(family, by_user, monkeypatch):
-    """Nor are tokens cut there, by hooks on blocks. Blocks that the user has compiled keep their backend."""
+@pytest.mark.parametrize(
+    ("name", "by_user"), [*((name, False) for name in SETTINGS), *((name, True) for name in BY_USER)]
+)
+def test_taken_apart_a_model_has_the_same_bits_and_sends_nothing_from_inside_a_graph(name, by_user, monkeypatch):
+    """Nor are tokens cut there, by hooks on blocks. Of each block there is a graph before its attention and one behind
+    it, and no other break, none made after the first step. Blocks that the user has compiled keep their backend."""
+    family, size, settings = SETTINGS[name]
     inside, sent = threading.local(), []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -132,28 +151,44 @@ def test_nothing_is_sent_from_inside_a_graph(family, by_user, monkeypatch):
         monkeypatch.setattr(kind, name, call)
 
     monkeypatch.setattr(compiling, "BACKEND", backend)
-    for kind, name in ((Exchange, "submit"), (SequenceRanks, "gather"), (SequenceRanks, "cut")):
-        watched(kind, name)
-    model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
-    with torch.no_grad():
-        plain = three_steps(model, inputs)
+    watched(Lane, "_append")  # where every message comes by
+    watched(SequenceRanks, "cut")
+    model = FAMILIES[family][0](6, **LAYERS.get(family, {}))
+    calls = four_steps(family, 1 + ("guidance_parallel" in settings))
 
-    def work(transport: Any) -> list[Tensor]:
+    def work(transport: Any, compiled: bool) -> tuple[list[Tensor], str, list[dict[str, Any]]]:
         own = copy.deepcopy(model)
-        blocks = compiling.Compiler(True, Trace()).blocks_of(own)
-        for _, block in blocks if by_user else ():
+        for _, block in compiling.Compiler(True, Trace()).blocks_of(own) if compiled and by_user else ():
             block.compile(backend=backend, dynamic=False)
         before = {name: dict(vars(part)) for name, part in own.named_modules()}
-        with parallelize(own, transport=transport, preset="v_first", compile=not by_user):
-            outputs = three_steps(own, inputs)
+        given = {**settings, "steps": 4, "compile": compiled and not by_user}
+        with torch.no_grad(), parallelize(own, transport=transport, **given) as engine:
+            outputs = [own(**call).sample + 0 for call in calls]
         assert before == {name: dict(vars(part)) for name, part in own.named_modules()}
-        return outputs
+        return outputs, engine.compiled, engine.drift_profile()
 
-    for outputs in run_ranks(2, work):
-        for output, expected in zip(outputs, plain, strict=True):
-            torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    (plain, nothing, drift), *_ = run_ranks(size, lambda transport: work(transport, False))
+    assert not nothing and not any(graphs for graphs, _ in sent)
+    for outputs, said, profile in run_ranks(size, lambda transport: work(transport, True)):
+        assert all(torch.equal(x, y) for x, y in zip(outputs, plain, strict=True)) and profile == drift
+        assert by_user or " 0 of them after the first step; 0 graph breaks beside" in said
+    if "cached" in name:
+        cached = [row["cached_fraction"] for row in drift[1:]]
+        assert any(cached) and not all(cached)
     assert not any(graphs or traced for graphs, traced in sent)
     assert any(graphs is False for graphs, _ in sent)  # after some graph of this thread
+
+
+def test_a_step_cache_takes_no_blocks_that_the_user_has_compiled(alone):
+    """Their graphs have the hooks by which some models cut tokens at their first block, before the cache could look."""
+    model = FAMILIES["qwen"][0](6)
+    for block in model.transformer_blocks:
+        block.compile(backend="eager")
+    message = (
+        r"^step_cache first_block: QwenImage.* has blocks that are compiled: give one without, and the setting comp"
+    )
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone, **CACHED):
+        raise AssertionError("entered")
 
 
 def test_another_size_and_another_engine_are_compiled_anew(no_compiler):
@@ -228,15 +263,6 @@ def test_models_by_a_plan(name, by_user, no_compiler):
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    yield transport
-    transport.close()
 
 
 @pytest.mark.parametrize("cache", [MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig])

@@ -12,6 +12,7 @@ import torch
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from planned_models import PLANNED
 from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
@@ -154,6 +155,26 @@ def test_caches_are_as_those_of_whole_models(family, kept, size, ring):
             shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
             return engine.strategy.coding.bytes_held(), expected
+
+    assert all(real == expected > 0 for real, expected in run_ranks(size, work))
+
+
+@pytest.mark.parametrize(("more", "size", "ring"), [({}, 3, 1), ({"codec": "int4"}, 4, 2)], ids=["alone", "int4, ring"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_caches_are_as_those_of_whole_models(family, more, size, ring):
+    """SD3's last block returns no text, so it keeps none."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(2, 6, 7, 5)
+    config = Config(step_cache="first_block", **more)
+
+    def work(transport: Any) -> tuple[int, int]:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, config=config.with_(ring=ring), transport=transport) as engine:
+            own(**inputs)
+            load = Load(image_and_text(42, 0 if family == "sd3" else 5), 2, 4, 1, state_sizes(config))
+            shape = shape_of_config(family_of(own), own.config, 1)
+            (cache,) = engine._caches
+            return cache.bytes_held(), run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].step_cache
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
@@ -314,6 +335,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(monkeypatch):
         run_on(monkeypatch, activations_of_the_run(), selection="full", codec="int4")
     with pytest.raises(UserError, match=r"have in flight is too much: use arrival now"):
         run_on(monkeypatch, activations_of_the_run(), selection="full", arrival="displaced")
+    with pytest.raises(UserError, match=r"what the step cache keeps is too much: use .*step_cache none"):
+        run_on(monkeypatch, activations_of_the_run(), selection="full", step_cache="first_block")
 
 
 def activations_of_the_run() -> int:
@@ -321,6 +344,29 @@ def activations_of_the_run() -> int:
     shape = shape_of_config(family_of(model), model.config, 1)
     needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, state("source")))
     return max(need.activations for need in needs)
+
+
+@pytest.mark.parametrize("settings", [{"codec": "int4"}, {"arrival": "displaced"}], ids=["int4", "displaced"])
+@pytest.mark.parametrize("name", ["wan", "hunyuan 1.5"])
+def test_what_a_model_by_a_plan_keeps_has_to_be_free(name, settings, monkeypatch):
+    """To the byte: as much as it holds after two branches of two steps."""
+    model, inputs = PLANNED[name].model(), PLANNED[name].call()
+
+    def run(transport: Any) -> int:
+        own, calls = copy.deepcopy(model), [inputs | {"timestep": inputs["timestep"] - step} for step in (0, 0, 1, 1)]
+        with torch.no_grad(), parallelize(own, transport=transport, steps=4, **settings) as engine:
+            for call in calls:
+                own(**call)
+            return engine.strategy.coding.bytes_held()
+
+    of_branch = max(run_ranks(3, run)) // 2
+    for free in (of_branch, of_branch - 1):
+        monkeypatch.setattr(automatic, "free_memory", lambda _device, _ranks, free=free: free)
+        if free == of_branch:
+            run_ranks(3, run)
+        else:
+            with pytest.raises(UserError, match=r"^memory of rank \d on cpu: .* is too much"):
+                run_ranks(3, run)
 
 
 def test_memory_is_asked_for_once_a_run_and_only_by_v_major(monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers.models import transformers
 from planned_models import PLANNED, Planned
+from tiny_models import FAMILIES
 from toys.planned import PLAN, toy_inputs
 from toys.planned import Planned as Toy
 
@@ -24,7 +25,7 @@ from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
 from cocodiff.models.plans import HELIOS, OWN, PLANS
-from cocodiff.verification import exact_settings, tensors_of
+from cocodiff.verification import Trial, Verification, exact_settings, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -285,7 +286,7 @@ def test_calls_of_changing_shape_are_followed_anew():
 def test_verify_tries_every_exact_setting():
     case = PLANNED["wan"]
     found = verify(case.model(), case.call(), ranks=[2])
-    assert [trial.setting for trial in found.trials] == [*exact_settings()]
+    assert [trial.setting for trial in found.trials] == [*exact_settings(), "tapa, cached", "tapa, compiled"]
     assert {trial.outcome for trial in found.trials} == {"exact"} and found.ok and found.exit_code == 0
     assert {"flat", "tapa", "v_first", "split", "lossless"} < set(exact_settings())
     assert "2  tapa, ring 2     exact" in str(found) and str(found).endswith("WanTransformer3DModel: exact")
@@ -295,7 +296,8 @@ def test_verify_catches_the_plan_that_diffusers_has_for_ltx_2():
     case = PLANNED["ltx-2"]
     model = case.model()
     found = verify(model, case.call(), ranks=[2], plan=type(model)._cp_plan)
-    assert {trial.outcome for trial in found.trials} == {"failed"} and found.exit_code == 1
+    assert {trial.outcome for trial in found.trials} == {"failed", "refused"} and found.exit_code == 1
+    assert [trial.setting for trial in found.trials if trial.outcome == "refused"] == ["tapa, cached"]
     assert verify(model, case.call(), ranks=[2]).ok
 
 
@@ -304,8 +306,14 @@ def test_verify_catches_what_is_silently_wrong():
     model = case._replace(config=case.config | {"is_amplify_history": True}).model()
     found = verify(model, case.call(), ranks=[2], plan=HELIOS)
     assert {trial.outcome for trial in found.trials} == {"wrong"} and found.exit_code == 1
+    assert str(found).endswith("not exact: do not use it")
     refused = verify(model, case.call(), ranks=[2])
     assert {trial.outcome for trial in refused.trials} == {"refused"} and refused.exit_code == 2
+
+
+def test_verify_says_where_only_what_is_around_blocks_is_wrong():
+    found = Verification("Toy", 2, 0.0, (Trial(2, "flat", "exact", 0.0, True), Trial(2, "tapa, compiled", "wrong")))
+    assert found.exit_code == 1 and str(found).endswith("Toy: exact, but not with tapa, compiled")
 
 
 # The pages ------------------------------------------------------------------------------------------------------------
@@ -339,7 +347,7 @@ def test_the_table_of_models_has_every_class():
         assert row["by"].partition(":")[0] == ("a family" if name in adapters else "a plan")
         assert {row[of] for of in ("V-First", "V-Major")} == {"yes" if name in adapters else "no"}
         assert name in adapters or row["by"].startswith("a plan: ours" if name in PLANS else "a plan: diffusers'")
-        assert {row[of] for of in (*LOSSY, "compile")} == {"yes"}  # the latter by test_compiling.py
+        assert {row[of] for of in (*LOSSY, "compile")} == {"yes"}
         assert row["caches"] == ("no" if name in WITHOUT_CACHE else "yes")
 
 
@@ -411,6 +419,28 @@ def test_what_the_table_says_of_caches(name):
     for own in run_ranks(2, work):
         for x, y in zip(own, one, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in (*SOME, "flux") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in (*PLANNED, *FAMILIES)
+    ],
+)
+def test_what_the_table_says_of_compiled_blocks_and_caches_verify_finds(name):
+    if name in FAMILIES:
+        model, call = FAMILIES[name][0](6), FAMILIES[name][1](1, 4, 5, 6)
+    else:
+        model, call = PLANNED[name].model(), PLANNED[name].call()
+    row = rows_of_the_page()[type(model).__name__]
+    *_, cached, compiled = verify(model, call, ranks=[2]).trials
+    assert row["compile"] == "yes" and (compiled.outcome, compiled.alike) == ("exact", True)
+    assert re.match(r"compiled [1-9].* 0 graph breaks beside those at attention", compiled.reason)
+    if row["caches"] == "no":
+        assert cached.outcome == "refused" and "diffusers does not tell which is the image" in cached.reason
+    else:
+        assert (cached.outcome, cached.alike) == ("exact", True) and cached.reason.startswith("100% of the second step")
 
 
 def test_v_major_is_refused():

@@ -14,7 +14,8 @@ from cocodiff.files import read_json
 
 ABOUT = (
     "Runs a model's transformer on ranks that are threads of this process, with every exact setting that it allows, "
-    "and compares with one process. Exit code 0: all that run are exact; 1: one is not; 2: none runs."
+    "with compiled blocks and with the step cache, and compares with one process. Exit code 0: all that run are exact; "
+    "1: one is not; 2: none runs."
 )
 OPTIONS = (
     Option("model", "folder of a pipeline, or of a transformer, in diffusers' layout; safetensors only", required=True),
@@ -25,6 +26,13 @@ OPTIONS = (
     Option("width", "of a pipeline's image; by default the pipeline's own", type=int),
     Option("frames", "of a pipeline's video; by default the pipeline's own", type=int),
     Option("ranks", "numbers of ranks to try (default: 2 3)", [2, 3], type=int, many=True),
+    Option(
+        "compile",
+        "give the graphs of compiled blocks to torch's compiler, which takes a minute; else they run as they are, "
+        "which takes seconds and tells how blocks break into graphs, not how a compiler rounds",
+        False,
+        type=bool,
+    ),
     LOG_LEVEL,
 )
 
@@ -38,7 +46,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     from cocodiff.verification import verify
 
     target = load(values["model"])
-    found = verify(target, inputs_of(target, values), ranks=values["ranks"])
+    found = verify(target, inputs_of(target, values), ranks=values["ranks"], compile=values["compile"])
     say(str(found))
     return found.exit_code
 

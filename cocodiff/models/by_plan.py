@@ -28,7 +28,15 @@ from cocodiff.models.adapter import (
 )
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
-from cocodiff.models.planned_attention import Followed, PlannedAttention, PlannedHost, Site, segments_of, told_by_all
+from cocodiff.models.planned_attention import (
+    Followed,
+    PlannedAttention,
+    PlannedHost,
+    Site,
+    kind_of,
+    segments_of,
+    told_by_all,
+)
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.models.provenance import Marks, TorchFunctions
 from cocodiff.topology.layout import Segments
@@ -120,9 +128,9 @@ class PlannedModel:
 
     def __init__(self, plan: Plan, model: nn.Module, host: PlannedHost) -> None:
         self._model, self._host = model, host
-        self._attention = PlannedAttention(host)
-        self._steps = list(steps_of(plan, model))
         self._attending = attention_modules(model)
+        self._attention = PlannedAttention(host, (name for name, _ in self._attending))
+        self._steps = list(steps_of(plan, model))
         self._names = [step.name for step in self._steps]
         self._signature = inspect.signature(model.forward)
         self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
@@ -198,7 +206,7 @@ class PlannedModel:
             self._within.__enter__()
         self._inside.append(name)
         if self._marks is not None and (self._marks.any_of(args) or self._marks.any_of(kwargs.values())):
-            self._called[_kind(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
+            self._called[kind_of(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
 
     def _leave(self) -> None:
         if self._inside:
@@ -209,7 +217,7 @@ class PlannedModel:
     def _check_followed(self) -> None:
         """Raises UserError for attention of a shard that torch's function did not compute. Some blocks may skip theirs
         (LTX-2's guidance by perturbed attention), but not all of a kind."""
-        for kind in self._called.keys() - {_kind(site) for site in self._sites}:
+        for kind in self._called.keys() - {kind_of(site) for site in self._sites}:
             raise UserError(
                 f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
                 f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
@@ -337,11 +345,6 @@ class PlannedModel:
 
 
 OUTSIDE = "attention"  # the layer of what no module with a processor computes
-
-
-def _kind(site: str) -> str:
-    """A layer's name without its numbers."""
-    return ".".join(part for part in site.partition(" ")[0].split(".") if not part.isdigit())
 
 
 def _first_tensor(value: Any) -> Any:

@@ -54,9 +54,11 @@ def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
 
 
 class FluxAttentionProcessor(AttentionProcessor):
-    """Does what diffusers' FluxAttnProcessor (and Flux2AttnProcessor) does; attention itself is asked of the engine.
+    """Does what diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor do; attention itself is
+    asked of the engine.
 
-    In single blocks the hidden states are text and image rows in one.
+    In single blocks the hidden states are text and image rows in one. An IP-Adapter's rows need no other rank: every
+    rank has all tokens of the images that prompt, so its own tokens attend to these while q and k travel.
     """
 
     def __call__(
@@ -67,27 +69,32 @@ class FluxAttentionProcessor(AttentionProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles | None = None,
         meanwhile: Callable[[], object] = nothing,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ip_hidden_states: Sequence[Tensor] = (),
+    ) -> Any:
         text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
+        to_q = cache(attn.to_q)  # asked for twice with an IP-Adapter
         parts = []
         if text_BLC is not None:
             text_rows = text_BLC.shape[1]
             added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
             parts.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
-        own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
+        own = (to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         parts.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
         streams = Streams(parts, attn.heads, self._kernels)
+        is_prompted = text_BLC is not None and isinstance(self, FluxIPAdapterProcessor)
+        if is_prompted:
+            meanwhile = cache(lambda: prompted(self._replaced, attn, to_q(hidden_states), ip_hidden_states))
         qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
         out_BLC = self._attend(qkv).flatten(-2)
         if text_BLC is None:
             return out_BLC
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))
-        return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+        both = image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+        return (*both, meanwhile()) if is_prompted else both
 
 
 class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
-    """Does what diffusers' FluxIPAdapterAttnProcessor does. Every rank has all tokens of the image that prompts, so
-    what its own tokens take from these needs no other rank: it is work for while q and k travel."""
+    """One with an IP-Adapter's weights: those of the processor it stands in for are part of the model."""
 
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)
@@ -102,31 +109,15 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
     def scale(self, scale: list[float]) -> None:
         self._replaced.scale = scale
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Angles | None = None,
-        meanwhile: Callable[[], object] = nothing,
-        ip_hidden_states: Sequence[Tensor] = (),
-    ) -> Any:
-        @cache
-        def prompted_BLC() -> Tensor:
-            q_BHLD = attn.norm_q(heads_of(attn.to_q(hidden_states), attn.heads)).transpose(1, 2)
-            out_BLC = torch.zeros_like(hidden_states)
-            own = self._replaced
-            for x, scale, *to_kv in zip(ip_hidden_states, self.scale, own.to_k_ip, own.to_v_ip, strict=False):
-                k, v = (heads_of(to(x).flatten(1, -2), attn.heads).transpose(1, 2) for to in to_kv)
-                attended = functional.scaled_dot_product_attention(q_BHLD, k, v)
-                out_BLC = out_BLC + scale * attended.transpose(1, 2).flatten(2)
-            return out_BLC
 
-        both = super().__call__(
-            attn, hidden_states, encoder_hidden_states, image_rotary_emb=image_rotary_emb, meanwhile=prompted_BLC
-        )
-        return both if encoder_hidden_states is None else (*both, prompted_BLC())
+def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) -> Tensor:
+    """What own tokens take from the images that prompt, one for each adapter: [B, L, C]."""
+    q_BHLD, out_BLC = attn.norm_q(heads_of(q_BLC, attn.heads)).transpose(1, 2), torch.zeros_like(q_BLC)
+    for x, scale, *to_kv in zip(images, adapters.scale, adapters.to_k_ip, adapters.to_v_ip, strict=False):
+        k, v = (heads_of(to(x).flatten(1, -2), attn.heads).transpose(1, 2) for to in to_kv)
+        attended = functional.scaled_dot_product_attention(q_BHLD, k, v)
+        out_BLC = out_BLC + scale * attended.transpose(1, 2).flatten(2)
+    return out_BLC
 
 
 def rotary_of(angles: Angles | None) -> Rotary:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from cocodiff.kernels import Kernels
 
+WORTH_A_GRAPH = 2**18  # bytes of a q or k from which on a graph of the norm alone is faster than the norm as it is
+
 
 class Rotary(NamedTuple):
     """The rotary embedding of some rows: how channels pair, and the tables, as `TorchOps.qk_norm_rope` takes them."""
@@ -47,10 +49,10 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
         weight_D, epsilon, round_before_weight = known
         return kernels.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary.tables, rotary.layout, round_before_weight)
-    if rotary.layout == "complex":  # compilers know no complex numbers
-        return rotary.turn(x_BLHD if norm is None else kernels.compiled(_by_modules)(x_BLHD, norm, Rotary()))
-    rotated_BLHD: Tensor = kernels.compiled(_by_modules)(x_BLHD, norm, rotary)
-    return rotated_BLHD
+    known_to_compilers = Rotary() if rotary.layout == "complex" else rotary
+    small = known_to_compilers.layout == "none" and (norm is None or x_BLHD.nbytes < WORTH_A_GRAPH)
+    x_BLHD = (_by_modules if small else kernels.compiled(_by_modules))(x_BLHD, norm, known_to_compilers)
+    return x_BLHD if known_to_compilers is rotary else rotary.turn(x_BLHD)
 
 
 def _by_modules(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:

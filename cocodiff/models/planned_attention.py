@@ -71,6 +71,10 @@ class PlannedHost(Host, Protocol):
     @property
     def mesh(self) -> Any: ...
 
+    def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
+        """Raises UserError where what so many layers of a kind keep between calls does not fit. qkv: of the first."""
+        ...
+
 
 class Followed(NamedTuple):
     """What was found of one attention layer. how: "here", "exchanged" or "gathered". rows: of the queries and of the
@@ -84,8 +88,9 @@ class Followed(NamedTuple):
 class PlannedAttention:
     """sites: what is known of the layers in calls of the current form. marks: while a call is followed, else None."""
 
-    def __init__(self, host: PlannedHost) -> None:
-        self._host = host
+    def __init__(self, host: PlannedHost, layers: Iterable[str]) -> None:
+        """layers: names of all modules that attend."""
+        self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
     def begin(self, sites: dict[Site, Followed], marks: Marks | None) -> None:
@@ -161,6 +166,7 @@ class PlannedAttention:
             groups = 1
         q, k, v = _in_groups(q_BHLD, groups), k_BHLD.transpose(1, 2), v_BHLD.transpose(1, 2)
         qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, k.shape[2], masks)
+        self._host.check_room(kind_of(site), self._layers[kind_of(site)], qkv)
         out_BHLD = _out_of_groups(self._host.attend(qkv, site), groups)
         # Queries that attend to nothing, as torch has them.
         return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
@@ -199,6 +205,11 @@ class PlannedAttention:
         pieces = self._mask[2].split([share for of in zip(*of_segments, strict=True) for share in of], dim=1)
         number = len(found.segments)
         return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
+
+
+def kind_of(site: Site) -> str:
+    """A layer's name without its numbers."""
+    return ".".join(part for part in site.partition(" ")[0].split(".") if not part.isdigit())
 
 
 def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:

@@ -18,7 +18,7 @@ class Stream(NamedTuple):
     """This rank's tokens of one kind, and how their q, k and v come about."""
 
     x_BLC: Tensor
-    to_q: nn.Module
+    to_q: Callable[[Tensor], Tensor]
     to_k: nn.Module
     to_v: nn.Module
     norm_q: nn.Module | None = None
@@ -42,7 +42,7 @@ class Streams(NamedTuple):
     def v(self) -> Tensor:
         return self._join([heads_of(s.to_v(s.x_BLC), self.heads) for s in self.streams])
 
-    def _rotated(self, stream: Stream, to: nn.Module, norm: nn.Module | None) -> Tensor:
+    def _rotated(self, stream: Stream, to: Callable[[Tensor], Tensor], norm: nn.Module | None) -> Tensor:
         return norm_rope(heads_of(to(stream.x_BLC), self.heads), norm, stream.rotary, self.kernels)
 
     def _join(self, parts_BLHD: list[Tensor]) -> Tensor:

@@ -6,8 +6,10 @@ scoring reference. They hold whole sequences, so the rows of the text come on to
 are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
 `branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
 or tensors are in flight for every site, once at either end; without a codec only the receiver keeps something, and with
-`arrival: adaptive` the sender every 16th row. Activations are an estimate (`activations`). Text encoders and the VAE,
-which run before and after, are in `peaks.py`; what the allocator keeps in reserve is not counted.
+`arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as well:
+`branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
+estimate (`activations`). Text encoders and the VAE, which run before and after, are in `peaks.py`; what the allocator
+keeps in reserve is not counted.
 """
 
 from __future__ import annotations
@@ -123,7 +125,7 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 class Load:
     """What a run puts on the ranks.
 
-    batch: rows B of one call. state: what the coding keeps between steps; None where it keeps nothing.
+    batch: rows B of one call. state: what is kept between steps; None where that is nothing.
     """
 
     segments: Segments
@@ -137,14 +139,15 @@ class Load:
         return sum(segment.tokens for segment in self.segments if segment.name == name)
 
 
-KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight")  # between calls
+KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")  # between calls
 
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
     tokens. reconstructions: of the residual codec or of calls that do not wait, what the ends hold of q, k, v and the
-    output. in_flight: of one call of every site, what was sent or came and the next call takes."""
+    output. in_flight: of one call of every site, what was sent or came and the next call takes. step_cache: what blocks
+    added at the last call that was computed."""
 
     weights: int = 0
     activations: int = 0
@@ -153,6 +156,7 @@ class RankMemory:
     text_cache: int = 0
     reconstructions: int = 0
     in_flight: int = 0
+    step_cache: int = 0
 
     @property
     def cache(self) -> int:
@@ -174,7 +178,7 @@ def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: Cell
 
 
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """Every rank's caches of all sites: layers times branches. Nothing where the load keeps nothing.
+    """Every rank's caches of all sites, layers times branches, and its step cache. Nothing where nothing is kept.
 
     mesh: of Ulysses and Ring; None is Ulysses alone."""
     state = load.state
@@ -184,12 +188,18 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
     total = [RankMemory()] * topology.size
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
     for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
+        if not segments:  # by a plan no token is known to be an image's
+            continue
         of_site = by_rank(
             mesh or Mesh.build(topology),
             (segments, shape.heads),
             lambda part, layout: site_cache(part, layout, state, cell),
         )
         total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
+        if state.settings.step_cache != "none":
+            rows = by_rank(mesh or Mesh.build(topology), (segments, shape.heads), lambda _, layout: layout.rows)
+            steps = [RankMemory(step_cache=load.branches * L * shape.heads * cell.bytes) for L in rows]
+            total = [add([*both]) for both in zip(total, steps, strict=True)]
     return total
 
 
@@ -261,6 +271,11 @@ def misfit(need: RankMemory, memory: int) -> str | None:
         blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
     elif need.weights + need.activations > memory:
         blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+    elif 2 * need.step_cache > need.cache:
+        blame = (
+            "what the step cache keeps is too much: use a smaller batch, more ranks, or step_cache none, which keeps "
+            "nothing"
+        )
     elif need.in_flight:
         blame = (
             "what calls keep for the next ones and have in flight is too much: use arrival now, which has nothing in "

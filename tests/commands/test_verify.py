@@ -26,7 +26,7 @@ def test_a_transformer_with_the_arguments_of_a_call(wan, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("WanTransformer3DModel: 2 calls, against one process; rounding explains ")
     assert shown[1].split() == ["ranks", "setting", "outcome", "error", "same", "bits", "why"]
-    assert len(shown) == 10 and shown[-1] == "WanTransformer3DModel: exact"
+    assert len(shown) == 12 and shown[-1] == "WanTransformer3DModel: exact"
 
 
 def test_a_class_without_a_plan(tmp_path, capsys):

@@ -63,6 +63,7 @@ def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: L
         "q, k, v of the text": "text_cache",
         "reconstructions": "reconstructions",
         "messages in flight": "in_flight",
+        "steps that are left out": "step_cache",
     }
     for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
         lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))

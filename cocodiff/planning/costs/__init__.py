@@ -104,7 +104,7 @@ def costs_of(config: Config) -> type[Costs]:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """How much a coding keeps between calls by the engine's settings."""
+    """How much is kept between calls by the engine's settings, which say whether there is a step cache; by a coding."""
 
     costs: type[Costs]
     settings: Any
@@ -115,5 +115,6 @@ class StateSizes:
 
 
 def state_sizes(config: Config) -> StateSizes | None:
-    """How much the coding keeps between calls; None where it keeps nothing."""
-    return StateSizes(costs_of(config), config) if coding_of(config).keeps_state else None
+    """How much the coding and the step cache keep between calls; None where that is nothing."""
+    keeps = coding_of(config).keeps_state or config.step_cache != "none"
+    return StateSizes(costs_of(config), config) if keeps else None
