@@ -17,6 +17,7 @@ from cocodiff.models.experts import experts_of
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 STEPS = 8
+DTYPES = (torch.bfloat16, torch.float32)
 PIPELINES: dict[str, dict[str, Any]] = {
     "Wan 2.2": {},
     "Wan 2.2, image": {"image": True},
@@ -88,6 +89,20 @@ def test_equals_one_process(name, size):
     assert (sent["attention"] > 0) == (size > 1)
     if "2.2" in name:  # either expert makes some steps
         assert not torch.equal(plain, latents_of(pipe, guidance_scale_2=3.0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bf16_errs_at_most_twice_as_much_as_one_process(size, tmp_path):
+    """Against the same weights in fp32, over the boundary: with what diffusers keeps in fp32 as it loads a model."""
+    made("Wan 2.2").to(torch.bfloat16).save_pretrained(tmp_path)
+    absent = {"text_encoder": None, "tokenizer": None}
+    pipe, exact = (type(made("Wan 2.2")).from_pretrained(tmp_path, torch_dtype=dtype, **absent) for dtype in DTYPES)
+    plain, truth = latents_of(pipe), latents_of(exact)
+    assert {x.dtype for x in pipe.transformer_2.parameters()} == {*DTYPES}
+    found, _ = check_same_bits(on_ranks(size, pipe))
+    assert found.dtype == plain.dtype and (size > 1 or torch.equal(found, plain))
+    allowed = 2 * (plain - truth).abs().max() + torch.finfo(torch.bfloat16).eps * truth.abs().max()
+    assert (found - truth).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("size", [2, 4])
