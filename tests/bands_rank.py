@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config
+from cocodiff.config import Config, load_machine
 from cocodiff.decoding import ShardedVAE
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.family import Video
@@ -26,7 +26,6 @@ from cocodiff.planning.memory import MIB
 from cocodiff.planning.peaks import size_peaks
 from cocodiff.processes.ranks import run_ranks
 from cocodiff.topology.machine import Topology
-from cocodiff.config import load_machine
 
 
 def kib(name: str) -> int:
@@ -68,7 +67,10 @@ def main(name: str, *words: str) -> int:
         torch.testing.assert_close(image, alone[0], rtol=0, atol=1e-4)
         topology = Topology.build(load_machine("local"), transport.size, None)
         peaks = size_peaks(shape, topology, Video(frames, height, width), 1, z.element_size())
-        for how, ranks, most, s in (("one", 1, alone[1], alone[2]), ("sharded", transport.size, max(of_bands), max(times))):
+        for how, ranks, most, s in (
+            ("one", 1, alone[1], alone[2]),
+            ("sharded", transport.size, max(of_bands), max(times)),
+        ):
             told = peaks.of_vae[how].decoding / MIB
             print(f"{how} on {ranks}: {most:.0f} MiB, {told:.0f} predicted ({told / most - 1:+.1%}), {s:.2f} s")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_vaes import picture_sizes, real_vae
 from safetensors.torch import save_file
 from tiny_models import sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,48 +25,15 @@ from cocodiff.planning.memory import ModelShape, RankMemory
 from cocodiff.planning.peaks import VaePeak, size_peaks, tile_sides
 
 
-def real_vae(name: str) -> Any:
+def on_meta(name: str) -> Any:
     """A model's VAE by its published architecture, on tensors without numbers."""
-    import diffusers
-
-    kinds = {
-        "flux.2": ("AutoencoderKLFlux2", {}),
-        "qwen-image": ("AutoencoderKLQwenImage", {}),
-        "wan2.2": ("AutoencoderKLWan", {}),
-        "ti2v": ("AutoencoderKLWan", TI2V),
-    }
-    kind, settings = kinds.get(name, ("AutoencoderKL", KL))
     with torch.device("meta"):
-        return getattr(diffusers, kind)(**settings)
-
-
-KL = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 16,
-    "layers_per_block": 2,
-    "sample_size": 1024,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-TI2V = {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2}
-TI2V |= {"in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
-TI2V |= {name: [1.0] * 48 for name in ("latents_mean", "latents_std")}
+        return real_vae(name)
 
 
 def shape_of(name: str) -> ModelShape:
     shape = load_shape("wan2.2" if name == "ti2v" else name)
     return replace(shape, vae=load_family("Wan").token_vae) if name == "ti2v" else shape
-
-
-def image_and_latents(name: str, factor: int, frames: int, rows: int) -> list[torch.Tensor]:
-    """Of 512 columns of pixels, without numbers."""
-    of_frames = ((frames,), (1 + frames // 4,)) if name in ("qwen-image", "wan2.2", "ti2v") else ((), ())
-    depth = {"flux.2": 32, "ti2v": 48}.get(name, 16)
-    with torch.device("meta"):
-        image = torch.zeros(1, 3, *of_frames[0], rows, 512)
-        return [image, torch.zeros(1, depth, *of_frames[1], rows // factor, 512 // factor)]
 
 
 class Live(TorchDispatchMode):
@@ -99,12 +67,12 @@ CASES = [*((name, 1) for name in ("sd3.5", "flux.2", "qwen-image")), *product(("
 
 @pytest.mark.parametrize(("name", "frames"), CASES)
 def test_a_familys_vae_is_its_real_architecture(name, frames):
-    vae, shape = real_vae(name), shape_of(name)
+    vae, shape = on_meta(name), shape_of(name)
     assert shape.vae is not None and shape.vae.parameters == sum(x.numel() for x in vae.parameters())
     told = size_peaks(shape, topology_of("local", 1), Video(frames, 512, 512), 1, 4).of_vae["one"]
-    for call, x, expected in zip(
-        (vae.encode, vae.decode), image_and_latents(name, shape.vae.factor, frames, 512), told[:2], strict=True
-    ):
+    given = picture_sizes(name, shape.vae.factor, frames, 512, 512)
+    for call, sizes, expected in zip((vae.encode, vae.decode), given, told[:2], strict=True):
+        x = torch.zeros(sizes, device="meta")
         with torch.no_grad(), Live([*vae.parameters(), *vae.buffers()]) as live:
             call(x)
         assert live.peak == pytest.approx(expected, rel=0.01 if (name, frames) != ("ti2v", 21) else 0.02)
@@ -125,12 +93,13 @@ def middle_rank(size: int) -> Any:
 @pytest.mark.parametrize("ranks", [4, 16])
 @pytest.mark.parametrize(("name", "frames"), [case for case in CASES if case[1] < 21])
 def test_a_band_takes_its_share_and_two_rows(name, frames, ranks):
-    vae, shape = real_vae(name), shape_of(name)
+    vae, shape = on_meta(name), shape_of(name)
     told = size_peaks(shape, topology_of("local", ranks), Video(frames, 512, 512), 1, 4).of_vae["sharded"]
     assert told.decoders == ranks
     rows, weights = 512 // shape.vae.factor // ranks, [*vae.parameters(), *vae.buffers()]
-    given = image_and_latents(name, shape.vae.factor, frames, 512 // ranks)
-    for call, x, expected in zip((vae.encode, vae.decode), given, told[:2], strict=True):
+    given = picture_sizes(name, shape.vae.factor, frames, 512 // ranks, 512)
+    for call, sizes, expected in zip((vae.encode, vae.decode), given, told[:2], strict=True):
+        x = torch.zeros(sizes, device="meta")
         with torch.no_grad(), Live(weights) as live, Bands(middle_rank(ranks), [rows] * ranks, -2):
             call(x)
         assert live.peak == pytest.approx(expected, rel=0.05)
@@ -147,7 +116,7 @@ def test_with_many_bands_a_rank_holds_what_is_gathered():
 
 @pytest.mark.parametrize("name", ["sd3.5", "qwen-image"])
 def test_tiles_are_those_that_the_vae_cuts(name):
-    vae, told, sides = real_vae(name), load_shape(name).vae, []
+    vae, told, sides = on_meta(name), load_shape(name).vae, []
     vae.decoder.register_forward_pre_hook(lambda _, args: sides.append(args[0].shape[-1] * 8))
     vae.use_tiling = True
     frames = (1,) if name == "qwen-image" else ()

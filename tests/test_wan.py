@@ -161,6 +161,18 @@ def test_each_expert_begins_anew(settings, guidance):
     assert 0 < held[first] == held[0] <= held[first - 1]
 
 
+def test_a_trace_names_the_expert_that_attends():
+    pipe = made("Wan 2.2")
+
+    def work(transport: Any) -> set[str]:
+        own = copy.deepcopy(pipe)
+        with parallelize(own, transport=transport, guidance_parallel=1) as engine:
+            latents_of(own)
+        return {span.layer for span in engine.trace.spans if span.name == "attention"}
+
+    assert run_ranks(2, work) == [{"blocks.attn1", "transformer_2.blocks.attn1"}] * 2
+
+
 @pytest.mark.parametrize("what", ["boundary_ratio", "guidance_scale_2"])
 def test_ranks_that_would_change_experts_or_guide_otherwise_are_named(what):
     pipe = made("Wan 2.2")

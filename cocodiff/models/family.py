@@ -91,8 +91,8 @@ class VaeSize:
     band                numbers that live at the peaks of decoding and encoding for each pixel of a band, where it
                         decodes in bands: a convolution that pads by itself copies its input once more there
     attention           channels of its attention over all latent pixels
-    video               numbers that live at the peaks of decoding and encoding a video for each pixel of a frame, beside
-                        those of all its frames: a latent frame at a time is computed, with what is kept of the last one
+    video               numbers that live at the peaks of decoding and encoding a video for each pixel of a frame,
+                        beside its frames: latent frames are computed one by one, with what is kept of the last one
     factor, frames      pixels of a latent pixel's side, and frames of a latent frame, of which the first one has one
     """
 

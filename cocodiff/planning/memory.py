@@ -102,11 +102,17 @@ class ModelShape:
         fill."""
         assert self.vae is not None, "what a latent frame is"
         each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
-        for name, value, rest in (("frames", video.frames - 1, 1), ("height", video.height, 0), ("width", video.width, 0)):
+        for name, value, rest in (
+            ("frames", video.frames - 1, 1),
+            ("height", video.height, 0),
+            ("width", video.width, 0),
+        ):
             step = each if rest else side
             if value % step:
                 lower = value // step * step + rest
-                raise UserError(f"--{name} {value + rest}: {self.name} makes {step} n{' + 1' * rest}: use {lower or step}")
+                raise UserError(
+                    f"--{name} {value + rest}: {self.name} makes {step} n{' + 1' * rest}: use {lower or step}"
+                )
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:

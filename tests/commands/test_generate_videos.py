@@ -120,7 +120,9 @@ def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) 
     assert record["of"] == "videos" and record["checked"] == ["a_tooth"] and record["setting"] != "exact"
     assert [row["name"] for row in found["images"]] == ["a_tooth", "a_bone"]
     for row in found["images"][:1]:
-        errors = frames(out / "images" / f"{row['name']}_ahead.tif") - frames(made / "text" / "images" / "a_tooth_tapa.tif")
+        errors = frames(out / "images" / f"{row['name']}_ahead.tif") - frames(
+            made / "text" / "images" / "a_tooth_tapa.tif"
+        )
         assert row["psnr_vs_exact_db"] >= 50 and 10 * np.log10(255**2 / np.square(errors).mean()) > 45
 
 

@@ -100,9 +100,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def check(values: dict[str, Any]) -> None:
     if values["calibrate"] is None and not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, wan2.2, a .yaml file or a folder")
-    check_counts(
-        values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images"
-    )
+    check_counts(values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images")
     for name in ("text_tokens", "negative_tokens"):
         if values[name] is not None and values[name] < 0:
             raise UserError(f"--{name} {values[name]}: at least 0 is needed")
