@@ -98,7 +98,7 @@ def verify(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = dict(inputs or {})
-        calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
+        calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
         plain = _outputs(calls)
         with TorchFunctions(_in_opposite_order):
             other = _outputs(calls)
@@ -142,7 +142,7 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
             handle.remove()
     if not all(calls):
         of = f"{len(models)} transformers" if len(models) > 1 else "transformer"
-        raise UserError(f"{type(pipe).__name__} did not call its {of}: give inputs that make it, such as more steps")
+        raise UserError(f"{type(pipe).__name__} did not call its {of}: give inputs that make it")
     return [*zip(models, calls, strict=True)]
 
 
@@ -157,7 +157,7 @@ class Case:
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
         def work(transport: Transport) -> list[Tensor]:
-            found = []
+            found: list[Tensor] = []
             for own, calls in [(twin(model), calls) for model, calls in self.calls]:
                 with torch.no_grad(), parallelize(own, config=config, transport=transport, plan=self.plan):
                     found += [x + 0 for x in _outputs([(own, calls)])]

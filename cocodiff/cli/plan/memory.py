@@ -57,7 +57,8 @@ def table(
     rank, frames = sizes.rank, "" if video.frames == 1 else f"{video.frames} frames of "
     lines = [
         f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
-        f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of {topology.machine.name}",
+        f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
+        f"{topology.machine.name}",
         f"{'MiB':<28}{'a site':>12}{'a rank':>12}{'a node':>12}",
     ]
     cached = {
