@@ -33,6 +33,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
 from cocodiff.models.adapter import Arguments, replace_forward
 from cocodiff.models.experts import experts_of
+from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
 from cocodiff.results import HasResults, Reporting
@@ -378,6 +379,8 @@ class Engine(HasResults):
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
+        if self.model is not self._models[0]:
+            layer = f"{EXPERTS[1]}.{layer}"
         site = Site(layer, self.counter.branch)
         self.sequence.transport.arrive(f"attention {layer}")
         out_BLHD = self.strategy.attend(qkv, site)

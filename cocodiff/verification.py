@@ -24,6 +24,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, preset_names
 from cocodiff.engine import Engine, parallelize
 from cocodiff.errors import UserError
+from cocodiff.models.experts import experts_of
 from cocodiff.models.provenance import TorchFunctions
 from cocodiff.text_table import aligned
 
@@ -31,7 +32,7 @@ CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branc
 BEYOND_ROUNDING = 8.0  # times what another order of summation changes
 COMPILED, CACHED = "tapa, compiled", "tapa, cached"  # what the table calls them
 MOVED = 1 + 1 / 64  # times its first sample is the second one of a step cache's two steps
-Calls = Sequence[Mapping[str, Any]]
+Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # of each model
 
 
 @dataclass(frozen=True)
@@ -96,31 +97,31 @@ def verify(
     plan: Any = None,
     compile: bool = False,
 ) -> Verification:
-    """Compares a diffusers pipeline's transformer, or a bare one, on several ranks with one process, on the CPU.
+    """Compares a diffusers pipeline's transformers, or a bare one, on several ranks with one process, on the CPU.
 
     inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
-    the calls of its transformer are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
+    the calls of its transformers are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
     which are tried on the first number of ranks, to the compiler, which takes a minute; else they run as they are.
     Raises UserError for targets without a transformer, and for inputs that they cannot be called with.
     """
-    model = target if isinstance(target, nn.Module) else getattr(target, "transformer", None)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
-    if any(x.device.type != "cpu" for x in model.parameters()):
+    models = experts_of(target)
+    model = models[0]
+    if any(x.device.type != "cpu" for one in models for x in one.parameters()):
         raise UserError(f"{type(model).__name__} is not on the CPU, where ranks are compared: load it there")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        calls = [dict(inputs or {})] * 2 if target is model else recorded_calls(target, model, dict(inputs or {}))
-        plain = _outputs(model, calls)
+        given = dict(inputs or {})
+        calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
+        plain = _outputs(calls)
         with TorchFunctions(_in_opposite_order):
-            other = _outputs(model, calls)
+            other = _outputs(calls)
         largest = max(float(x.abs().max()) for x in plain)
         allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
-        case = Case(model, calls, plan, plain, allowed, compile)
+        case = Case(calls, plan, plain, allowed, compile)
         settings = exact_settings() | {CACHED: Config(step_cache="first_block", step_cache_threshold=1e30)}
         trials = [case.trial(size, name, config) for size in ranks for name, config in settings.items()]
         trials += [case.trial(size, COMPILED, Config(compile=True)) for size in ranks[:1]]
-    return Verification(type(model).__name__, len(calls), allowed, tuple(trials))
+    return Verification(type(model).__name__, sum(len(of_model) for _, of_model in calls), allowed, tuple(trials))
 
 
 def exact_settings() -> dict[str, Config]:
@@ -130,19 +131,20 @@ def exact_settings() -> dict[str, Config]:
     return exact | {"tapa, ring 2": exact["tapa"].with_(ring=2), "split, chunks 2": exact["split"].with_(chunks=2)}
 
 
-def recorded_calls(pipe: Any, model: nn.Module, arguments: dict[str, Any]) -> Calls:
-    """The first calls of a pipeline's transformer, by the names of their arguments."""
-    signature = inspect.signature(model.forward)
-    calls: list[dict[str, Any]] = []
+def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
+    """The first calls of each of a pipeline's transformers, by the names of their arguments."""
+    signature = inspect.signature(models[0].forward)
+    calls: list[list[dict[str, Any]]] = [[] for _ in models]
     known = inspect.signature(pipe.__call__).parameters
     usual = {"num_inference_steps": 2, "output_type": "latent"}
     arguments = {name: value for name, value in usual.items() if name in known} | arguments
 
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(calls) < CALLS:
-            calls.append(copy.deepcopy(dict(signature.bind(*args, **kwargs).arguments)))
+    def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = calls[models.index(model)]
+        if len(own) < CALLS:
+            own.append(copy.deepcopy(dict(signature.bind(*args, **kwargs).arguments)))
 
-    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    handles = [model.register_forward_pre_hook(keep, with_kwargs=True) for model in models]
     try:
         pipe(**arguments)
     except (TypeError, ValueError) as error:
@@ -151,17 +153,18 @@ def recorded_calls(pipe: Any, model: nn.Module, arguments: dict[str, Any]) -> Ca
             f"what it wants"
         ) from error
     finally:
-        handle.remove()
-    if not calls:
-        raise UserError(f"{type(pipe).__name__} did not call its transformer: give inputs that make it")
-    return calls
+        for handle in handles:
+            handle.remove()
+    if not all(calls):
+        of = f"{len(models)} transformers" if len(models) > 1 else "transformer"
+        raise UserError(f"{type(pipe).__name__} did not call its {of}: give inputs that make it")
+    return [*zip(models, calls, strict=True)]
 
 
 @dataclass(frozen=True)
 class Case:
     """What all settings are tried on. plain: what one process gives. compile: see `verify`."""
 
-    model: nn.Module
     calls: Calls
     plan: Any
     plain: Sequence[Tensor]
@@ -170,14 +173,18 @@ class Case:
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
         def work(transport: Transport) -> tuple[list[Tensor], str]:
-            own = twin(self.model)
-            engine = parallelize(own, config=config, transport=transport, plan=self.plan)
-            if engine.compiler is not None and not self.compile:
-                engine.compiler.backend = "eager"
-            calls = self.calls if config.step_cache == "none" else self._two_steps(engine)
-            with torch.no_grad(), engine:
-                outputs = [x + 0 for x in _outputs(own, calls)]
-            return outputs, _account(engine)
+            found, accounts = list[Tensor](), list[str]()
+            for model, calls in self.calls:
+                own = twin(model)
+                engine = parallelize(own, config=config, transport=transport, plan=self.plan)
+                if engine.compiler is not None and not self.compile:
+                    engine.compiler.backend = "eager"
+                if config.step_cache != "none":
+                    calls = _two_steps(engine, calls)
+                with torch.no_grad(), engine:
+                    found += [x + 0 for x in _outputs([(own, calls)])]
+                accounts.append(_account(engine))
+            return found, "; ".join(filter(None, dict.fromkeys(accounts)))
 
         try:
             ((plain, _),) = [(self.plain, "")] if config.exact else run_ranks(1, work)
@@ -192,11 +199,12 @@ class Case:
         outcome = "exact" if alike and error <= self.allowed else "wrong"
         return Trial(ranks, setting, outcome, error, alike, account)
 
-    def _two_steps(self, engine: Engine) -> Calls:
-        """A call, and one like it whose sample has moved a little: the engine takes it for the next step."""
-        first, second = (copy.deepcopy(dict(self.calls[0])) for _ in range(2))
-        engine.adapter.called_with(second)[0].mul_(MOVED)
-        return first, second
+
+def _two_steps(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """A call, and one like it whose sample has moved a little: the engine takes it for the next step."""
+    first, second = (copy.deepcopy(dict(calls[0])) for _ in range(2))
+    engine.adapter.called_with(second)[0].mul_(MOVED)
+    return first, second
 
 
 def _account(engine: Engine) -> str:
@@ -213,8 +221,8 @@ def twin(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
-def _outputs(model: nn.Module, calls: Calls) -> list[Tensor]:
-    return [x for call in calls for x in tensors_of(model(**copy.deepcopy(call)))]
+def _outputs(calls: Calls) -> list[Tensor]:
+    return [x for model, of_model in calls for call in of_model for x in tensors_of(model(**copy.deepcopy(call)))]
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

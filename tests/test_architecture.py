@@ -116,7 +116,13 @@ MAY_IMPORT = {
         "cocodiff.agreement",
         "cocodiff.results",
     ),
-    "cocodiff.verification": ("cocodiff.comm", "cocodiff.config", "cocodiff.engine", "cocodiff.models.provenance"),
+    "cocodiff.verification": (
+        "cocodiff.comm",
+        "cocodiff.config",
+        "cocodiff.engine",
+        "cocodiff.models.experts",
+        "cocodiff.models.provenance",
+    ),
     "cocodiff.planning": (
         "cocodiff.topology",
         "cocodiff.routes",

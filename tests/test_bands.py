@@ -11,8 +11,10 @@ import pytest
 import torch
 from covering import covering
 from diffusers.models.attention_processor import AttnProcessor
+from launching import TESTS, assert_succeeded
 from test_engine_pipelines import inpainting, restored
 from torch import Tensor, nn
+from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.part import Part
@@ -113,6 +115,20 @@ def test_pictures_of_some_size_have_one_process_bits():
         plain = vae.decode(z).sample
     for found in run_ranks(3, lambda transport: ShardedVAE(copy.deepcopy(vae), transport).decode(z).sample):
         assert torch.equal(found, plain)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "frames", "smaller"),
+    [
+        ("flux.1", 1, '{"block_out_channels": [8, 8, 8, 8], "norm_num_groups": 4}'),
+        ("wan2.2", 5, '{"base_dim": 4, "num_res_blocks": 1}'),
+    ],
+)
+def test_ranks_of_an_mpi_job_decode_in_bands(name, frames, smaller):
+    done = warm_mpiexec(3, TESTS / "bands_rank.py", name, str(frames), "40", "56", smaller)
+    assert_succeeded(done)
+    assert "one on 1: " in done.stdout and "sharded on 3: " in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["qwen", "kl"])

@@ -194,16 +194,19 @@ class WholeImages(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "wan"])
 def test_tensors_of_the_whole_image_where_tokens_enter(family):
     """Before the engine cuts them: what `unsharded_copies` says of a family, counted on one of two ranks."""
-    make, inputs_of = FAMILIES[family]
-    model, inputs = make(13), inputs_of(1, 6, 7, 5)
+    if family == "wan":
+        model, inputs, tokens = PLANNED[family].model(), PLANNED[family].call(), 45
+    else:
+        make, inputs_of = FAMILIES[family]
+        model, inputs, tokens = make(13), inputs_of(1, 6, 7, 5), 42
 
     def work(transport: Any) -> tuple[int, int]:
         own = copy.deepcopy(model)
         shape = shape_of_config(family_of(own), own.config, 1)
-        with torch.no_grad(), parallelize(own, transport=transport), WholeImages(42 * shape.width) as counter:
+        with torch.no_grad(), parallelize(own, transport=transport), WholeImages(tokens * shape.width) as counter:
             own(**inputs)
         return len(counter.seen), shape.unsharded_copies
 
@@ -245,11 +248,12 @@ def real_config(name: str) -> tuple[str, dict[str, Any]]:
         "flux.1": ("FluxTransformer2DModel", {"guidance_embeds": True}),
         "flux.2": ("Flux2Transformer2DModel", {}),
         "qwen-image": ("QwenImageTransformer2DModel", {}),
+        "wan2.2": ("WanTransformer3DModel", {}),
     }[name]
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("sd3.5", 8.1), ("flux.1", 11.9), ("flux.2", 32.2), ("qwen-image", 20.4)]
+    ("name", "billions"), [("sd3.5", 8.1), ("flux.1", 11.9), ("flux.2", 32.2), ("qwen-image", 20.4), ("wan2.2", 28.6)]
 )
 def test_shipped_shapes_are_those_of_diffusers(name, billions):
     import diffusers
@@ -259,9 +263,11 @@ def test_shipped_shapes_are_those_of_diffusers(name, billions):
         model = getattr(diffusers, kind)(**config)
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
     shipped = load_shape(name)
-    counted = shape_of_config(family_of(model), model.config, numbers)
+    experts = 2 if name == "wan2.2" else 1
+    counted = shape_of_config(family_of(model), model.config, experts * numbers)
     assert shipped == replace(counted, name=name, encoders=shipped.encoders)
-    assert len(model.attn_processors) == shipped.joint_layers + shipped.parallel_layers
+    attending = [name for name in model.attn_processors if not name.endswith("attn2.processor") or experts == 1]
+    assert len(attending) == shipped.joint_layers + shipped.parallel_layers
     assert round(shipped.parameters / 1e9, 1) == billions
 
 

@@ -17,6 +17,7 @@ from cocodiff.models.experts import experts_of
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 STEPS = 8
+DTYPES = (torch.bfloat16, torch.float32)
 PIPELINES: dict[str, dict[str, Any]] = {
     "Wan 2.2": {},
     "Wan 2.2, image": {"image": True},
@@ -90,6 +91,20 @@ def test_equals_one_process(name, size):
         assert not torch.equal(plain, latents_of(pipe, guidance_scale_2=3.0))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bf16_errs_at_most_twice_as_much_as_one_process(size, tmp_path):
+    """Against the same weights in fp32, over the boundary: with what diffusers keeps in fp32 as it loads a model."""
+    made("Wan 2.2").to(torch.bfloat16).save_pretrained(tmp_path)
+    absent = {"text_encoder": None, "tokenizer": None}
+    pipe, exact = (type(made("Wan 2.2")).from_pretrained(tmp_path, torch_dtype=dtype, **absent) for dtype in DTYPES)
+    plain, truth = latents_of(pipe), latents_of(exact)
+    assert {x.dtype for x in pipe.transformer_2.parameters()} == {*DTYPES}
+    found, _ = check_same_bits(on_ranks(size, pipe))
+    assert found.dtype == plain.dtype and (size > 1 or torch.equal(found, plain))
+    allowed = 2 * (plain - truth).abs().max() + torch.finfo(torch.bfloat16).eps * truth.abs().max()
+    assert (found - truth).abs().max() <= allowed
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["Wan 2.2", "TI2V, image"])
 def test_two_parts_of_the_ranks_compute_a_branch_each(name, size):
@@ -144,6 +159,18 @@ def test_each_expert_begins_anew(settings, guidance):
     errors = [float((experts[one](**call)[0] - output).abs().max()) for one, call, output in calls]
     assert max(errors[0], errors[first]) < 1e-5 < max(errors[1:first])
     assert 0 < held[first] == held[0] <= held[first - 1]
+
+
+def test_a_trace_names_the_expert_that_attends():
+    pipe = made("Wan 2.2")
+
+    def work(transport: Any) -> set[str]:
+        own = copy.deepcopy(pipe)
+        with parallelize(own, transport=transport, guidance_parallel=1) as engine:
+            latents_of(own)
+        return {span.layer for span in engine.trace.spans if span.name == "attention"}
+
+    assert run_ranks(2, work) == [{"blocks.attn1", "transformer_2.blocks.attn1"}] * 2
 
 
 @pytest.mark.parametrize("what", ["boundary_ratio", "guidance_scale_2"])

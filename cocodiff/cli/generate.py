@@ -26,8 +26,8 @@ OPTIONS = (
     ),
     Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
     Option("image", "a file: the first frame of every video, for models that make videos of an image"),
-    Option("frames", "of a video, instead of the model's own 81: 4 n + 1 of Wan", type=int),
-    Option("fps", "frames a second of the MP4 file of a video", 16, type=int),
+    Option("frames", "of a video, instead of the model's own: 4 n + 1 of Wan", type=int),
+    Option("fps", "frames a second of the MP4 file of a video, instead of the model's own", type=int),
     Option("height", "pixels, instead of the model's own", type=int),
     Option("width", "pixels, instead of the model's own", type=int),
     PRESET_OPTION,
@@ -56,7 +56,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = prepared.dealt(ranks, images=max(1, len(values["prompt"])))
     # sides and frames follow from the model and from those that are asked for
     asked = prepared.request.content
-    return start_job(prepared, launch, ranks, "images", lambda there: asked | {"sides": there.get("sides")}, work)
+    unit = "images" if prepared.request.video is None else "videos"
+    return start_job(prepared, launch, ranks, unit, lambda there: asked | {"sides": there.get("sides")}, work)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -70,7 +71,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
         )
     prompts, scales = tuple(values["prompt"]), (values["guidance"], values["guidance_2"])
     request = Request(values["model"], GENERATE, prompts, *scales, image=values["image"])
-    if values["frames"] is not None and request.pipelines.video is None:
+    if values["frames"] is not None and request.video is None:
         raise UserError(f"--frames {values['frames']}: model {request.model} makes images: leave it away")
     return Prepared.checked(values, quality, request, ranks, started)
 

@@ -164,9 +164,8 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
     transformer's config."""
     model = request.model
     patch = shape.pixels_per_token // VAE_FACTOR
-    if request.own is None and request.pipelines.video is not None:
-        of_video = zip(("frames", "height", "width"), request.pipelines.video, strict=True)
-        frames, height, width = (values.get(name) or own for name, own in of_video)
+    if request.video is not None:
+        frames, height, width = (values.get(name) or getattr(request.video, name) for name in request.video._fields[:3])
         each = read_json(model_file(model, "vae/config.json")).get("scale_factor_temporal", 4)
         side = vae_factor(model) * patch
         return (1 + (frames - 1) // each) * max(1, height // side) * max(1, width // side)

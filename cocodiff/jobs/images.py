@@ -39,7 +39,8 @@ class ImageJob(Job[Batch]):
 
     def __init__(self, session: Session) -> None:
         self.session, self.presets = session, list(session.prepared.presets)
-        self.frames = video_frames(session)
+        self.frames, video = video_frames(session), session.prepared.request.video
+        self.fps = session.prepared.values["fps"] or (0 if video is None else video.fps)
         self.sides = image_sides(session, self.frames)
         self.prompts = session.prepared.request.prompts or ("",)
         self.names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in self.prompts])
@@ -106,7 +107,7 @@ class ImageJob(Job[Batch]):
             if self.frames is not None:
                 save_frames(path, pixels8)
                 if has_encoder():
-                    save_mp4(path.with_suffix(".mp4"), pixels8, self.session.prepared.values["fps"])
+                    save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
                 continue
             with path.open("wb") as file:
                 Image.fromarray(pixels8).save(file, "PNG")
@@ -155,9 +156,9 @@ def video_frames(session: Session) -> int | None:
     """How many frames a video has; None for models that make images. Raises UserError for a number that the model
     would round."""
     request, asked = session.prepared.request, session.prepared.values["frames"]
-    if request.pipelines.video is None:
+    if request.video is None:
         return None
-    frames, each = asked or request.pipelines.video[0], session.model.pipe.vae_scale_factor_temporal
+    frames, each = asked or request.video.frames, session.model.pipe.vae_scale_factor_temporal
     if frames % each != 1:
         near = frames // each * each + 1
         raise UserError(f"--frames {frames}: model {request.model} makes {each} n + 1 of them; give {near}")
@@ -167,7 +168,7 @@ def video_frames(session: Session) -> int | None:
 def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
     """Height and width. frames: of a video. Raises UserError for sides that the model would round."""
     pipe, values = session.model.pipe, session.prepared.values
-    multiple, video = side_multiple(pipe), session.prepared.request.pipelines.video
+    multiple, video = side_multiple(pipe), session.prepared.request.video
     sides = []
     for place, name in enumerate(("height", "width"), 1):
         side = values[name] or (own_size(pipe) if video is None else video[place])

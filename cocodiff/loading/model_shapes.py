@@ -9,6 +9,7 @@ from typing import Any
 
 from cocodiff.config import check_choice, find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
+from cocodiff.files import read_json
 from cocodiff.loading.model_checks import read_shape
 from cocodiff.loading.weights import stored_values
 from cocodiff.models import FAMILIES, families, load_family
@@ -69,17 +70,22 @@ def shape_of_folder(path: Path) -> ModelShape:
     folder = path.parents[1] if whole else path.parent
     experts = 1 + (whole and (folder / EXPERTS[1] / "config.json").is_file())  # alike, both in memory
     shape = shape_of_config(family, model.config, experts * numbers)
-    return replace(shape, name=folder.resolve().name, **(of_other_parts(shape, folder) if whole else {}))
+    return replace(shape, name=folder.resolve().name, **(of_other_parts(shape, family, folder) if whole else {}))
 
 
-def of_other_parts(shape: ModelShape, folder: Path) -> dict[str, Any]:
-    """Facts of a model's text encoders and VAE, from the headers of their weights where there are any."""
+def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str, Any]:
+    """Facts of a model's text encoders and VAE, from the headers of their weights where there are any, and of its
+    index."""
 
     def numbers(part: Path) -> int:
         return sum(stored_values(part).values())
 
     encoders, vae = sum(map(numbers, folder.glob("text_encoder*"))), numbers(folder / "vae")
-    return {"encoders": encoders} | ({"vae": replace(shape.vae, parameters=vae)} if shape.vae and vae else {})
+    index = folder / "model_index.json"
+    told = read_json(index) if family.token_vae is not None and index.is_file() else {}
+    size = family.token_vae if told.get("expand_timesteps") else shape.vae
+    video = {"video": family.pipelines[0].video_of(told)} if told else {}
+    return {"encoders": encoders, "vae": replace(size, parameters=vae) if size and vae else size} | video
 
 
 def family_of_class(name: str) -> Family | None:

@@ -20,7 +20,7 @@ from cocodiff.loading.model_checks import check_folder, check_loaded, check_toke
 from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
 from cocodiff.loading.weights import check_weights, conversion
 from cocodiff.models import pipelines_of
-from cocodiff.models.family import EXPERTS, GENERATE, Pipelines
+from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
@@ -55,6 +55,11 @@ class Request:
     @cached_property
     def pipelines(self) -> Pipelines:
         return pipelines_of(self.index["_class_name"], self.model)
+
+    @property
+    def video(self) -> Video | None:
+        """What a video is, unless options say otherwise; None for a model that makes images."""
+        return None if self.own is not None else self.pipelines.video_of(self.index)
 
     @property
     def content(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.errors import UserError
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 EXPERTS = ("transformer", "transformer_2")  # of a pipeline: they take turns in a run, each for some noise levels
 INPAINT, GENERATE = "inpaint", "generate"  # the tasks of pipelines
 VAE_FACTOR = 8  # pixels of a latent pixel's side, of all families
+
+
+class Video(NamedTuple):
+    """What is made: so many frames of so many pixels, and frames a second. An image is a video of one frame."""
+
+    frames: int
+    height: int
+    width: int
+    fps: int = 16
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,8 @@ class Pipelines:
     guidance           the call's argument for the strength of guidance
     others             further classes whose folders hold these weights
     animate            diffusers' class for an image and text to video; "" where there is none
-    video              frames, height and width of a video, unless a call says others; None for images
+    video              what a video is, unless a call says otherwise; None for images
+    token_video        the same of weights that take a timestep for each token, as `model_index.json` says
     """
 
     generate: str
@@ -43,13 +53,18 @@ class Pipelines:
     guidance: str = "guidance_scale"
     others: tuple[str, ...] = ()
     animate: str = ""
-    video: tuple[int, int, int] | None = None
+    video: Video | None = None
+    token_video: Video | None = None
     lacks: str = ""
 
     @property
     def classes(self) -> tuple[str, ...]:
         """All classes whose folders hold these weights."""
         return tuple(name for name in (self.generate, self.inpaint, *self.others, self.animate) if name)
+
+    def video_of(self, index: Mapping[str, Any]) -> Video | None:
+        """What the weights of a `model_index.json` make, unless a call says otherwise; None for images."""
+        return self.token_video if index.get("expand_timesteps") else self.video
 
     def of_task(self, task: str, model: str, image: bool = False) -> str:
         """The class that does a task, from an image where one is given. Raises UserError where diffusers has none for
@@ -76,6 +91,9 @@ class VaeSize:
     band                numbers that live at the peaks of decoding and encoding for each pixel of a band, where it
                         decodes in bands: a convolution that pads by itself copies its input once more there
     attention           channels of its attention over all latent pixels
+    video               numbers that live at the peaks of decoding and encoding a video for each pixel of a frame,
+                        beside its frames: latent frames are computed one by one, with what is kept of the last one
+    factor, frames      pixels of a latent pixel's side, and frames of a latent frame, of which the first one has one
     """
 
     parameters: int
@@ -84,6 +102,9 @@ class VaeSize:
     tile: int
     band: tuple[int, int]
     attention: int
+    video: tuple[int, int] = (0, 0)
+    factor: int = VAE_FACTOR
+    frames: int = 1
 
 
 # diffusers' AutoencoderKL as SD3, SD3.5 and FLUX.1 have it: 128, 256, 512 and 512 channels, 16 of latents. At the peak
@@ -100,7 +121,8 @@ class Family:
     pipelines          for each kind of weights; empty for a transformer that no command runs
     vae_numbers        settings of its VAE that pipelines calculate with
     vae_lists          settings of its VAE that hold a number for each latent channel, and that have to be there
-    vae                what its VAE takes of memory; None where that is not known
+    vae                what its VAE takes of memory; None where that is not known. token_vae: the same of weights that
+                       take a timestep for each token
 
     Of its models' shape, what their config does not say (`planning.memory.ModelShape` tells of each):
 
@@ -114,6 +136,7 @@ class Family:
     vae_numbers: tuple[str, ...] = ("scaling_factor", "shift_factor")
     vae_lists: tuple[str, ...] = ()
     vae: VaeSize | None = None
+    token_vae: VaeSize | None = None
     patch: int | None = 2
     text_tokens: int = 512
     rows_per_image: int = 1
@@ -141,4 +164,5 @@ class Family:
         names = ("text_tokens", "rows_per_image", "branches", "unsharded_copies", "gated_mlp", "vae")
         patch = self.patch if self.patch is not None else (config or {}).get("patch_size")
         sides = {} if patch is None else {"pixels_per_token": VAE_FACTOR * patch}
-        return {name: getattr(self, name) for name in names} | sides
+        video = {"video": self.pipelines[0].video} if self.pipelines else {}
+        return {name: getattr(self, name) for name in names} | sides | video

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cocodiff.errors import UserError
-from cocodiff.models.family import Family, VaeSize
+from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.planning.costs import Cell, StateSizes
 from cocodiff.topology.axes import Mesh
@@ -54,6 +54,7 @@ class ModelShape:
     parameters        numbers that the weights hold
     encoders          numbers that the weights of all text encoders hold; 0 where that is not known
     vae               what the VAE takes; None where that is not known
+    video             what the model makes of itself; None for images
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelShape:
     unsharded_copies: int = 0
     encoders: int = 0
     vae: VaeSize | None = None
+    video: Video | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")
@@ -96,6 +98,24 @@ class ModelShape:
                 f"use {lower} or {lower + step}"
             )
         return a_side**2
+
+    def video_tokens(self, video: Video) -> int:
+        """Tokens of a video, of a model whose VAE is known. Raises UserError for frames and sides that patches do not
+        fill."""
+        assert self.vae is not None, "what a latent frame is"
+        each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
+        for name, value, rest in (
+            ("frames", video.frames - 1, 1),
+            ("height", video.height, 0),
+            ("width", video.width, 0),
+        ):
+            step = each if rest else side
+            if value % step:
+                lower = value // step * step + rest
+                raise UserError(
+                    f"--{name} {value + rest}: {self.name} makes {step} n{' + 1' * rest}: use {lower or step}"
+                )
+        return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
         """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as

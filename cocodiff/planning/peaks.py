@@ -14,14 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cocodiff.models.family import VaeSize
+from cocodiff.models.family import VaeSize, Video
 from cocodiff.planning.memory import ModelShape, RankMemory
 from cocodiff.topology.axes import cut
 from cocodiff.topology.machine import Topology
 
 VAE_SETTINGS = ("one", "all", "tiled", "sharded")
 CHANNELS = 3  # of an image
-LATENT = 8  # pixels of the side of a latent pixel
 STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
 
 
@@ -54,50 +53,61 @@ class Peaks:
 
 
 def size_peaks(
-    shape: ModelShape, topology: Topology, side: int, images: int, itemsize: int, replicas: int = 1
+    shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
 ) -> Peaks | None:
-    """The peaks around a run of square images. None where the model's VAE is not known.
+    """The peaks around a run. None where the model's VAE is not known.
 
-    side: in pixels. images: of one call. replicas: sets of ranks, all of which decode at the same time.
+    video: what is made, or an image; in tiles there are images alone. images: of one call. replicas: sets of ranks, all
+    of which decode at the same time.
     Raises UserError where so many replicas do not divide the ranks.
     """
     vae = shape.vae
     if vae is None:
         return None
     sets = cut(topology, tuple(range(topology.size)), replicas, "replicas")
-    tiles = len(tile_sides(side, vae.tile)) ** 2
-    most = {"one": 1, "all": topology.size, "tiled": tiles, "sharded": math.ceil(side / LATENT)}
+    tiles = math.prod(len(tile_sides(side, vae.tile)) for side in (video.height, video.width))
+    longer = max(video.height, video.width)
+    most = {"one": 1, "all": topology.size, "tiled": tiles, "sharded": math.ceil(longer / vae.factor)}
 
     def peak(how: str) -> VaePeak:
         decoders = [topology.places[rank].node for ranks in sets for rank in ranks[: most[how]]]
-        encoding, decoding = _activations(vae, side, how, len(sets[0]))
+        encoding, decoding = _activations(vae, video, how, len(sets[0]))
         unit = images * itemsize
         return VaePeak(encoding * unit, decoding * unit, max(decoders.count(node) for node in range(topology.nodes)))
 
-    return Peaks(shape.encoders * itemsize, vae.parameters * itemsize, {how: peak(how) for how in VAE_SETTINGS})
+    settings = [how for how in VAE_SETTINGS if how != "tiled" or video.frames == 1]
+    return Peaks(shape.encoders * itemsize, vae.parameters * itemsize, {how: peak(how) for how in settings})
 
 
-def _activations(vae: VaeSize, side: int, how: str, ranks: int) -> tuple[int, int]:
-    """Numbers of one image at the peaks of encoding and decoding it. ranks: that share it."""
+def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding it. ranks: that share it."""
     if how == "sharded" and ranks > 1:
-        return _of_band(vae, side, ranks)
+        return _of_band(vae, video, ranks)
+    pixels = video.height * video.width
+    if video.frames > 1:
+        decoding, encoding = (numbers + CHANNELS * video.frames for numbers in vae.video)
+        return encoding * pixels, decoding * pixels
     if how != "tiled":
-        return vae.encoding * side**2, vae.decoding * side**2
-    sides = tile_sides(side, vae.tile)
-    decoded, own = CHANNELS * sum(sides) ** 2, CHANNELS * sides[0] ** 2 * math.ceil(len(sides) ** 2 / ranks)
+        return vae.encoding * pixels, vae.decoding * pixels
+    rows, columns = (tile_sides(side, vae.tile) for side in (video.height, video.width))
+    tile, own = rows[0] * columns[0], math.ceil(len(rows) * len(columns) / ranks)
+    decoded, own = CHANNELS * sum(rows) * sum(columns), CHANNELS * tile * own
     # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
-    blending = decoded + max(2 * own, CHANNELS * side**2)
-    return vae.encoding * sides[0] ** 2, max(vae.decoding * sides[0] ** 2 + own, blending)
+    blending = decoded + max(2 * own, CHANNELS * pixels)
+    return vae.encoding * tile, max(vae.decoding * tile + own, blending)
 
 
-def _of_band(vae: VaeSize, side: int, ranks: int) -> tuple[int, int]:
-    """Numbers of one image at the peaks of encoding and decoding the largest of so many bands, with a row of each
-    neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
-    rows = math.ceil(math.ceil(side / LATENT) / ranks) * LATENT
-    pixels = side * min(side, rows + 2)
-    attended = 4 * vae.attention * math.ceil(side / LATENT) ** 2
-    decoding, encoding = (max(numbers * pixels, attended) for numbers in vae.band)
-    return encoding, max(decoding, CHANNELS * side * (2 * side + rows))
+def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding the largest of so many bands, with a row of
+    each neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
+    shorter, longer = sorted((video.height, video.width))
+    latent = math.ceil(longer / vae.factor)
+    rows = math.ceil(latent / ranks) * vae.factor
+    attended = 4 * vae.attention * latent * math.ceil(shorter / vae.factor)
+    of_video, each = CHANNELS * video.frames * shorter, vae.band if video.frames == 1 else vae.video
+    kept = of_video * rows if video.frames > 1 else 0
+    decoding, encoding = (max(numbers * shorter * min(longer, rows + 2) + kept, attended) for numbers in each)
+    return encoding, max(decoding, of_video * (2 * longer + rows))
 
 
 def tile_sides(side: int, tile: int) -> list[int]:

@@ -110,6 +110,22 @@ def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Path
     assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
 
 
+def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) -> None:
+    out, bounds = tmp_path / "out", ("--quality", "50dB", "--quality_slices", "1", "--ranks", "2")
+    done = forked(*words(made, "text", out), *RUNS["text"][:3], *RUNS["text"][-4:], *bounds, folder=tmp_path)
+    assert_succeeded(done)
+    assert "that keeps it on 1 videos" in done.stdout
+    found = json.loads((out / "metrics.json").read_text())
+    (record,) = found["quality"]
+    assert record["of"] == "videos" and record["checked"] == ["a_tooth"] and record["setting"] != "exact"
+    assert [row["name"] for row in found["images"]] == ["a_tooth", "a_bone"]
+    for row in found["images"][:1]:
+        errors = frames(out / "images" / f"{row['name']}_ahead.tif") - frames(
+            made / "text" / "images" / "a_tooth_tapa.tif"
+        )
+        assert row["psnr_vs_exact_db"] >= 50 and 10 * np.log10(255**2 / np.square(errors).mean()) > 45
+
+
 def test_results_have_the_promised_names_and_the_report_shows_frames(made: Path) -> None:
     ends = ["mp4", "tif"] if videos.has_encoder() else ["tif"]
     names = [f"image_{preset}.{end}" for preset in ("flat", "tapa") for end in ends]
@@ -151,6 +167,10 @@ def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
     request, path = Request(str(model), GENERATE), model / "transformer" / "config.json"
     assert image_tokens({"frames": 9, **SIDES}, request, path, shape) == 3 * 2 * 3
     assert image_tokens({}, request, path, shape) == 21 * 30 * 52
+    assert (request.video.frames, request.video.fps) == (81, 16)
+    tokens = Request(str(made / "tokens-model"), GENERATE)
+    assert image_tokens({}, tokens, path, shape) == 31 * 44 * 80, "121 frames of 704 x 1280, with a small VAE"
+    assert tokens.video.fps == 24
 
 
 def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from launching import with_options
 from tiny_models import sd3_transformer
+from tiny_pipelines import wan_pipeline
 from worlds import topology_of
 
 from cocodiff.cli.main import main
@@ -82,6 +83,30 @@ def test_text_encoders_and_vae(plan, tmp_path):
     (tmp_path / "mine.yaml").write_text("name: mine\nheads: 12\nhead_dim: 8\njoint_layers: 3\nparameters: 1000\n")
     told, shown = plan("--memory", "--model", tmp_path / "mine.yaml")
     assert told["peaks_mib"] is None and "text encoders and VAE: not known" in shown
+
+
+def test_videos_of_a_shipped_model_and_of_a_folder(plan, tmp_path):
+    """Tokens of all latent frames, both experts' weights, and the VAE whole and in bands; no tiles of videos."""
+    words = ("--memory", "--model", "wan2.2", "--preset", "tapa")
+    told, shown = plan(*words)
+    case, peaks, rank = told["case"], told["peaks_mib"]["vae"], told["memory_mib"]["rank"]
+    assert case["image_tokens"] == 21 * 30 * 52 and case["branches"] == 2 and case["text_tokens"] == 0
+    assert [case[name] for name in ("size", "frames", "height", "width")] == [None, 81, 480, 832]
+    assert rank["weights"] * 2**20 == 2 * 2 * 14288753728 and "81 frames of 480x832" in shown
+    whole, band, n = 5254 + 3 * 81, 5254 * (72 + 2) + 3 * 81 * 72, 480 * 2 / 2**20
+    assert [*peaks] == ["one", "all", "sharded"] and peaks["one"]["decoding_rank"] == whole * 832 * n
+    assert peaks["sharded"]["decoding_rank"] == max(band, 3 * 81 * (2 * 832 + 72)) * n
+    told, _ = plan(*words, "--frames", "9", "--height", "64", "--width", "32")
+    assert told["case"]["image_tokens"] == 3 * 4 * 2
+
+    wan_pipeline(experts=1, tokens=True).save_pretrained(tmp_path / "ti2v")
+    told, _ = plan("--memory", "--model", tmp_path / "ti2v")
+    assert told["case"]["image_tokens"] == 31 * 22 * 40 and told["case"]["height"] == 704
+    wan_pipeline().save_pretrained(tmp_path / "two")
+    wan_pipeline(experts=1).save_pretrained(tmp_path / "one")
+    told, one = (plan("--memory", "--model", tmp_path / name)[0] for name in ("two", "one"))
+    weights = [of["memory_mib"]["rank"]["weights"] for of in (told, one)]
+    assert weights[0] == 2 * weights[1] and told["peaks_mib"]["vae_weights"] > 0
 
 
 def test_a_machine_that_tells_no_memory(plan):
@@ -270,6 +295,10 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
         (("--memory", "--model", "unet"), "diffusers has no class Nothing"),
         (("--memory", "--model", "vae"), "the memory of a AutoencoderKL is not known"),
         (("--memory", "--model", "flux.1", "--size", "1000"), "use 992 or 1008"),
+        (("--memory", "--model", "flux.1", "--frames", "5"), "--frames 5: flux.1 makes images: leave it away"),
+        (("--memory", "--model", "wan2.2", "--size", "512"), "--size 512: wan2.2 makes videos: leave it away, or give"),
+        (("--memory", "--model", "wan2.2", "--frames", "6"), "--frames 6: wan2.2 makes 4 n + 1: use 5"),
+        (("--memory", "--model", "wan2.2", "--width", "500"), "--width 500: wan2.2 makes 16 n: use 496"),
         (("--memory", "--model", "flux.1", "--batch", "0"), "--batch 0: at least 1 is needed"),
         (("--memory", "--model", "flux.1", "--text_tokens", "-1"), "--text_tokens -1: at least 0 is needed"),
         (("--memory", "--model", "flux.1", "--machine", "local"), "machine local has no fixed size: add --ranks N"),

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from planned_models import PLANNED
-from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
+from tiny_pipelines import TEXT_WIDTH, sd3_pipeline, wan_pipeline
 
+import cocodiff
 from cocodiff.cli.main import main
+from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -55,6 +57,19 @@ def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
     words = ["verify", "--model", str(tmp_path / "sd3"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
     assert main(words) == 0
     assert "SD3Transformer2DModel: 2 calls" in capsys.readouterr().out
+
+
+def test_both_experts_of_a_pipeline_are_compared():
+    pipe = wan_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    text = torch.randn(1, 9, TEXT_WIDTH, generator=torch.Generator().manual_seed(0))
+    given = {"prompt_embeds": text, "negative_prompt_embeds": -text, "height": 32, "width": 48, "num_frames": 5}
+    found = cocodiff.verify(pipe, given, ranks=[2])
+    assert (found.calls, found.exit_code) == (4, 0), str(found)
+    pipe.transformer_2.blocks[1].register_forward_hook(lambda _, __, x_BLC: x_BLC - x_BLC.mean(1, keepdim=True))
+    assert cocodiff.verify(pipe, given, ranks=[2]).exit_code == 1, "a mean over a rank's own tokens"
+    with pytest.raises(UserError, match="WanPipeline did not call its 2 transformers: give inputs"):
+        cocodiff.verify(pipe, given | {"num_inference_steps": 1}, ranks=[2])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from cocodiff.console.options import (
 from cocodiff.console.terminal import quiet_libraries, say
 from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
+from cocodiff.models.family import Video
 from cocodiff.models.tokens import image_and_text
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import write_document
@@ -29,10 +30,14 @@ from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.topology.machine import Machine, Topology
 
+SIDE = 1024
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 OPTIONS = (
     Option("model", "a name in configs/models, a .yaml file, or a folder in diffusers' layout"),
-    Option("size", "side of the square image in pixels", 1024, type=int),
+    Option("size", f"side of the square image in pixels (default: {SIDE})", type=int),
+    Option("frames", "of a video, instead of the model's own", type=int),
+    Option("height", "of a video, instead of the model's own", type=int),
+    Option("width", "of a video, instead of the model's own", type=int),
     Option("batch", "images in one call", 1, type=int),
     Option("steps", "denoising steps that run", 50, type=int),
     Option("text_tokens", "tokens of the prompt; default: the model's longest", type=int),
@@ -94,8 +99,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 def check(values: dict[str, Any]) -> None:
     if values["calibrate"] is None and not values["paper"] and not values["model"]:
-        raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, a .yaml file or a folder")
-    check_counts(values, "batch", "steps", "size", "nodes", "ranks", "branches", "images")
+        raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, wan2.2, a .yaml file or a folder")
+    check_counts(values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images")
     for name in ("text_tokens", "negative_tokens"):
         if values[name] is not None and values[name] < 0:
             raise UserError(f"--{name} {values[name]}: at least 0 is needed")
@@ -111,7 +116,8 @@ def run_plan(values: dict[str, Any]) -> None:
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
-    work = workload_of(values, shape, config)
+    video = video_of(values, shape)
+    work = workload_of(values, shape, config, video)
     output = OutputFolder(values["out"], values["overwrite"])
     started = time.monotonic()
     choice, pricer = None, Pricer(topology)
@@ -119,10 +125,10 @@ def run_plan(values: dict[str, Any]) -> None:
         batches = -(-values["images"] // values["batch"])
         choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
     deal = one_replica(topology, work) if choice is None else choice.taken.deal
-    sizes = size(topology, work, deal, values["size"])
-    plan = as_json(values, shape, topology, work.load, sizes)
+    sizes = size(topology, work, deal, video)
+    plan = as_json(values, shape, topology, work.load, sizes, video)
     plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
-    say("\n".join(table(values, shape, topology, work.load, sizes)))
+    say("\n".join(table(values, shape, topology, work.load, sizes, video)))
     if choice is not None:
         plan |= deals_as_json(choice)
         say("\n".join(deals_table(choice) if values["compare"] else [choice.line()]))
@@ -158,11 +164,25 @@ def rank_count(machine: Machine, values: dict[str, Any]) -> int:
     return int(values["nodes"] * machine.tiles_per_node)
 
 
-def workload_of(values: dict[str, Any], shape: ModelShape, config: Config) -> Workload:
+def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
+    """What is made: a video, or an image, whose `size` is completed. Raises UserError for options of the other one."""
+    own, names = shape.video, ("frames", "height", "width")
+    wrong = next((name for name in (names if own is None else ("size",)) if values[name] is not None), None)
+    if wrong is not None:
+        what, instead = ("images", "--size") if own is None else ("videos", "--height and --width")
+        raise UserError(f"--{wrong} {values[wrong]}: {shape.name} makes {what}: leave it away, or give {instead}")
+    if own is not None:
+        return Video(*(values[name] or getattr(own, name) for name in names))
+    values["size"] = values["size"] or SIDE
+    return Video(1, values["size"], values["size"])
+
+
+def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video: Video) -> Workload:
     from cocodiff.planning.costs import state_sizes
 
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
-    image, negative = shape.image_tokens(values["size"]), values["negative_tokens"]
+    image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
+    negative = values["negative_tokens"]
     load = Load(
         segments=image_and_text(image, text),
         batch=values["batch"] * shape.rows_per_image,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cocodiff.models.family import Video
 from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.planning.deal_prices import Workload, parts_of
 from cocodiff.planning.deals import Deal
@@ -28,8 +29,8 @@ class Sizes:
     peaks: Peaks | None = None
 
 
-def size(topology: Topology, work: Workload, deal: Deal, side: int) -> Sizes:
-    """side: of the image, in pixels."""
+def size(topology: Topology, work: Workload, deal: Deal, video: Video) -> Sizes:
+    """video: what is made, or an image."""
     found: dict[int, RankMemory] = {}
     sites: dict[int, RankMemory] = {}
     largest_of_parts = []
@@ -46,15 +47,18 @@ def size(topology: Topology, work: Workload, deal: Deal, side: int) -> Sizes:
     nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
     node = max(nodes, key=lambda node: node.total)
     batch = max(1, work.load.batch // work.shape.rows_per_image)
-    peaks = size_peaks(work.shape, topology, side, batch, work.load.itemsize, deal.replicas)
+    peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, deal.replicas)
     return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
 
 
-def table(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> list[str]:
-    side, rank = values["size"], sizes.rank
+def table(
+    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
+) -> list[str]:
+    rank, frames = sizes.rank, "" if video.frames == 1 else f"{video.frames} frames of "
     lines = [
-        f"{shape.name} {side}x{side} batch {values['batch']}, {load.branches} branch(es), {values['dtype']}, preset "
-        f"{values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of {topology.machine.name}",
+        f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
+        f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
+        f"{topology.machine.name}",
         f"{'MiB':<28}{'a site':>12}{'a rank':>12}{'a node':>12}",
     ]
     cached = {
@@ -90,7 +94,7 @@ def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
         return ["text encoders and VAE: not known of this model"]
     peaks = sizes.peaks
     rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
-    rows += [(f"VAE: encoding, {how}", peaks.of_vae[how].encoding, ranks) for how in ("one", "tiled", "sharded")]
+    rows += [(f"VAE: encoding, {how}", peak.encoding, ranks) for how, peak in peaks.of_vae.items() if how != "all"]
     rows += [(f"VAE: decoding, {how}", peak.decoding, peak.decoders) for how, peak in peaks.of_vae.items()]
     return [f"{name:<28}{'':>12}{mib(one):>12}{mib(one * times):>12}" for name, one, times in rows]
 
@@ -130,7 +134,9 @@ def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
     return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
 
 
-def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes) -> dict[str, Any]:
+def as_json(
+    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
+) -> dict[str, Any]:
     def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
         return {name: getattr(of, name) / MIB for name in names}
 
@@ -140,6 +146,7 @@ def as_json(values: dict[str, Any], shape: ModelShape, topology: Topology, load:
         "case": {
             "model": shape.name,
             "size": values["size"],
+            **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
             "batch": values["batch"],
             "image_tokens": load.tokens(IMAGE),
             "text_tokens": load.tokens(TEXT),

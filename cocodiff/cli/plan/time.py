@@ -67,9 +67,9 @@ def add_times(
         rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
-        where = (
-            f"{work.shape.name} {values['size']}x{values['size']} batch {values['batch']}, {topology.size} ranks on "
-        )
+        side = values["size"]
+        sides = "" if side is None else f" {side}x{side}"
+        where = f"{work.shape.name}{sides} batch {values['batch']}, {topology.size} ranks on "
         plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
 
 
