@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cocodiff_eval.report import Picture, PicturePlan, encode, worst_slices
+from cocodiff_eval.formats.units import unit_symbol
+from cocodiff_eval.formats.volume import Progress, VolumeFile
+from cocodiff_eval.metrics import json_ready, slice_jumps
+from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, worst_slices
+from cocodiff_eval.slices import SMALLEST_SIDE
 
-from cocodiff.jobs.tasks import spread_of
+from cocodiff.jobs.tasks import BOUNDS, Task, spread_of
 from cocodiff.outputs.folder import storage_faults
 
 FOLDER = "pictures"  # beside a job's journals, and removed with them
@@ -92,3 +96,49 @@ def picture(
     elif smooth_YX is not None:
         restored["biharmonic"] = smooth_YX
     return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
+
+
+def is_volume(task: Task) -> bool:
+    """Whether a stack is shown as a volume, and its neighbouring slices compared."""
+    return task.stack.ndim == 3 and len(task.stack) >= SMALLEST_SIDE
+
+
+def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, VolumeFile]) -> ShownVolume:
+    """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
+    are shown where there are such files."""
+    kept, region = task.stack.metadata, task.stack.volume.region
+    grey = {preset: files[preset].read for preset in presets}
+    for preset in presets:
+        for end, told in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True):
+            if f"{preset}{end}" in files:
+                grey[f"{preset}: {told}"] = files[f"{preset}{end}"].read
+    return ShownVolume(
+        task.stack.name,
+        task.mask.name,
+        task.stack.shape,
+        task.scale,
+        task.stack.read,
+        task.mask.read,
+        task.truth.read if task.truth is not None else None,
+        grey,
+        {f"{one}: uncertainty": files[spread_of(one)].read for one in presets if spread_of(one) in files},
+        region.start if region is not None else (0, 0, 0),
+        kept.voxel_size,
+        unit_symbol(kept.unit),
+    )
+
+
+def jumps(
+    task: Task, presets: Sequence[str], files: Mapping[str, VolumeFile], masked: Sequence[bool], progress: Progress
+) -> list[dict[str, Any]]:
+    """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
+    truth = task.truth
+    if truth is None or not is_volume(task):
+        return []
+
+    def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
+
+    found = slice_jumps(read, masked, progress)
+    named = {"name": task.stack.name, "mask": task.mask.name}
+    return [json_ready({**named, "mode": mode, "slice_jump": value}) for mode, value in found.items()]

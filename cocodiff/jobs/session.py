@@ -231,12 +231,13 @@ def finish(
     pictures: Iterable[str],
     inputs: Sequence[dict[str, Any]] = (),
     volumes: Sequence[dict[str, Any]] = (),
+    jumps: Sequence[dict[str, Any]] = (),
     **report: Any,
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`; pictures, report: arguments of
-    `cocodiff_eval.report.write_report`.
+    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `report_pictures.jumps`; pictures,
+    report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
@@ -245,7 +246,8 @@ def finish(
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
-        _write_results(session, session.folder, done, pictures, {"inputs": inputs, "volumes": volumes}, report)
+        records = {"inputs": inputs, "volumes": volumes, "jumps": jumps}
+        _write_results(session, session.folder, done, pictures, records, report)
     transport.broadcast_object(None)
 
 

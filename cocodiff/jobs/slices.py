@@ -24,7 +24,7 @@ from cocodiff.jobs.job import Done, Job, Judged, Way
 from cocodiff.jobs.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
 from cocodiff.jobs.quality import Quality
 from cocodiff.jobs.record import described_inputs, lasting
-from cocodiff.jobs.report_pictures import ReportPictures
+from cocodiff.jobs.report_pictures import ReportPictures, is_volume, jumps, shown_volume
 from cocodiff.jobs.restoring import Restorer, slices_together
 from cocodiff.jobs.samples import batches_of
 from cocodiff.jobs.session import Session
@@ -176,16 +176,24 @@ class SliceJob(Job[Batch]):
     def complete(self, done: Done) -> dict[str, Any]:
         """Completes the files of results, on rank 0. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
+        progress, found = reading_bar(not values["quiet"]), []
         if self.session.folder is not None:
             for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
                 for file in self._files(number, to_write=True).values():
                     file.finish()
+                found += jumps(task, self.presets, self._files(number), of_task, progress)
                 for line in save_mask(task, self.presets, images, {"version": __version__, "seed": values["seed"]}):
                     say(line)
                 save_previews(task, of_task, self.presets, images)
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         return {
-            "pictures": self.pages.all(done.rows, self._picture, reading_bar(not values["quiet"])),
+            "pictures": self.pages.all(done.rows, self._picture, progress),
+            "shown": [
+                shown_volume(task, self.presets, self._files(number))
+                for number, task in enumerate(self.tasks)
+                if is_volume(task)
+            ],
+            "jumps": found,
             "inputs": [task.record() for task in self.tasks],
             "slices": numbers,
             "side": self.pages.plan.side,

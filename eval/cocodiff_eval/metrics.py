@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cocodiff_eval.formats.volume import Progress, unwatched
 from cocodiff_eval.intensity import IntensityRange
 
 SCHEMA = 1
@@ -63,6 +64,35 @@ def masked_psnr_db(
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
     return psnr_db(float(np.square(difference).mean())) if difference.size else None
+
+
+def slice_jumps(
+    read: Callable[[int], tuple[np.ndarray, np.ndarray, Mapping[str, np.ndarray]]],
+    masked: Sequence[bool],
+    progress: Progress = unwatched,
+) -> dict[str, float | None]:
+    """How far neighbouring slices of a volume differ, over what those of the truth do: the mean |difference| of voxels
+    that are masked in one of two neighbours, by the name of each restoration; below 1 they are smoother than the truth.
+
+    read: of a slice its mask and its truth [Y, X], and the same slice restored, by name; masked: which slices have
+    masked voxels: others are read beside such a one alone. Without a pair of finite truths that differ it is None.
+    """
+    sums: dict[str, float] = {}
+    true, before = 0.0, None
+    for index in progress(range(1, len(masked)), "comparing neighbouring slices"):
+        if not (masked[index - 1] or masked[index]):
+            before = None
+            continue
+        (mask_YX, truth_YX, restored), after = before or read(index - 1), read(index)
+        before = after
+        with np.errstate(invalid="ignore"):
+            step_YX = np.abs(after[1].astype(np.float64) - truth_YX)
+        judged_YX = (mask_YX | after[0]) & np.isfinite(step_YX)
+        true += float(step_YX[judged_YX].sum())
+        for name, one_YX in restored.items():
+            sums.setdefault(name, 0.0)
+            sums[name] += float(np.abs(after[2][name].astype(np.float64) - one_YX)[judged_YX].sum())
+    return {name: total / true if true > 0 else None for name, total in sums.items()}
 
 
 def distance_db(

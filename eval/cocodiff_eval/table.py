@@ -11,6 +11,7 @@ from cocodiff_eval.metrics import QUALITY, mean, of_slices
 
 HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
 RANK_SECONDS = "rank s"  # heading, after seconds, where there are several ranks
+JUMP = "jump"  # heading, after the PSNR, where neighbouring slices of a volume were compared with those of the truth
 OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, after SSIM, where there are several samples
 _LONGEST_NAME = 28
 MISSING = "–"
@@ -120,17 +121,27 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     """
     sampled = OF_SAMPLES if any("samples" in row for row in metrics["images"]) else ()
     ranked = (RANK_SECONDS,) if has_rank_seconds(metrics) else ()
-    lines: list[tuple[str, ...]] = [(*HEADINGS[:5], *sampled, *HEADINGS[5:7], *ranked, HEADINGS[7])]
+    jumps = jumps_of(metrics)
+    jumped = (JUMP,) if jumps else ()
+    lines: list[tuple[str, ...]] = [
+        (*HEADINGS[:4], *jumped, HEADINGS[4], *sampled, *HEADINGS[5:7], *ranked, HEADINGS[7])
+    ]
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in with_baseline(rows):
             told = samples_told(row) if sampled else ()
-            quality = (number(row["psnr_db"], 2), number(row["ssim"], 3), *told, versus_exact(row))
+            jump = [number(jumps.get((name, mask, row["mode"])), 2) for _ in jumped]
+            quality = (number(row["psnr_db"], 2), *jump, number(row["ssim"], 3), *told, versus_exact(row))
             total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
             shown_mask = "-" if mask is None else mask
             seconds = [number(row.get(name), 1) for name in ("seconds", "rank_seconds")[: 1 + len(ranked)]]
             lines.append((shown, shown_mask, row["mode"], *quality, *seconds, total))
     return text_table(lines, "<<<" + ">" * (len(lines[0]) - 3))
+
+
+def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
+    """`slice_jump` by stack, mask and preset, of volumes whose truth is known."""
+    return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,23 @@ def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, t
     )
     assert volume["verdict"] in done.stdout and volume["verdict"] in (tmp_path / "whole" / "report.html").read_text()
     original, mask = (tifffile.imread(folder / f"{name}.tif") for name in ("scan", "holes"))
+    pairs = (mask[1:] > 0) | (mask[:-1] > 0)
+    own, true = (
+        np.abs(np.diff(one.astype(float), axis=0))[pairs].mean() for one in (image(tmp_path / "whole", ""), original)
+    )
+    (jump,) = metrics["jumps"]
+    assert jump == {"name": "scan", "mask": "holes", "mode": "tapa", "slice_jump": pytest.approx(own / true)}
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert "<th>jump between slices</th>" in page and f">{own / true:.2f}<" in page and "  jump  " in done.stdout
+    (block,) = re.findall(r'<script type="application/json" class="voxels" data-series="0">(.*?)</script>', page)
+    shown = json.loads(block)
+    assert shown["shape"] == [*SHAPE] and mask[tuple(shown["at"])]
+    assert [layer["name"] for layer in shown["layers"]] == [
+        "tapa",
+        "tapa: low 90 %",
+        "tapa: high 90 %",
+        "tapa: uncertainty",
+    ]
     low, mean, high = (image(tmp_path / "whole", name) for name in ("_low_90", "", "_high_90"))
     samples = [image(tmp_path / "whole", f"_sample_{number}") for number in range(3)]
     for one in (low, mean, high, *samples):

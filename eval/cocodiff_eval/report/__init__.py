@@ -5,11 +5,13 @@ from cocodiff_eval.report.encode import encode
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.pictures import Generated, Picture, error_image, shown_slices
 from cocodiff_eval.report.templates import fill_template
+from cocodiff_eval.report.volume import ShownVolume
 
 __all__ = [
     "Generated",
     "Picture",
     "PicturePlan",
+    "ShownVolume",
     "encode",
     "error_image",
     "fill_template",

@@ -57,7 +57,7 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     """The numbers and masks of a slice, and its pictures."""
     scale, mask_YX = picture.scale, picture.mask_YX
     original_YX, unknown_YX = _original(picture)
-    low, high = _window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
+    low, high = window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
     hole_YX = _touched(mask_YX, side)
     plain_YX = ~_near(hole_YX)
     images = {("original", ""): _grey8(original_YX, low, high, side)}
@@ -88,7 +88,7 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     return head, images
 
 
-def _window(
+def window(
     original_YX: np.ndarray, known_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> tuple[float, float]:
     """The intensities that are black and white: the range outside the mask, wider where brighter or darker material

@@ -6,35 +6,24 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cocodiff_eval.metrics import LINKS
 from cocodiff_eval.report.encode import LOSSLESS
 from cocodiff_eval.report.series import Series, key_of, numbers, remarks, series_of
+from cocodiff_eval.report.tables import LINK_HEADS, bound_table, decibels, quality_table, summary_table
 from cocodiff_eval.report.templates import write_template
+from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
 from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
-from cocodiff_eval.table import (
-    MISSING,
-    grouped,
-    has_rank_seconds,
-    number,
-    of_whole,
-    of_whole_awaited,
-    samples_told,
-    size,
-    versus_exact,
-    with_baseline,
-)
-
-LINK_NAMES = {"sibling": "sibling", "plane": "plane", "node": "node", "cross_plane": "cross plane"}
+from cocodiff_eval.table import grouped
 
 
 class Block(NamedTuple):
-    """A text that the page's script reads when it needs it. kind: `picture` or `mask`; key: the slice's number in its
-    series, or the name that slices call a mask by."""
+    """A text that the page's script reads when it needs it. kind: `picture`, `mask` or `volume`; key: the slice's
+    number in its series, or the name that slices call a mask by."""
 
     kind: str
     series: int
@@ -51,6 +40,7 @@ def write_report(
     title: str = "Restored slices",
     slices: Mapping[str, range] | None = None,
     prompts: Mapping[str, str] | None = None,
+    shown: Sequence[ShownVolume] = (),
     side: int | None = None,
     frames: int | None = None,
 ) -> None:
@@ -61,27 +51,33 @@ def write_report(
     facts         what the run was, in order of display: model, steps, seed, machine, version, ...
     slices        image name to the numbers of its slices, of stacks
     prompts       image name to the prompt that it was made for
+    shown         volumes that are looked at from three sides, each read when it is written
     side          pixels of the pictures' longer side, for the page to say
     frames        of a video, of which a picture shows some; None for images
     """
     of_stacks, rows = slices or {}, metrics["images"]
     found = series_of(rows, of_stacks, metrics.get("inputs", ()))
+    sections = [_section(series, prompts or {}, metrics) for series in found.values()]
+    heads = {column.head for section in sections for column in section["table"].columns}
+    bounds = metrics.get("quality", ())
     write_template(
         path,
         "report.html.j2",
         title=title,
         facts={**facts, "ranks": str(metrics["ranks"])} if "ranks" not in facts else dict(facts),
-        sections=[_section(series, prompts or {}) for series in found.values()],
-        summary=_summary_rows(metrics),
-        bounds=[_bound(one) for one in metrics.get("quality", ())],
+        sections=sections,
+        summary=summary_table(metrics),
+        bounds=[_bound(one) for one in bounds],
+        bound_table=bound_table(bounds),
         judged=any(row["mask"] is not None for row in rows),
         sampled=any("samples" in row for row in rows),
-        ranked=has_rank_seconds(metrics),
-        links=[LINK_NAMES[link] for link in LINKS],
+        heads=heads,
+        shown=bool(shown),
+        sent=bool(heads & {*LINK_HEADS.values()}),
         by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
         colours=base64.b64encode(_colours()).decode("ascii"),
-        blocks=_blocks(pictures, found, of_stacks),
+        blocks=chain(_blocks(pictures, found, of_stacks), _volume_blocks(shown, found)),
         lossless=LOSSLESS,
         side=side,
         frames=frames,
@@ -111,28 +107,33 @@ def _blocks(
         yield Block("picture", order[key], str(place), _inert(picture))
 
 
+def _volume_blocks(
+    shown: Sequence[ShownVolume], found: Mapping[tuple[str | None, str | None], Series]
+) -> Iterator[Block]:
+    """Volumes, which share the room that a page has for them."""
+    order = {key: place for place, key in enumerate(found)}
+    for volume in shown:
+        place = order.get((volume.name, volume.mask_name))
+        if place is not None:
+            yield Block("volume", place, "", _inert(embedded(volume, VOLUME_BYTES // len(shown))))
+
+
 def _inert(document: Any) -> str:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
-def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
+def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, Any]) -> dict[str, Any]:
     """A series as the template shows it."""
     rows = [row for place in sorted(series.rows) for row in series.rows[place]]
-    tables = [
-        {"name": name, "prompt": prompts.get(name, ""), "rows": _table_rows(of_image), "averaged": slices > 1}
-        for name, _, slices, of_image in grouped(rows)
-    ]
     single = series.names[0] if len(series.names) == 1 else f"{len(series.names)} images"
+    name = series.stack if series.stack is not None else single
     return {
-        "name": series.stack if series.stack is not None else single,
+        "name": name,
         "mask": series.mask,
         "slices": len(series.all) if series.stack is not None else 1,
         "first": series.all.start,
-        "tables": tables,
-        "many": len(tables) > 1 or any(table["prompt"] for table in tables),
-        "averaged": any(table["averaged"] for table in tables),
-        "sampled": any("samples" in row for row in rows),
-        "late": any("bytes_late" in row for row in rows),
+        "table": quality_table(f"Quality, time and bytes of {name}", rows, prompts, metrics),
+        "averaged": any(slices > 1 for _, _, slices, _ in grouped(rows)),
         "steps": step_figures(rows),
         "remarks": remarks(series),
         "numbers": _inert(numbers(series)),
@@ -140,59 +141,11 @@ def _section(series: Series, prompts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
-    """How a bound on quality was kept, of one mask or of all images: an entry of `quality` in `metrics.json`."""
-    rows, digits = [], 1 if record["against"] == "exact" else 3
-    for tried in record["tried"]:
-        of_slices = tried["db"].items()
-        shown = ((name, "identical" if db is None else f"{db:.{digits}f} dB") for name, db in of_slices)
-        worst = "identical" if tried["worst_db"] is None else f"{tried['worst_db']:.{digits}f} dB"
-        rows.append(
-            {
-                **tried,
-                "taken": tried["setting"] == record["setting"],
-                "keeps": "yes" if tried["kept"] else "no" if tried["below"] else f"not by {record['margin_db']:g} dB",
-                "worst_shown": worst,
-                "figures": ", ".join(f"{name} {db}" for name, db in shown),
-                "share": number(tried["bytes_of_whole"], 3),
-                "waited": number(tried["waited_of_whole"], 3),
-            }
-        )
-    return {**record, "rows": rows}
-
-
-def _table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Formatted table rows of one image and mask: its presets, then the baseline."""
-    return [
-        {
-            "mode": row["mode"],
-            "psnr": number(row["psnr_db"], 2),
-            "ssim": number(row["ssim"], 3),
-            "mse": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
-            "of_samples": samples_told(row),
-            "exact": versus_exact(row),
-            "seconds": number(row["seconds"], 2),
-            "rank_seconds": number(row.get("rank_seconds"), 2),
-            "bytes": [MISSING if row["bytes"] is None else size(row["bytes"][link]) for link in LINKS],
-            "of_whole": of_whole(row),
-            "of_whole_awaited": of_whole_awaited(row),
-        }
-        for row in with_baseline(rows)
-    ]
-
-
-def _summary_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Means per mask and preset, shown only where they say more than the tables below (two images or more)."""
-    rows = []
-    for row in metrics["summary"]["rows"]:
-        exact = versus_exact(row | {"exact_compared": 0 < row["identical"] == row["compared"]})
-        rows.append({**row, "exact": exact, "traffic": size(sum(row["bytes"].values()))})
-    for row in metrics["summary"]["baseline"]:
-        rows.append({**row, "mode": row["method"], "exact": MISSING, "traffic": MISSING})
-    rows = [row for row in rows if any(other["n"] > 1 for other in rows)]
-    for row in rows:
-        row["psnr"], row["similarity"] = number(row["psnr_db"], 2), number(row["ssim"], 3)
-        row["duration"] = number(row["seconds"], 2)
-    return sorted(rows, key=lambda row: str(row["mask"]))
+    """How a bound on quality was kept, of one mask or of all images: an entry of `quality` in `metrics.json`. figures:
+    of the setting that is taken, where it was tried."""
+    taken = (tried for tried in record["tried"] if tried["setting"] == record["setting"])
+    shown = [", ".join(f"{name} {decibels(record, db)}" for name, db in tried["db"].items()) for tried in taken]
+    return {**record, "figures": shown}
 
 
 def _colours() -> bytes:

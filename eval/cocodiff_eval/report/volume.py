@@ -1,0 +1,180 @@
+"""A volume in the report: what its three views show, 8 bits a voxel, in a text of bounded size.
+
+Embedded is the whole volume where it fits, else what lies around the mask, every second voxel of that, or what lies
+around one masked region: the first of these that fits. Voxels are picked, not averaged: an average would hide noise,
+and jumps between slices.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.report.encode import window
+from cocodiff_eval.slices import to_grey8
+
+VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
+VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one more of a masked voxel
+CELLS = 128  # of a side of the grid on which masked regions are found before anything is embedded
+MARGIN = 8  # voxels around the mask
+MOST_REGIONS = 1000  # whose places the page knows, the largest
+Reader = Callable[[int], np.ndarray]
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class ShownVolume:
+    """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units.
+
+    truth        None where it is unknown; then nothing that lies under the mask is shown
+    grey         what was restored, and ends of intervals, by the name that the page shows
+    spread       standard deviations of samples, by the name that the page shows
+    first        the number in the input of the first slice, row and column
+    voxel_size   sides along z, y and x in `unit`; None where unknown
+    """
+
+    name: str
+    mask_name: str
+    shape: tuple[int, int, int]
+    scale: IntensityRange
+    image: Reader
+    mask: Reader
+    truth: Reader | None
+    grey: Mapping[str, Reader]
+    spread: Mapping[str, Reader]
+    first: tuple[int, int, int]
+    voxel_size: tuple[float, float, float] | None
+    unit: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Every `step`-th voxel of a box of a volume. told: which these are, for the page to say; middle: the voxel that is
+    looked at first, as the part counts them."""
+
+    box: Box
+    step: int
+    told: str
+    middle: list[int]
+
+    @property
+    def picked(self) -> Box:
+        return tuple(slice(side.start, side.stop, self.step) for side in self.box)
+
+
+def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
+    """What the page's script reads of a volume; at most `room` bytes before base64, whatever the volume's size. In
+    memory are a slice of each file and what is embedded."""
+    part = _part(volume, room)
+    slices, *rows_columns = part.picked
+    inside = tuple(rows_columns)
+    numbers = range(slices.start, slices.stop, part.step)
+    mask_ZYX = np.stack([volume.mask(index)[inside] for index in numbers])
+    base_ZYX = np.stack([volume.image(index)[inside] for index in numbers]).astype(np.float64)
+    masked = [(index, mask_YX) for index, mask_YX in zip(numbers, mask_ZYX, strict=True) if mask_YX.any()]
+
+    def under_mask(read: Reader) -> np.ndarray:
+        found = [read(index)[inside][mask_YX].astype(np.float64) for index, mask_YX in masked]
+        return np.concatenate([np.zeros(0), *found])
+
+    base_ZYX[mask_ZYX] = volume.scale.low if volume.truth is None else under_mask(volume.truth)
+    known_ZYX = np.isfinite(base_ZYX) & (~mask_ZYX if volume.truth is None else True)
+    low, high = window(base_ZYX, known_ZYX, mask_ZYX, volume.scale)
+    layers: list[dict[str, Any]] = [
+        {"name": name, "voxels": _packed(to_grey8(under_mask(read), low, high))} for name, read in volume.grey.items()
+    ]
+    spreads = {name: under_mask(read) for name, read in volume.spread.items()}
+    top = max((float(np.quantile(values, 0.99)) for values in spreads.values() if values.size), default=0.0)
+    for name, values in spreads.items():
+        layers.append({"name": name, "voxels": _packed(to_grey8(values, 0.0, top)), "top": top})
+    size, unit = (volume.voxel_size, volume.unit) if volume.voxel_size else ((1.0, 1.0, 1.0), "voxels")
+    return {
+        "name": volume.name,
+        "mask": volume.mask_name,
+        "shape": mask_ZYX.shape,
+        "first": [a + side.start for a, side in zip(volume.first, part.box, strict=True)],
+        "step": part.step,
+        "size": [part.step * side for side in size],
+        "unit": unit,
+        "told": part.told,
+        "at": part.middle,
+        "regions": [[[side.start, side.stop] for side in box] for box in _regions(mask_ZYX)[0][:MOST_REGIONS]],
+        "low": low,
+        "high": high,
+        "truth": volume.truth is not None,
+        "voxels": _packed(to_grey8(base_ZYX, low, high)),
+        "masked": _packed(np.packbits(mask_ZYX)),
+        "layers": layers,
+    }
+
+
+def _part(volume: ShownVolume, room: int) -> Part:
+    """The first part of a volume that fits."""
+    step = [-(-side // CELLS) for side in volume.shape]
+    cells_ZYX = np.zeros([-(-side // by) for side, by in zip(volume.shape, step, strict=True)], bool)
+    for index in range(volume.shape[0]):
+        rows_YX = np.logical_or.reduceat(volume.mask(index), np.arange(0, volume.shape[1], step[1]), axis=0)
+        cells_ZYX[index // step[0]] |= np.logical_or.reduceat(rows_YX, np.arange(0, volume.shape[2], step[2]), axis=1)
+    layers = len(volume.grey) + len(volume.spread)
+    whole = tuple(slice(0, side) for side in volume.shape)
+    near = []
+    for axis, (by, side) in enumerate(zip(step, volume.shape, strict=True)):
+        found = np.flatnonzero(cells_ZYX.any(axis=tuple({0, 1, 2} - {axis})))
+        first, last = (int(found[0]) * by, int(found[-1] + 1) * by) if found.size else (0, side)
+        near.append(slice(max(0, first - MARGIN), min(side, last + MARGIN)))
+    middle = [by * at + by // 2 for by, at in zip(step, _regions(cells_ZYX)[1], strict=True)]
+    box, every = _around(middle, volume.shape, room / (VOXEL_BYTES + layers)), 1
+    told = "every voxel of the part around the masked region of median size"
+    for larger, apart, of_larger in (
+        (tuple(near), 2, "every second voxel along each axis of the part around the mask"),
+        (tuple(near), 1, "every voxel of the part around the mask"),
+        (whole, 1, "every voxel"),
+    ):
+        voxels = math.prod(-(-(side.stop - side.start) // apart) for side in larger)
+        masked = int(cells_ZYX.sum()) * math.prod(-(-by // apart) for by in step)  # no more of these are masked
+        if VOXEL_BYTES * voxels + layers * min(masked, voxels) <= room:
+            box, every, told = larger, apart, of_larger
+    at = [
+        min((a - side.start) // every, (side.stop - side.start - 1) // every)
+        for a, side in zip(middle, box, strict=True)
+    ]
+    return Part(box, every, told, at)
+
+
+def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
+    """The box of at most so many voxels around one voxel, of equal sides where the volume has room for them."""
+    box: dict[int, slice] = {}
+    for left, axis in enumerate(sorted(range(3), key=lambda axis: shape[axis])):
+        side = max(1, min(shape[axis], int(voxels ** (1 / (3 - left)) + 1e-9)))
+        voxels /= side
+        start = min(max(0, middle[axis] - side // 2), shape[axis] - side)
+        box[axis] = slice(start, start + side)
+    return box[0], box[1], box[2]
+
+
+def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
+    """The connected regions of a mask as boxes, from the largest to the smallest, and the voxel in the middle of the
+    one of median size; of an empty mask that in the middle of all."""
+    from scipy import ndimage
+
+    labels_ZYX, count = ndimage.label(mask_ZYX)
+    if not count:
+        return [], [side // 2 for side in mask_ZYX.shape]
+    order = np.argsort(-np.bincount(labels_ZYX.ravel())[1:], kind="stable")
+    boxes = ndimage.find_objects(labels_ZYX)
+    number = int(order[count // 2])
+    points_P3 = np.argwhere(labels_ZYX[boxes[number]] == number + 1)
+    nearest = np.square(points_P3 - points_P3.mean(axis=0)).sum(axis=1).argmin()
+    middle = [int(at) + side.start for at, side in zip(points_P3[nearest], boxes[number], strict=True)]
+    return [boxes[one] for one in order], middle
+
+
+def _packed(values: np.ndarray) -> str:
+    return base64.b64encode(gzip.compress(values.tobytes(), 9, mtime=0)).decode("ascii")

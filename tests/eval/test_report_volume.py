@@ -1,0 +1,219 @@
+"""A volume in the report: what is embedded of one of any size, and what a click, a key and a slider do in a browser."""
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.metrics import metrics_document, slice_jumps
+from cocodiff_eval.report import ShownVolume, write_report
+from cocodiff_eval.report.volume import embedded
+from eval_helpers import row_of
+
+SHAPE = (20, 32, 40)
+SCALE = IntensityRange(0.0, 1000.0)
+REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15), slice(20, 25)))
+QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
+
+
+def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = REGIONS) -> tuple[Any, ...]:
+    """A shown volume, its truth, its mask and what was restored: 100 more than the truth under the mask."""
+    truth = np.random.default_rng(0).integers(100, 800, shape).astype(np.uint16)
+    mask = np.zeros(shape, bool)
+    for region in regions:
+        mask[region] = True
+    restored = np.where(mask, truth + 100, truth).astype(np.uint16)
+    spread = np.where(mask, 50.0, 0.0).astype(np.float32)
+    grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
+    readers = (truth.__getitem__, mask.__getitem__, truth.__getitem__)
+    sides = ((100, 0, 7), (0.7, 0.7, 0.7), "µm")
+    shown = ShownVolume(
+        "scan", "holes", tuple(shape), SCALE, *readers, grey, {"tapa: uncertainty": spread.__getitem__}, *sides
+    )
+    return shown, truth, mask, restored
+
+
+def voxels(text: str) -> np.ndarray:
+    return np.frombuffer(gzip.decompress(base64.b64decode(text)), np.uint8)
+
+
+def test_a_small_volume_is_embedded_whole() -> None:
+    shown, truth, mask, restored = volume()
+    found = embedded(shown, 10**6)
+    assert found["shape"] == SHAPE and found["told"] == "every voxel" and found["first"] == [100, 0, 7]
+    assert found["size"] == [0.7] * 3 and found["unit"] == "µm"
+    assert found["at"] == [3, 4, 5] or mask[tuple(found["at"])]  # of two regions, either is the median
+    assert [tuple(slice(*side) for side in box) for box in found["regions"]] == [REGIONS[1], REGIONS[0]]
+    np.testing.assert_array_equal(np.unpackbits(voxels(found["masked"]))[: mask.size].reshape(SHAPE), mask)
+    np.testing.assert_allclose(voxels(found["voxels"]).reshape(SHAPE) / 255 * 1000, truth, atol=2)
+    tapa, low, spread = found["layers"]
+    assert [one["name"] for one in found["layers"]] == ["tapa", "tapa: low 90 %", "tapa: uncertainty"]
+    np.testing.assert_allclose(voxels(tapa["voxels"]) / 255 * 1000, restored[mask], atol=2)
+    np.testing.assert_allclose(voxels(low["voxels"]) / 255 * 1000, restored[mask] - 50.0, atol=2)
+    assert spread["top"] == 50 and set(voxels(spread["voxels"])) == {255}
+
+
+def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None:
+    shown, _, mask, _ = volume()
+    found = embedded(replace(shown, truth=None), 10**6)
+    assert found["truth"] is False and not voxels(found["voxels"])[mask.ravel()].any()
+
+
+@pytest.mark.parametrize(
+    ("regions", "told"),
+    [
+        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask"),
+        ([(slice(9, 10), slice(9, 10), slice(9, 10)), (slice(60, 61),) * 3], "every second voxel along each axis"),
+        ([(slice(at, at + 5),) * 3 for at in (0, 50, 93)], "around the masked region of median size"),
+    ],
+)
+def test_what_is_embedded_of_a_large_volume_is_bounded(regions: list[tuple[slice, ...]], told: str) -> None:
+    """Of noise, which does not compress."""
+    shown, truth, mask, _ = volume((98, 98, 98), regions)
+    room = 60_000
+    found = embedded(shown, room)
+    assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
+    assert len(voxels(found["voxels"])) > room / 8
+    start = [first - of for first, of in zip(found["first"], shown.first, strict=True)]
+    part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
+    np.testing.assert_allclose(voxels(found["voxels"]) / 255 * 1000, truth[part].ravel(), atol=2)
+    place = tuple(a + at * found["step"] for a, at in zip(start, found["at"], strict=True))
+    near = tuple(slice(max(0, at - 1), at + 2) for at in place)
+    assert mask[near].any() and len(found["regions"]) >= 1
+
+
+def test_jumps_between_slices_are_those_of_voxels_under_the_mask_over_the_truths() -> None:
+    _, truth, mask, _ = volume()
+    truth = truth.astype(np.float32)
+    truth[8, 12, 22] = np.nan
+    smooth = np.where(mask, 300.0, truth)
+    smooth[8, 12, 22] = 300.0
+    read_slices: list[int] = []
+
+    def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        read_slices.append(index)
+        return mask[index], truth[index], {"smooth": smooth[index], "doubled": 2 * truth[index]}
+
+    found = slice_jumps(read, mask.any((1, 2)).tolist())
+    pairs = (mask[1:] | mask[:-1]) & np.isfinite(np.diff(truth, axis=0))
+    own, true = (np.abs(np.diff(one.astype(np.float64), axis=0))[pairs].mean() for one in (smooth, truth))
+    assert found == pytest.approx({"smooth": own / true, "doubled": 2.0})
+    assert sorted(read_slices) == list(range(1, 12))  # each once, and only beside masked ones
+    flat = np.zeros(SHAPE[1:])
+    assert slice_jumps(lambda index: (flat == 0, flat, {"a": flat}), [True] * 3) == {"a": None}
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    rows = [row_of(f"scan[{n}]", "holes", "tapa", QUALITY, 1.0, {}) for n in range(102, 111)]
+    document = metrics_document({}, 1, rows)
+    document["jumps"] = [{"name": "scan", "mask": "holes", "mode": "tapa", "slice_jump": 1.234}]
+    write_report(tmp_path / "report.html", document, [], {}, slices={"scan": range(100, 120)}, shown=[volume()[0]])
+    return tmp_path / "report.html"
+
+
+def test_the_page_holds_the_volume_and_the_columns_that_say_something(page: Path) -> None:
+    text = page.read_text()
+    (block,) = re.findall(r'<script type="application/json" class="voxels" data-series="0">(.*?)</script>', text)
+    assert json.loads(block)["name"] == "scan"
+    heads = re.findall('<th(?: class="left")?>(.*?)</th>', text)
+    assert "jump between slices" in heads and ">1.23<" in text and "<dt>three views</dt>" in text
+    assert not {"sibling", "plane", "node", "cross plane", "of whole"} & {*heads}  # nothing was sent
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)|url\(|<link|@import|fetch\(", text)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path: Path) -> None:
+    _, truth, mask, restored = volume()
+    at, shown = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
+
+    def views(browser: Browser) -> list[list[int]]:
+        """Of each view along z, x and y the grey values in the middle of all voxels, where no cross is drawn."""
+        return browser.value(
+            """[...document.querySelectorAll('.orthogonal canvas')].map((canvas, view) => {
+            const sides = [[32, 40], [32, 20], [20, 40]][view], context = canvas.getContext('2d'), found = [];
+            for (let row = 0; row < sides[0]; row += 1) for (let column = 0; column < sides[1]; column += 1) {
+              const x = (column + 0.5) * canvas.width / sides[1], y = (row + 0.5) * canvas.height / sides[0];
+              found.push(context.getImageData(x, y, 1, 1).data[0]);
+            } return found; })"""
+        )
+
+    def click(browser: Browser, view: int, across: float, down: float) -> None:
+        box = browser.value(
+            f"""(() => {{ const canvas = document.querySelectorAll('.orthogonal canvas')[{view}];
+            canvas.scrollIntoView({{block: 'center'}}); const box = canvas.getBoundingClientRect();
+            return [box.left, box.top, box.width, box.height]; }})()"""
+        )
+        place = {"x": box[0] + across * box[2], "y": box[1] + down * box[3]}
+        for kind in ("mousePressed", "mouseReleased"):
+            browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def press_button(browser: Browser, text: str) -> None:
+        browser.value(
+            f"[...document.querySelectorAll('.volume button')].find((one) => one.textContent === '{text}').click()"
+        )
+
+    def assert_shows(browser: Browser, wanted: np.ndarray, z: int, y: int, x: int) -> None:
+        slices = (wanted[z], wanted[:, :, x].T, wanted[:, y])
+        for found, slice_ in zip(views(browser), slices, strict=True):
+            differs = np.abs(np.array(found) - slice_.ravel() / 1000 * 255) > 2
+            assert differs.mean() < 0.15, differs.mean()  # under the cross and the label
+
+    with Browser(tmp_path / "profile") as browser:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        browser.open(page)
+        browser.until(shown, "tapa")
+        assert browser.value(at) in ("108,12,29", "102,4,12", "103,4,12")
+        click(browser, 0, 22.5 / 40, 12.5 / 32)  # in the slice along z: row 12, column 22
+        click(browser, 1, 8.5 / 20, 12.5 / 32)  # in that along x: z 8, row 12
+        browser.until(at, "108,12,29")
+        assert_shows(browser, restored, 8, 12, 22)
+        told = browser.value("document.querySelector('.volume > output').textContent")
+        assert told.startswith("z 108, y 12, x 29: original ") and "tapa: uncertainty 50" in told
+        press_button(browser, "original")
+        browser.until(shown, "original")
+        assert_shows(browser, truth, 8, 12, 22)
+        click(browser, 2, 0.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 0
+        browser.until(at, "100,12,7")
+        assert "not masked" in browser.value("document.querySelector('.volume > output').textContent")
+        browser.value("document.querySelectorAll('.orthogonal canvas')[0].focus()")
+        for key in ("ArrowRight", "ArrowRight", "ArrowUp", "PageDown", "ArrowLeft"):
+            browser.press(key)
+        browser.until(at, "101,11,8")
+        label = browser.value("document.querySelectorAll('.orthogonal canvas')[0].getAttribute('aria-label')")
+        assert "original, slice z 101; cross at y 11, x 8" in label
+        # A window of a tenth of the range makes nearly all voxels of noise black or white.
+        middle = np.mean([0 < value < 255 for value in views(browser)[0]])
+        browser.value(
+            """(() => { const range = document.querySelector('.windowing input[aria-label=window]');
+            range.value = 25; range.dispatchEvent(new Event('input')); })()"""
+        )
+        assert middle > 0.8 > 0.4 > np.mean([0 < value < 255 for value in views(browser)[0]])
+        press_button(browser, "masked")
+        browser.until(shown, "masked")
+        press_button(browser, "next region")
+        press_button(browser, "zoom to the mask")
+        pressed = "[...document.querySelectorAll('.volume [aria-pressed=true]')].map((one) => one.textContent).join()"
+        browser.until(pressed, "masked,zoom to the mask")
+        assert mask[tuple(np.array(list(map(int, browser.value(at).split(",")))) - [100, 0, 7])]
+        share = browser.value(  # of pixels that have the colour of holes
+            """(() => { const canvas = document.querySelector('.orthogonal canvas');
+            const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; let count = 0;
+            for (let n = 0; n < data.length; n += 4) count += data[n] === 46 && data[n + 2] === 168;
+            return 4 * count / data.length; })()"""
+        )
+        assert share > 0.08  # of the whole slice it is less than .02
+        assert re.fullmatch(r"[\d.]+ µm", browser.value("document.querySelector('.ruler').textContent"))
+        for width in (1280, 500):
+            browser.call(
+                "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+            )
+            assert browser.value("document.documentElement.scrollWidth") == width
