@@ -128,7 +128,10 @@ class _Transfer:
                 self._messages.pop()
         finally:
             self._group.lock.release()
-        return not self._messages and (not self._requests or self._group.test_all(self._requests))
+        if self._requests:
+            return bool(self._group.test_all(self._requests)) and not self._messages
+        self._group.probe()  # over fabrics that need it, the library sees to the puts of others
+        return not self._messages
 
 
 class RmaGroup(MpiGroup):
@@ -139,7 +142,7 @@ class RmaGroup(MpiGroup):
     ) -> None:
         super().__init__(mpi, communicator, ranks, transport.health)
         self.window, self.turn, self.lock = window, transport.turn, threading.Lock()
-        self.health, self.test_all = transport.health, mpi.Request.Testall
+        self.health, self.probe, self.test_all = transport.health, communicator.Iprobe, mpi.Request.Testall
         memory, size = np.frombuffer(window.tomemory(), dtype=np.uint8), len(ranks)
         memory[:] = 0  # the first use of a page takes long
         self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
@@ -218,7 +221,6 @@ class RmaTransport(MpiTransport):
                     moved |= group.advance()
                 finally:
                     group.lock.release()
-        self._communicator.Iprobe()  # over fabrics that need it, the library sees to the puts of others
         return moved
 
     def _over(self, communicator: Any, members: tuple[int, ...]) -> MpiGroup:
