@@ -174,9 +174,9 @@ class Config:
     transport: str = setting(
         "auto",
         "how ranks talk; auto: MPI under an MPI launcher on CPU, else the device's own; host: through the host's "
-        "memory, by what auto is on CPU, where ranks share a device or its library misbehaves",
+        "memory, by what auto is on CPU, where ranks share a device or its library misbehaves; mpi-rma: MPI, one-sided",
         given="machine",
-        choices=("auto", "host", "gloo", "mpi", "xccl", "ccl", "nccl"),
+        choices=("auto", "host", "gloo", "mpi", "mpi-rma", "xccl", "ccl", "nccl"),
     )
     check_messages: bool = setting(
         False, "send a checksum with every message; a wrong message ends the run and names both ranks", given="machine"

@@ -42,6 +42,7 @@ from cocodiff.device import rank_device, ranks_on_device
 from cocodiff.errors import PeerLost, UserError
 
 log = logging.getLogger("cocodiff.comm")
+OVER_MPI = ("mpi", "mpi-rma")
 
 
 class _Meeting(NamedTuple):
@@ -92,10 +93,10 @@ def connect(
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 
         return LoopbackTransport(LoopbackWorld(1), 0, device)
-    through_host = name == "host"
+    through_host = name == "host" or (name == "mpi-rma" and device.type != "cpu")  # windows are in the host's memory
     carried = torch.device("cpu") if through_host else device  # what the messages are in: with host, copies
     name = _library(launch, name, carried)
-    owns = name != "mpi" and not dist.is_initialized()
+    owns = name not in OVER_MPI and not dist.is_initialized()
     if owns:
         check_backend(name, carried)
     meeting = _meet(launch, limits)
@@ -113,6 +114,10 @@ def connect(
             from cocodiff.comm.mpi import MpiTransport
 
             transport = MpiTransport(health)
+        elif name == "mpi-rma":
+            from cocodiff.comm.rma import RmaTransport
+
+            transport = RmaTransport(health)
         else:
             if owns:
                 _initialise(meeting, name, carried, limits)
@@ -123,6 +128,8 @@ def connect(
             transport = HostTransport(transport, device)
     if check_messages:
         transport.check_messages()
+    if transport.drawback and not transport.rank:
+        log.warning("transport %s: %s", name, transport.drawback)
     _tell_of_blocking(transport)
     return transport
 
@@ -145,10 +152,10 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
     """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
-    if name == "mpi" and (launch.kind != "mpi" or carried.type != "cpu"):
+    if name in OVER_MPI and (launch.kind != "mpi" or carried.type != "cpu"):
         raise UserError(
-            f"transport mpi needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run started "
-            f"{_started(launch)}: use --transport {device_backend(carried)} or start with mpiexec"
+            f"transport {name} needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run "
+            f"started {_started(launch)}: use --transport {device_backend(carried)} or start with mpiexec"
         )
     return name
 

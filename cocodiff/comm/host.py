@@ -155,7 +155,7 @@ class HostTransport(LaneOwner):
         """carrier: gloo's or MPI's, closed with this one."""
         super().__init__(device, carrier.health)
         self.rank, self.size, self.library = carrier.rank, carrier.size, f"{THROUGH_HOST} over {carrier.library}"
-        self._carrier, self.buffers = carrier, HostBuffers(device)
+        self._carrier, self.drawback, self.buffers = carrier, carrier.drawback, HostBuffers(device)
         self.world = self._over(carrier.world)
 
     def _new_group(self, ranks: tuple[int, ...]) -> HostGroup:

@@ -15,6 +15,7 @@ class LaneOwner(Transport):
     """Owns the lanes of all ranks of a run, by their names."""
 
     library = "none"  # what carries messages, in words
+    drawback = ""  # what is wrong with the transport that was asked for, in words
     _checks = False
 
     def __init__(self, device: torch.device, health: Health) -> None:

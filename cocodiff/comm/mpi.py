@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,22 +49,35 @@ def broadcast_over_mpi(world: Any, text: str | None) -> str:
     return content.decode()
 
 
+def bits_of(tensor: Tensor) -> Any:
+    """A tensor's memory, uint8 [n]."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def wait_until(done: Callable[[], bool], health: Health) -> None:
+    """Polls `done`, which has the library make progress, with pauses."""
+    polls, pause, checked = 0, SLEEP_S[0], time.monotonic()
+    while not done():
+        polls += 1
+        if polls <= SPINS:
+            time.sleep(0)
+            continue
+        time.sleep(pause)
+        pause = min(2 * pause, SLEEP_S[1])
+        if time.monotonic() - checked > 0.25:
+            health.still_waiting()
+            checked = time.monotonic()
+
+
 class _Requests:
     def __init__(self, mpi: Any, requests: list[Any], health: Health, kept: list[Tensor]) -> None:
-        self._mpi, self._requests, self._health, self._kept = mpi, requests, health, kept
+        self._test_all, self._requests, self._health, self._kept = mpi.Request.Testall, requests, health, kept
 
     def wait(self) -> None:
-        test_all, polls, pause, checked = self._mpi.Request.Testall, 0, SLEEP_S[0], time.monotonic()
-        while self._requests and not test_all(self._requests):
-            polls += 1
-            if polls <= SPINS:
-                time.sleep(0)
-                continue
-            time.sleep(pause)
-            pause = min(2 * pause, SLEEP_S[1])
-            if time.monotonic() - checked > 0.25:
-                self._health.still_waiting()
-                checked = time.monotonic()
+        if self._requests:
+            wait_until(lambda: self._test_all(self._requests), self._health)
         self._requests, self._kept = [], []
 
 
@@ -73,14 +87,14 @@ class MpiGroup(Group):
         self.ranks, self.index = ranks, communicator.Get_rank()
 
     def _buffer(self, tensor: Tensor) -> list[Any]:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
-        return [tensor.view(-1).view(torch.uint8).numpy(), self._mpi.BYTE]
+        return [bits_of(tensor), self._mpi.BYTE]
+
+    def _posted(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Any]:
+        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs if t.numel()]
+        return requests + [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs if t.numel()]
-        requests += [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
-        return _Requests(self._mpi, requests, self._health, [t for t, _ in sends + recvs])
+        return _Requests(self._mpi, self._posted(sends, recvs), self._health, [t for t, _ in sends + recvs])
 
     def barrier(self) -> None:
         _Requests(self._mpi, [self._communicator.Ibarrier()], self._health, []).wait()
@@ -96,12 +110,18 @@ class MpiTransport(LaneOwner):
         self._communicator = world.Dup()
         self.rank, self.size = world.Get_rank(), world.Get_size()
         self._communicators: list[Any] = []
-        self.world = MpiGroup(self._mpi, self._communicator, tuple(range(self.size)), health)
+        self.world = self._over(self._communicator, tuple(range(self.size)))
 
     def _new_group(self, members: tuple[int, ...]) -> MpiGroup:
-        group = self._communicator.Get_group().Incl(list(members))
-        communicator = self.blocking(lambda: self._communicator.Create_group(group), among=members)  # only they meet
-        self._communicators.append(communicator)
+        def meet() -> MpiGroup:  # only the members do
+            communicator = self._communicator.Create_group(self._communicator.Get_group().Incl(list(members)))
+            self._communicators.append(communicator)
+            return self._over(communicator, members)
+
+        return self.blocking(meet, among=members)
+
+    def _over(self, communicator: Any, members: tuple[int, ...]) -> MpiGroup:
+        """A group of the ranks of a communicator, who all call this."""
         return MpiGroup(self._mpi, communicator, members, self.health)
 
     def _release(self) -> None:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 
 OURS = ("flat", "tapa", "split", "auto")
 CHECKED = "tapa_checked"  # tapa with --check_messages; measured where it is asked for
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto", CHECKED)
+ONE_SIDED = {f"{name}_rma": name for name in ("flat", "tapa", "split")}  # over mpi-rma; where they are asked for
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto", CHECKED, *ONE_SIDED)
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -47,7 +48,7 @@ OPTIONS = common.with_common_options(
     Option("tune", "write exchange.yaml: which of flat, tapa and split auto shall take", False, type=bool),
     Option("exchange_table", "auto's table, instead of the shipped one"),
     Option("repeats", "measurements of each variant", 5, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "xccl", "ccl", "nccl")),
+    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
 )
 
 
@@ -74,10 +75,12 @@ def wanted(values: Values) -> list[str]:
         "oneccl": f"start the ranks with MPI, and name oneCCL's libraries in {oneccl.FOLDER} (launch/oneccl)",
         "gloo": "use gloo",
     }
+    remedies |= dict.fromkeys(ONE_SIDED, remedies["mpi"])
     under_mpi = detect().kind == "mpi"
     can = {"mpi": under_mpi, "oneccl": under_mpi and oneccl.available(), "gloo": values["transport"] == "gloo"}
+    can |= dict.fromkeys(ONE_SIDED, under_mpi)
     allowed = [name for name in VARIANTS if can.get(name, True)]
-    usual = [name for name in allowed if name != CHECKED]
+    usual = [name for name in allowed if name != CHECKED and name not in ONE_SIDED]
     names = [name for word in values["variants"] or usual for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
@@ -175,6 +178,12 @@ def makers(
         over.check_messages()
         return exchange_variant("tapa", values, topology, over, Trace(transport.rank))
 
+    def one_sided(name: str) -> Variant:
+        from cocodiff.comm.rma import RmaTransport
+
+        return exchange_variant(name, values, topology, RmaTransport(transport.health), Trace(transport.rank))
+
+    ours |= {variant: partial(one_sided, name) for variant, name in ONE_SIDED.items()}
     others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}
     return {**ours, CHECKED: checked_tapa, **{name: partial(make, transport) for name, make in others.items()}}
 

@@ -1,5 +1,5 @@
-"""One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either; of
-these through copies in host memory, and with checksums."""
+"""One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either
+and with MPI's windows; of these through copies in host memory, and with checksums."""
 
 from pathlib import Path
 
@@ -36,10 +36,16 @@ def test_gloo_between_forked_ranks(tmp_path):
     assert "contract holds" in done.stdout
 
 
-def test_mpi_then_gloo_under_mpiexec():
-    done = warm_mpiexec(SIZE, PROGRAM, "launched", "mpi", "gloo", "host")
+def test_transports_under_mpiexec():
+    done = warm_mpiexec(SIZE, PROGRAM, "launched", "mpi", "mpi-rma", "mpi-rma+sums", "gloo", "host")
     assert_succeeded(done)
     assert done.stdout.count("contract holds") == SIZE
+
+
+def test_windows_hold_what_is_sent_early_and_what_is_large():
+    done = warm_mpiexec(3, PROGRAM.with_name("rma_rank.py"))
+    assert_succeeded(done)
+    assert done.stdout.count("windows hold") == 3
 
 
 def test_a_bad_rank_is_not_overlooked(tmp_path):

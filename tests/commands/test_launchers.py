@@ -87,7 +87,9 @@ def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_p
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("transport", "fault"), [("mpi", "exception"), ("mpi", "killed"), ("gloo", "killed")])
+@pytest.mark.parametrize(
+    ("transport", "fault"), [("mpi", "exception"), ("mpi", "killed"), ("mpi-rma", "killed"), ("gloo", "killed")]
+)
 def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fault: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, fault, transport)
     assert done.returncode != 0
@@ -96,7 +98,7 @@ def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fau
         assert done.stderr.count(f"[rank {survivor}] rank 1 {reason}") == 1
 
 
-@pytest.mark.parametrize("transport", ["mpi", pytest.param("gloo", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("transport", ["mpi", "mpi-rma", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
     assert done.returncode != 0
@@ -122,8 +124,9 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
         assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
 
 
-def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends() -> None:
-    done = warm_mpiexec(RANKS, FAULTY, "sleeps", "mpi", timeout_s=60)
+@pytest.mark.parametrize("transport", ["mpi", "mpi-rma"])
+def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(transport: str) -> None:
+    done = warm_mpiexec(RANKS, FAULTY, "sleeps", transport, timeout_s=60)
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 has not gone on from broadcast_object") == 1, done.stderr

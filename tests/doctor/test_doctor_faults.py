@@ -187,6 +187,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "beside",
         "impi-rt",
     ),
+    "no windows": (
+        lambda j: change(j, -1, library="mpi", drawback="no unified memory model; messages go by mpi"),
+        FAULT,
+        "mpi",
+        "mpi-rma: no unified memory model",
+        "--transport mpi$",
+    ),
     "no mpi4py": (lambda j: version(j, -1, mpi4py=None), FAULT, "mpi", "mpi4py is not installed", "pip install mpi4py"),
     "a tile for two": (
         lambda j: change(j, 5, tile="uuid-4"),

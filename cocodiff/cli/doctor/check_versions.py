@@ -72,7 +72,8 @@ def check_launch(facts: Facts) -> Findings:
 
 
 def check_mpi(facts: Facts) -> Findings:
-    """PyPI's impi-rt beside an MPI of the system: mpi4py takes the first one it finds, which is not the launcher's."""
+    """PyPI's impi-rt beside an MPI of the system: mpi4py takes the first one it finds, which is not the launcher's. And
+    windows that MPI does not have, or that gain nothing."""
     found, first = Findings("mpi"), facts.ranks[0]
     rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
     if rank is not None:
@@ -86,6 +87,8 @@ def check_mpi(facts: Facts) -> Findings:
     elif first.launcher == "mpi" and first.versions.get("mpi4py") is None:
         remedy = "pip install mpi4py, built on the MPI that the launcher belongs to"
         found.fault("an MPI launcher started the ranks, but mpi4py is not installed", remedy)
+    elif first.drawback:
+        found.fault(f"transport mpi-rma: {first.drawback}", "use --transport mpi")
     elif told := first.versions.get("mpi"):
         found.good(told)
     else:

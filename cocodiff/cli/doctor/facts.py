@@ -63,7 +63,8 @@ class RankFacts:
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
     environment: the variables that matter (`gather.VARIABLES`).
-    library: what carries messages: mpi, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank alone.
+    library: what carries messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank
+    alone. drawback: what is wrong with the transport that was asked for.
     device: "cpu", "xpu:3"; of its kind there are tiles_seen. device_name: as its driver has it, "" on a CPU.
     tile: what tells tiles of a host apart, "" on a CPU.
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
@@ -101,6 +102,7 @@ class RankFacts:
     python_prefix: str
     kernel_trials: tuple[KernelTrial, ...] = ()
     device_name: str = ""
+    drawback: str = ""
 
     @property
     def on_cpu(self) -> bool:

@@ -68,6 +68,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
         python_prefix=sys.prefix,
         kernel_trials=tuple(tried),
         device_name=device_name(device),
+        drawback=getattr(transport, "drawback", ""),
     )
 
 

@@ -1,0 +1,288 @@
+"""One-sided MPI as transport: messages are put into their receivers' memory (StreamFusion, section 4.4).
+
+Every group has a window. There each rank keeps, for every peer, a ring of bytes that this peer alone writes to, and two
+counters: of the bytes that the peer has put there, and of those that it has taken out of its own ring for this rank. A
+sender puts a message, completes that at the target, and puts the first counter; the receiver finds it there, copies the
+message out and puts the second counter back. So a sender waits for nobody while the ring has room, and nothing is
+overwritten before it was read. What is longer than a ring goes two-sided, which both sides see by its size. Counters
+are 8 bytes and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
+
+Puts that find no room, and receives, move on while any thread of the rank waits for any group, as MPI's own do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cocodiff.comm.health import Health
+from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
+from cocodiff.comm.transport import Pending
+from cocodiff.errors import PeerLost, UserError
+
+WINDOW_BYTES = 2**23  # of a group, on each rank
+PIECE = 2**20  # bytes that are put before their counter is
+COUNTERS = 16  # bytes of the two that belong to a peer: what has arrived from it, what it has taken
+TRIAL_S = 1.0  # until a put that needs its receiver's help is not waited for
+FREE_S = 10.0  # at most, for all ranks to come to the end of a window
+SHARED_MEMORY = Path("/dev/shm")  # where windows of a host's ranks lie; where it is full, writing kills a rank
+SHARED_BYTES = 8 * WINDOW_BYTES  # of it, for the groups of a rank
+DRAWBACKS = (  # from the third on this is two-sided MPI
+    "",
+    "puts need their receivers' help over this fabric, so windows gain nothing",
+    "this MPI library's windows have no unified memory model; messages go by mpi",
+    f"{SHARED_MEMORY} has less than {SHARED_BYTES >> 20} MiB free for each rank of a host; messages go by mpi",
+    "this MPI library makes no windows; messages go by mpi",
+)
+
+
+class Message:
+    """Bytes to or from a peer, uint8 [n]; done: how many have come or gone."""
+
+    __slots__ = ("bits", "done")
+
+    def __init__(self, bits: Any) -> None:
+        self.bits, self.done = bits, 0
+
+    @property
+    def is_through(self) -> bool:
+        return bool(self.done == len(self.bits))
+
+
+class Peer:
+    """Both directions between this rank and one peer, whose streams are of bytes: counts begin at 0 and only grow."""
+
+    def __init__(self, put: Callable[[Any, int], None], window: Any, number: int, counters: Any, ring: Any) -> None:
+        """put: bytes to a place in the peer's ring (0 and up) or of its counters (below). number: the peer's in its
+        group. counters, ring: here; int64 [2] and uint8 [n]."""
+        self.put, self._window, self.number, self._counters, self._ring = put, window, number, counters, ring
+        self.outgoing: deque[Message] = deque()
+        self.incoming: deque[Message] = deque()
+        self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # this rank's counts, for the peer
+
+    def send(self) -> bool:
+        """Puts what there is room for, up to a piece. Returns whether there was any."""
+        sent, capacity = int(self._sent[0]), len(self._ring)
+        room = min(PIECE, capacity - sent + int(self._counters[1]))
+        while self.outgoing and room:
+            message, start = self.outgoing[0], sent % capacity
+            size = min(len(message.bits) - message.done, room, capacity - start)
+            self.put(message.bits[message.done : message.done + size], start)
+            message.done, sent, room = message.done + size, sent + size, room - size
+            if message.is_through:
+                self.outgoing.popleft()
+        moved = bool(sent != self._sent[0])
+        self._sent[0] = sent
+        return moved
+
+    def raise_flag(self) -> None:
+        """Tells the peer of what was put, once it is there."""
+        self._window.Flush(self.number)
+        self.put(self._sent, -COUNTERS)
+        self._window.Flush(self.number)
+
+    def receive(self) -> bool:
+        """Copies out what has come and is awaited. Returns whether there was any."""
+        arrived, read, capacity = int(self._counters[0]), int(self._read[0]), len(self._ring)
+        while self.incoming and read < arrived:
+            message, start = self.incoming[0], read % capacity
+            size = min(len(message.bits) - message.done, arrived - read, capacity - start)
+            message.bits[message.done : message.done + size] = self._ring[start : start + size]
+            message.done, read = message.done + size, read + size
+            if message.is_through:
+                self.incoming.popleft()
+        if read == self._read[0]:
+            return False
+        self._read[0] = read
+        self._window.Sync()  # it was read before the peer learns that it may write there
+        self.put(self._read, 8 - COUNTERS)
+        self._window.Flush_local(self.number)
+        return True
+
+
+class _Transfer:
+    def __init__(self, group: RmaGroup, messages: list[Message], requests: list[Any], kept: list[Any]) -> None:
+        """requests: MPI's own. kept: tensors that live until then."""
+        self._group, self._messages, self._requests, self._kept = group, messages, requests, kept
+
+    def wait(self) -> None:
+        wait_until(self._poll, self._group.health)
+        self._requests, self._kept = [], []
+
+    def _poll(self) -> bool:
+        while self._group.turn():
+            pass
+        if not self._group.lock.acquire(blocking=False):
+            return False  # another thread is at this group: what it puts is not there yet
+        try:
+            while self._messages and self._messages[-1].is_through:
+                self._messages.pop()
+        finally:
+            self._group.lock.release()
+        if self._requests:
+            return bool(self._group.test_all(self._requests)) and not self._messages
+        self._group.probe()  # over fabrics that need it, the library sees to the puts of others
+        return not self._messages
+
+
+class RmaGroup(MpiGroup):
+    """Ranks that share a window."""
+
+    def __init__(
+        self, transport: RmaTransport, mpi: Any, communicator: Any, window: Any, ranks: tuple[int, ...]
+    ) -> None:
+        super().__init__(mpi, communicator, ranks, transport.health)
+        self.window, self.turn, self.lock = window, transport.turn, threading.Lock()
+        self.health, self.probe, self.test_all = transport.health, communicator.Iprobe, mpi.Request.Testall
+        memory, size = np.frombuffer(window.tomemory(), dtype=np.uint8), len(ranks)
+        memory[:] = 0  # the first use of a page takes long
+        self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
+        self._rings = memory[size * COUNTERS :].reshape(size, -1)
+        self._seen = b""  # counters that nothing more is to be done about
+        self._peers = [self._peer(number) for number in range(size)]
+
+    def _peer(self, number: int) -> Peer:
+        byte, put, counters = self._mpi.BYTE, self.window.Put, (self.index + 1) * COUNTERS
+        ring = self._counters.nbytes + self.index * self._rings.shape[1]
+
+        def put_there(bits: Any, at: int) -> None:
+            put([bits, byte], number, at + (ring if at >= 0 else counters))
+
+        return Peer(put_there, self.window, number, self._counters[number], self._rings[number])
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        capacity, opened = self._rings.shape[1], []
+        with self.lock:
+            for listed, leaving in ((recvs, False), (sends, True)):
+                for tensor, peer in listed:
+                    if 0 < tensor.nbytes <= capacity:
+                        opened.append(Message(bits_of(tensor)))
+                        of = self._peers[peer]
+                        (of.outgoing if leaving else of.incoming).append(opened[-1])
+            while self._send():
+                pass
+            self._seen = b""
+        large = [[(tensor, peer) for tensor, peer in listed if tensor.nbytes > capacity] for listed in (sends, recvs)]
+        return _Transfer(self, opened, self._posted(*large), [*sends, *recvs])
+
+    def barrier(self) -> None:
+        _Transfer(self, [], [self._communicator.Ibarrier()], []).wait()
+
+    @property
+    def is_busy(self) -> bool:
+        return any(peer.outgoing or peer.incoming for peer in self._peers)
+
+    def advance(self) -> bool:
+        """Moves what can be moved, for the one who holds the lock. Returns whether there was any."""
+        self.window.Sync()
+        counters = self._counters.tobytes()
+        if counters == self._seen:
+            return False
+        moved = [peer.receive() for peer in self._peers if peer.incoming]
+        moved.append(self._send())
+        self._seen = b"" if any(moved) else counters
+        return any(moved)
+
+    def _send(self) -> bool:
+        moved = [peer for peer in self._peers if peer.outgoing and peer.send()]
+        for peer in moved:  # all are on their way before the first one is waited for
+            peer.raise_flag()
+        return bool(moved)
+
+
+class RmaTransport(MpiTransport):
+    """Windows, made for good when their group is. Where MPI has none that fit this is two-sided MPI: the ranks agree on
+    that at the start, and `drawback` tells why."""
+
+    def __init__(self, health: Health) -> None:
+        self._groups: list[RmaGroup] = []
+        self._has_windows = False
+        super().__init__(health)
+        refused, self.drawback = self._tried()
+        if not refused:
+            self.library, self._has_windows = "mpi-rma", True
+            self.world = self._over(self._communicator, tuple(range(self.size)))
+
+    def turn(self) -> bool:
+        """Moves what can be moved in all groups that no other thread is at. Returns whether there was any."""
+        moved = False
+        for group in self._groups:
+            if group.is_busy and group.lock.acquire(blocking=False):
+                try:
+                    moved |= group.advance()
+                finally:
+                    group.lock.release()
+        return moved
+
+    def _over(self, communicator: Any, members: tuple[int, ...]) -> MpiGroup:
+        if not self._has_windows or len(members) == 1:
+            return super()._over(communicator, members)
+        try:
+            of_peer = COUNTERS + WINDOW_BYTES // len(members)
+            window = self._mpi.Win.Allocate(len(members) * of_peer, 1, comm=communicator)
+        except self._mpi.Exception as error:
+            raise UserError(f"MPI makes no further window ({error}): use --transport mpi") from error
+        window.Lock_all(self._mpi.MODE_NOCHECK)
+        group = RmaGroup(self, self._mpi, communicator, window, members)
+        window.Sync()
+        communicator.Barrier()  # its counters are 0 on all ranks
+        self._groups.append(group)
+        return group
+
+    def _tried(self) -> tuple[bool, str]:
+        """Whether windows are out of the question here, and what is wrong with them; alike on all ranks."""
+        mpi, world, wrong = self._mpi, self._communicator, 0
+        try:
+            window = mpi.Win.Allocate(8, 1, comm=world)
+        except mpi.Exception:
+            wrong = 4
+        else:
+            wrong = _tried_in(window, mpi, world)
+            window.Free()
+        ranks = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size()
+        if SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).free < ranks * SHARED_BYTES:
+            wrong = max(wrong, 3)
+        worst = np.array([wrong])
+        world.Allreduce(mpi.IN_PLACE, worst, mpi.MAX)
+        return worst[0] > 1, DRAWBACKS[worst[0]]
+
+    def _release(self) -> None:
+        """Windows end when all ranks are done with them; after a fault they are left to the end of the process."""
+        with contextlib.suppress(PeerLost, UserError):
+            self.health.check()
+            met, late = self._communicator.Ibarrier(), time.monotonic() + FREE_S
+            while not met.Test():
+                if time.monotonic() > late:
+                    return
+                time.sleep(1e-3)
+            for group in self._groups:
+                group.window.Unlock_all()
+                group.window.Free()
+        super()._release()
+
+
+def _tried_in(window: Any, mpi: Any, world: Any) -> int:
+    """Which of DRAWBACKS a window of 8 bytes shows. Does a put arrive while its receiver makes no call of MPI?"""
+    came = np.frombuffer(window.tomemory(), dtype=np.int64)
+    came[0] = 0
+    window.Lock_all(mpi.MODE_NOCHECK)
+    window.Sync()
+    world.Barrier()
+    window.Put(np.ones(1, np.int64), (world.Get_rank() + 1) % world.Get_size())
+    late = time.monotonic() + TRIAL_S
+    while not came[0] and time.monotonic() < late:
+        time.sleep(1e-3)
+    in_time = bool(came[0])
+    unified = window.Get_attr(mpi.WIN_MODEL) == mpi.WIN_UNIFIED
+    window.Unlock_all()
+    world.Barrier()
+    return 2 if not unified else 0 if in_time else 1

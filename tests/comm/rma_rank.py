@@ -1,0 +1,62 @@
+"""One rank of an MPI job, over windows: what the contract does not come to. Every rank of a small world runs `main`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from cocodiff.comm import rma
+from cocodiff.comm.health import Health
+from cocodiff.comm.rma import RmaTransport
+
+
+def main() -> int:
+    transport = RmaTransport(Health())
+    assert transport.library == "mpi-rma" and not transport.drawback, transport.drawback
+    group = transport.group(range(transport.size))
+    next_one, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    capacity = rma.WINDOW_BYTES // transport.size
+
+    # A ring is filled several times before anything is read: what has no room waits, and nothing is overwritten.
+    sent = [torch.full((capacity // 3,), 16 * transport.rank + n, dtype=torch.uint8) for n in range(11)]
+    leaving = group.send_recv([(tensor, next_one) for tensor in sent], [])
+    came = [torch.empty_like(tensor) for tensor in sent]
+    coming = [group.send_recv([], [(tensor, before)]) for tensor in came]
+    coming[-1].wait()
+    leaving.wait()
+    assert [tensor.unique().tolist() for tensor in came] == [[16 * before + n] for n in range(11)]
+
+    # Up to a ring, just over it (two-sided), and a small one behind: each in its own place, and in order.
+    sizes = (capacity, capacity + 1, 5, 4 * capacity, 1)
+    sent = [torch.full((size,), transport.rank + n, dtype=torch.uint8) for n, size in enumerate(sizes)]
+    came = [torch.empty_like(tensor) for tensor in sent]
+    group.send_recv([(tensor, next_one) for tensor in sent], [(tensor, before) for tensor in came]).wait()
+    assert [tensor.unique().tolist() for tensor in came] == [[before + n] for n in range(len(sizes))]
+
+    # A message is through for its sender, and is there, before its receiver has asked for it.
+    if transport.rank == 0:
+        started = time.monotonic()
+        group.send_recv([(torch.arange(1000), 1)], []).wait()
+        assert time.monotonic() - started < 1.0
+    if transport.rank == 1:
+        time.sleep(2.0)
+        late = torch.empty(1000, dtype=torch.int64)
+        group.send_recv([], [(late, 0)]).wait()
+        assert torch.equal(late, torch.arange(1000))
+    group.barrier()
+
+    # Without windows that fit it is two-sided MPI on all ranks, though one of them alone has no memory for any.
+    rma.SHARED_BYTES = 2**60 if transport.rank == 1 else rma.SHARED_BYTES
+    other = RmaTransport(Health())
+    assert other.library == "mpi" and "messages go by mpi" in other.drawback, other.drawback
+    other.world.barrier()
+    other.close()
+    transport.close()
+    print("windows hold")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
