@@ -199,8 +199,9 @@ def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path:
         assert middle > 0.8 > 0.4 > np.mean([0 < value < 255 for value in views(browser)[0]])
         press_button(browser, "masked")
         browser.until(shown, "masked")
+        press_button(browser, "zoom to the mask")  # from outside of it
+        browser.until(at, "103,4,12")
         press_button(browser, "next region")
-        press_button(browser, "zoom to the mask")
         pressed = "[...document.querySelectorAll('.volume [aria-pressed=true]')].map((one) => one.textContent).join()"
         browser.until(pressed, "masked,zoom to the mask")
         assert mask[tuple(np.array(list(map(int, browser.value(at).split(",")))) - [100, 0, 7])]

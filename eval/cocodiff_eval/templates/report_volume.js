@@ -18,6 +18,10 @@ function roundLength(most) {
   return power * [5, 2, 1].find((factor) => factor * power <= most);
 }
 
+function middleOf(box) {
+  return box.map(([from, to]) => (from + to) >> 1);
+}
+
 class VolumeViewer {
   constructor(root, stored) {
     Object.assign(this, { root, stored, at: stored.at, level: 127.5, width: 255 });
@@ -90,14 +94,16 @@ class VolumeViewer {
       this.draw();
     }));
     this.zoom = this.button("zoom to the mask", () => {
-      this.box = this.box === this.whole ? this.around(this.near(this.at)) : this.whole;
-      this.draw();
+      const region = this.near(this.at);
+      this.box = this.box === this.whole ? this.around(region) : this.whole;
+      const inside = region.every(([from, to], axis) => from <= this.at[axis] && this.at[axis] < to);
+      this.go(inside || this.box === this.whole ? this.at : middleOf(region));
     });
     this.next = this.button("next region", () => {
       const { regions } = this.stored;
       this.turn = ((this.turn ?? regions.indexOf(this.near(this.at))) + 1) % regions.length;
       if (this.box !== this.whole) this.box = this.around(regions[this.turn]);
-      this.go(regions[this.turn].map(([from, to]) => (from + to) >> 1));
+      this.go(middleOf(regions[this.turn]));
     });
     this.zoom.hidden = !this.stored.regions.length;
     this.next.hidden = this.stored.regions.length < 2;
@@ -196,6 +202,7 @@ class VolumeViewer {
     const place = (axis) => `${AXES[axis]} ${this.number(axis)}`;
     context.font = `${12 * sharp}px system-ui, sans-serif`;
     context.lineWidth = 3 * sharp;
+    context.lineJoin = "round";
     context.strokeStyle = "#000";
     context.strokeText(place(through), 6 * sharp, 16 * sharp);
     context.fillText(place(through), 6 * sharp, 16 * sharp);
