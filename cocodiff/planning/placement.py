@@ -248,6 +248,17 @@ def choose(
     return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
 
 
+def worth_listing(topology: Topology, work: AttentionWork, chosen: Mesh) -> list[list[Priced]]:
+    """All meshes as by `by_degree`; of token rings those that are predicted to be faster than any other ring as long,
+    and the chosen one."""
+    keys, tokens = (by_degree(topology, work, kind=kind) for kind in ("keys", "token"))
+    fastest = {of_degree[0].mesh.ring: min(one.seconds for one in of_degree) for of_degree in keys}
+    faster = [
+        [one for one in of_degree if one.mesh == chosen or one.seconds < fastest[one.mesh.ring]] for of_degree in tokens
+    ]
+    return sorted([*keys, *filter(None, faster)], key=lambda of_degree: of_degree[0].mesh.ring)
+
+
 def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
     """Lines that show meshes as `by_degree` lists them; the chosen one is marked."""
     sent = ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB")
@@ -255,6 +266,7 @@ def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
     for one in (p for of_degree in priced for p in of_degree):
         mesh = one.mesh
         name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
+        name += ", token" if mesh.kind == "token" else ""
         heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
         megabytes = [f"{count / 1e6:.2f}" for count in (*(one.bytes[link] for link in LINK_CLASSES), one.busiest_node)]
         taken = "<- taken" if mesh == chosen else ""
