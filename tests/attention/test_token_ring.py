@@ -33,6 +33,7 @@ from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.topology.segments import Segment
 from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -185,6 +186,37 @@ def test_a_token_ring_is_chosen_where_it_is_asked_for():
     assert all(one.mesh.ring > 1 for (one, *_) in by_degree(topology, work, kind="token"))
     assert choose(topology, work, ring=1, kind="token").ring == 1
     assert choose(topology_of("local", 1), work, kind="token").ring == 1
+
+
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"selection": "v_major", "schedule": "fixed", "warmup": 1},
+        {"codec": "int8", "exchange": "split"},
+        {"arrival": "displaced", "exchange": "flat"},
+    ],
+)
+def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy):
+    """As a ring of keys, up to rounding: both pass on whole what the Ulysses part has brought."""
+
+    def outputs(kind: str) -> list[Tensor]:
+        mesh = Mesh.build(topology_of("local", 6), 3, kind=kind)
+
+        def work(transport: LoopbackTransport) -> Tensor:
+            ours = build_strategy(
+                Config(ring=3, ring_kind=kind, steps=4, **lossy), mesh, transport, Trace(), Kernels("torch")
+            )
+            for step in range(3):
+                whole = [x * (1 + 0.1 * step) for x in tensors(37, 3, 4, torch.float32)]
+                ours.coding.begin_step(Moment(0, step, 4))
+                rows = rows_of(mesh.topology, transport.rank, 37, 3)
+                out_BLHD = ours.attend(call_of(whole, rows, 37, 3, None), Site("layer"))
+            return out_BLHD
+
+        return run_ranks(6, work)
+
+    for keys, tokens in zip(outputs("keys"), outputs("token"), strict=True):
+        torch.testing.assert_close(tokens, keys, rtol=0, atol=1e-2 if "codec" in lossy else 1e-5)
 
 
 def test_its_spellings():
