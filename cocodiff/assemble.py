@@ -12,7 +12,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, imported, load
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, RINGS, imported, load
 from cocodiff.routes.choice import Chunking, ExchangeTable
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
@@ -73,11 +73,10 @@ def build_strategy(
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
-        from cocodiff.attention.ring import Ring
         from cocodiff.routes.chunks import sequence_of
 
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
-        ring = Ring(mesh, transport, trace, kernels, local, sequences)
+        ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
@@ -111,7 +110,8 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    plain = mesh_without_ring(topology, work.heads, config.ring, coding_of(config).prefers_ulysses)
+    prefers_ulysses = coding_of(config).prefers_ulysses
+    plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
     return chosen
 

@@ -14,7 +14,7 @@ import yaml
 
 from cocodiff.errors import UserError, check_choice, check_keys
 from cocodiff.files import read_text
-from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS, STEP_CACHES
+from cocodiff.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, STEP_CACHES
 from cocodiff.setting import described, setting, settings_of
 from cocodiff.topology.machine import Device, Links, Machine
 
@@ -51,10 +51,15 @@ class Config:
     ring: int | str = setting(
         "auto",
         "ranks of a ring, in which keys and values go round; 1: Ulysses alone, at most a rank for each attention head; "
-        "auto: 1 if heads suffice, else the fastest by prediction",
-        choices=("auto",),
+        "auto: 1 if heads suffice, else the fastest by prediction; token: the fastest of 2 or more, ring_kind token",
+        choices=("auto", "token"),
         least=1,
         wanted="the ranks of a ring, 1 for none, or auto",
+    )
+    ring_kind: str = setting(
+        "keys",
+        "what goes round a ring: keys (with their values), or token (queries, and partial outputs the other way back)",
+        choices=RINGS,
     )
     placement: str = setting(
         "auto",
@@ -213,6 +218,14 @@ class Config:
     def __post_init__(self) -> None:
         for name, record in settings_of(type(self)).items():
             object.__setattr__(self, name, record.checked(getattr(self, name)))
+        if self.ring == "token":
+            object.__setattr__(self, "ring", "auto")
+            object.__setattr__(self, "ring_kind", "token")
+        if self.ring_kind == "token" and self.chunks != 1:
+            raise UserError(
+                f"ring_kind token sends whole queries round, chunks {self.chunks} attends to some of them at a time: "
+                f"choose chunks 1 or ring_kind keys"
+            )
         if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
             raise UserError("schedule list needs ratios: one stable fraction for each step")
         if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":

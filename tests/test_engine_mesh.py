@@ -14,6 +14,7 @@ from tiny_models import FAMILIES, HEADS
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
+from cocodiff.registry import RINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 LARGE = pytest.mark.exhaustive
@@ -36,21 +37,25 @@ def rings(draw: st.DrawFn) -> tuple[int, int]:
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     placement=st.sampled_from(("topology", "usp", "auto")),
     aurora=st.booleans(),
+    kind=st.sampled_from(sorted(RINGS)),
 )
 @examples(2, exhaustive=8)
-def test_equals_one_process(family, world, height, width, text, batch, dtype, placement, aurora):
+def test_equals_one_process(family, world, height, width, text, batch, dtype, placement, aurora, kind):
     size, ring = world
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)
     expected = Expected.of(case)
     machine = "aurora" if size in (12, 24) and aurora else "local"
-    mesh = {"ring": ring, "placement": placement}
+    mesh = {"ring": ring, "placement": placement, "ring_kind": kind}
     check_ranks(run_ranks(size, lambda t: parallel_outputs(t, expected.model, case, machine, **mesh)), expected, family)
 
 
-@pytest.mark.parametrize(("size", "ring", "placement"), [(12, 3, "usp"), pytest.param(24, 2, "auto", marks=LARGE)])
-def test_on_nodes_of_aurora(size, ring, placement):
+@pytest.mark.parametrize(
+    ("size", "ring", "placement", "kind"),
+    [(12, 3, "usp", "keys"), (12, 6, "usp", "token"), pytest.param(24, 2, "auto", "keys", marks=LARGE)],
+)
+def test_on_nodes_of_aurora(size, ring, placement, kind):
     case = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
-    expected, mesh = Expected.of(case), {"ring": ring, "placement": placement}
+    expected, mesh = Expected.of(case), {"ring": ring, "placement": placement, "ring_kind": kind}
     of_ranks = run_ranks(size, lambda t: parallel_outputs(t, expected.model, case, "aurora", **mesh))
     check_ranks(of_ranks, expected, case.family)
 

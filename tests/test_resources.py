@@ -36,7 +36,8 @@ def test_a_rank_has_as_many_as_the_table_says(
 ) -> None:
     config = Config(steps=4, **yaml.safe_load("{" + settings.strip(" `") + "}"))
     topology, made = topology_of("local", 8, 4), Counter[int]()
-    mesh, plain = Mesh.build(topology, 1 if config.ring == "auto" else int(config.ring)), LoopbackTransport.group
+    ring, plain = 1 if config.ring == "auto" else int(config.ring), LoopbackTransport.group
+    mesh = Mesh.build(topology, ring, kind=config.ring_kind)
 
     def group(transport: LoopbackTransport, ranks: tuple[int, ...]) -> object:
         made[transport.rank] += 1

@@ -33,6 +33,7 @@ WAYS = {
     "chunks": {"exchange": "split", "chunks": 3},
     "tapa in chunks": {"exchange": "tapa", "chunks": 2},
     "ring": {"exchange": "tapa", "ring": 2},
+    "token ring": {"exchange": "tapa", "ring": 3, "ring_kind": "token"},
     "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
 }
 
@@ -54,7 +55,7 @@ def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
     """Every rank's output and bytes of a second call, with rows as they are dealt to all ranks."""
     config, topology = Config(steps=3, **settings), topology_of("local", SIZE, 3)
     rows = Layout.build(topology, SEGMENTS, HEADS).row_slices
-    mesh = Mesh.build(topology, config.ring if config.ring != "auto" else 1)
+    mesh = Mesh.build(topology, config.ring if config.ring != "auto" else 1, kind=config.ring_kind)
 
     def work(transport):
         trace, own = Trace(transport.rank), [x[:, rows[transport.rank]] for x in tensors()]

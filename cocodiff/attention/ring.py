@@ -79,7 +79,7 @@ class Ring:
         for number, visit in enumerate(self._visits):
             coming: LanePending[KeysValues] | None = None
             if visit.onward is not None:
-                rows = sum(layouts[self._visits[number + 1].member].rows)
+                rows = sum(layouts[visit.onward.brings].rows)
                 coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
             yield Keys(*here, mask_in_rank_order(qkv, layouts[visit.member]))
             if coming is not None:

@@ -33,7 +33,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     head_bytes = costs_of(config).head_bytes(config, work.head_dim, work.itemsize)
     work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
     prefer_ulysses = coding_of(config).prefers_ulysses
-    return choose(topology, work, config.ring, config.placement, prefer_ulysses=prefer_ulysses)
+    return choose(topology, work, config.ring, config.placement, prefer_ulysses, config.ring_kind)
 
 
 def predicted_chunking(config: Config) -> Callable[[Topology], Chunking]:

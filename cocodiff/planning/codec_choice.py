@@ -44,7 +44,7 @@ def codec_of(config: Config, topology: Topology, work: AttentionWork) -> tuple[C
         codec = FROM_THE_FINEST[0]
         told = f"codec auto: {codec}, as the machine file does not tell rates, or one rank sends nothing"
         return config.with_(codec=codec), told
-    mesh = choose(topology, work, config.ring, config.placement, prefer_ulysses=True)
+    mesh = choose(topology, work, config.ring, config.placement, True, config.ring_kind)
     codecs = EXACT_CODECS if config.only_exact else FROM_THE_FINEST
     found = {codec: layer_s(config.with_(codec=codec), mesh, work) for codec in codecs}
     fastest = min(found.values())

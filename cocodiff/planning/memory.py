@@ -34,6 +34,7 @@ STREAMS = 6  # the residual stream, attention's output, and what normalisation a
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
 RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
+TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on their way, three here and three from here
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,7 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
     """
     mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
+    attention += TOKENS if mesh.ring > 1 and mesh.kind == "token" else 0
     hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
     stages = [attention, 1 + max(2, gates) * hidden]
     if shape.parallel_layers:

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cocodiff.assemble import AttentionWork
+from cocodiff.attention.token_ring import LAG
 from cocodiff.planning.traffic import Traffic, Wires, busiest_node
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
-from cocodiff.routes.rounds import LEVELS, rounds_of
+from cocodiff.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
 from cocodiff.text_table import aligned
 from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
 from cocodiff.topology.layout import Layout
@@ -31,7 +32,7 @@ EFFICIENCY = 0.5  # of attention, against the dense rate of a tile
 UNKNOWN_TFLOP_S = 1.0  # of a tile whose machine file tells no rate: the order of magnitude of a CPU
 MESSAGE_S = 20e-6  # what a step of messages takes at least
 GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time: predictions are coarse
-NODE = "node"
+SUM_BYTES = 4  # of the log of a sum, which a part has for each token and head
 
 
 class InStages(NamedTuple):
@@ -72,10 +73,11 @@ class Priced:
     moves_s: tuple[float, ...]
     compute_s: float
     stages: InStages | None = None
+    tokens: TokenMoves | None = None
 
     @property
     def node_bytes(self) -> int:
-        return self.bytes[NODE]
+        return self.bytes["node"]
 
     @property
     def idle(self) -> float:
@@ -89,6 +91,8 @@ class Priced:
         a_block = self.compute_s / self.mesh.ring
         if self.stages is not None:
             return self.stages.seconds(a_block, self.moves_s)
+        if self.tokens is not None:
+            return self.ulysses_s + self.tokens.seconds(a_block)
         return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
 
 
@@ -108,10 +112,13 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
                 near_UU[i, list(chunk_ranks(part, i, chunks)[0])] = True
             for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
                 traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
-    around = Around(mesh, layouts, work.cell, wires)
+    around = Around(mesh, layouts, 2 * work.cell, wires)
+    messages, tokens = [ulysses, around.all], None
+    if mesh.kind == "token" and mesh.ring > 1:
+        in_ring, tokens = token_ring(mesh, layouts, work, wires)
+        messages = [ulysses, *in_ring]
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    messages = [ulysses, around.all]
     sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
     rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
     compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
@@ -124,6 +131,7 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
         around.moves_s,
         compute_s,
         stages_of(mesh, layouts[0], work, own, others),
+        tokens,
     )
 
 
@@ -138,24 +146,67 @@ def stages_of(mesh: Mesh, layout: Layout, work: AttentionWork, own: Traffic, oth
 
 
 class Around:
-    """The ring's messages: `all` of a call, and the seconds of every move. Moves along one level (tile, card or node)
-    take the same links; each is given the time of the level's largest blocks."""
+    """What goes round a ring: `all` of a call, and the seconds of every move. Moves along one level (tile, card or
+    node) take the same links; each is given the time of the level's largest blocks."""
 
-    def __init__(self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires) -> None:
+    def __init__(
+        self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, along: tuple[int, ...] = LEVELS
+    ) -> None:
+        """cell: bytes of a block for one token and head. along: the levels along which blocks go."""
         self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
         rows_G = np.array([sum(layout.rows) for layout in layouts])
         ranks_GU = np.array(mesh.groups)
-        every, grids = range(mesh.ring), rounds_of(mesh)
+        every, grids = range(mesh.ring), rounds_of(mesh, along)
         for slot, grid in enumerate(grids):
-            sizes_MG = 2 * layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
+            sizes_MG = layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
             for level in LEVELS:
                 chosen_MG = sizes_MG[grid.levels_M == level]
                 if len(chosen_MG):
                     pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
-                    self.all.send(*pair, chosen_MG.sum(0))
+                    self.all.send(*pair, grid.rounds * chosen_MG.sum(0))
                     of_level[level].send(*pair, chosen_MG.max(0))
         seconds = [traffic.seconds() + MESSAGE_S for traffic in of_level]
         self.moves_s = tuple(seconds[level] for level in grids[0].levels_M)
+
+
+class TokenMoves(NamedTuple):
+    """Seconds of a token ring's messages on every node: queries that go on and what comes back, of each step; keys and
+    values that go on between nodes, each."""
+
+    queries_s: tuple[float, ...]
+    parts_s: tuple[float, ...]
+    keys_s: tuple[float, ...]
+
+    def seconds(self, a_block: float) -> float:
+        """Of the ring, in the order of `token_ring.py`: what comes of a step leaves with the next one and may be LAG
+        steps late."""
+        at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
+        for key_s in (*self.keys_s, 0.0):
+            began = at
+            for query_s, next_s in zip(self.queries_s, self.parts_s, strict=False):
+                if part_s:
+                    arrivals.append(at + part_s)
+                at, part_s = max(at + max(a_block, query_s), arrivals[-1 - LAG]), next_s
+            at = max(at, began + key_s)
+        return max(at + part_s, *arrivals)
+
+
+def token_ring(
+    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires
+) -> tuple[list[Traffic], TokenMoves]:
+    """All messages of a call in a token ring, and their seconds."""
+    queries = Around(mesh, layouts, work.cell, wires, (CARD, TILE))
+    keys = Around(mesh, layouts, 2 * work.cell, wires, (NODE,))
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    cell, every, grids = work.cell + SUM_BYTES * work.batch, range(mesh.ring), rounds_of(mesh, (CARD, TILE))
+    parts, steps = Traffic(wires), [Traffic(wires) for _ in range(mesh.ring)]
+    for slot, grid in enumerate(grids):
+        for step, owners_G in zip(steps, grid.blocks_at_hand(every), strict=False):
+            pair, sizes_G = (ranks_GU[:, slot], ranks_GU[owners_G, slot]), layouts[0].heads[slot] * cell * rows_G
+            step.send(*pair, sizes_G[owners_G])
+            parts.send(*pair, grid.rounds * sizes_G[owners_G])
+    parts_s = [0.0, *(step.seconds() + MESSAGE_S for step in steps[1:])]
+    return [queries.all, parts, keys.all], TokenMoves((*queries.moves_s, 0.0), tuple(parts_s), keys.moves_s)
 
 
 def best_of_degree(priced: Sequence[Priced]) -> Priced:
@@ -165,11 +216,11 @@ def best_of_degree(priced: Sequence[Priced]) -> Priced:
 
 
 def by_degree(
-    topology: Topology, work: AttentionWork, ring: int | str = "auto", placement: str = "auto"
+    topology: Topology, work: AttentionWork, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[list[Priced]]:
     """All meshes, priced, in lists of one Ring degree each, ascending; the default placement of each comes first."""
     found: dict[int, list[Priced]] = {}
-    for mesh in meshes(topology, work.heads, ring, placement):
+    for mesh in meshes(topology, work.heads, ring, placement, kind):
         found.setdefault(mesh.ring, []).append(price(mesh, work))
     for of_degree in found.values():
         best = best_of_degree(of_degree)
@@ -183,17 +234,29 @@ def choose(
     ring: int | str = "auto",
     placement: str = "auto",
     prefer_ulysses: bool = False,
+    kind: str = "keys",
 ) -> Mesh:
     """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
     alone, a ring is only looked at on machines whose file tells the tiles' rate.
 
     prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
     """
-    if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses)) is not None:
+    if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses, kind)) is not None:
         return plain
-    defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement)]
+    defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement, kind)]
     fastest = min(one.seconds for one in defaults)
     return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
+
+
+def worth_listing(topology: Topology, work: AttentionWork, chosen: Mesh) -> list[list[Priced]]:
+    """All meshes as by `by_degree`; of token rings those that are predicted to be faster than any other ring as long,
+    and the chosen one."""
+    keys, tokens = (by_degree(topology, work, kind=kind) for kind in ("keys", "token"))
+    fastest = {of_degree[0].mesh.ring: min(one.seconds for one in of_degree) for of_degree in keys}
+    faster = [
+        [one for one in of_degree if one.mesh == chosen or one.seconds < fastest[one.mesh.ring]] for of_degree in tokens
+    ]
+    return sorted([*keys, *filter(None, faster)], key=lambda of_degree: of_degree[0].mesh.ring)
 
 
 def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
@@ -203,6 +266,7 @@ def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
     for one in (p for of_degree in priced for p in of_degree):
         mesh = one.mesh
         name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
+        name += ", token" if mesh.kind == "token" else ""
         heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
         megabytes = [f"{count / 1e6:.2f}" for count in (*(one.bytes[link] for link in LINK_CLASSES), one.busiest_node)]
         taken = "<- taken" if mesh == chosen else ""

@@ -30,17 +30,21 @@ class Mesh:
     """groups[g][u] is the rank at slot u of Ulysses group g.
 
     placement: "topology" puts neighbours into a ring, so that Ulysses goes across the slow links; "usp" puts them into
-    a Ulysses group. axis: whether ranks of a node are neighbours by "card" (siblings first) or by "plane".
+    a Ulysses group. axis: whether ranks of a node are neighbours by "card" (siblings first) or by "plane". kind: what
+    goes round the rings, a name of the registry's `RINGS`.
     """
 
     topology: Topology
     groups: tuple[tuple[int, ...], ...]
     placement: str = "topology"
     axis: str = "card"
+    kind: str = "keys"
     _layouts: dict[tuple[Segments, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card") -> Mesh:
+    def build(
+        cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card", kind: str = "keys"
+    ) -> Mesh:
         """Raises UserError where `ring` does not divide the ranks."""
         size = topology.size
         if size % ring:
@@ -57,7 +61,7 @@ class Mesh:
             groups = [order[g::ring] for g in range(ring)]
         else:
             groups = [order[g * ulysses : (g + 1) * ulysses] for g in range(ring)]
-        return cls(topology, tuple(map(tuple, groups)), placement, axis)
+        return cls(topology, tuple(map(tuple, groups)), placement, axis, kind)
 
     @property
     def ring(self) -> int:
@@ -115,8 +119,11 @@ class Mesh:
         return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)
 
 
-def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto") -> list[Mesh]:
-    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree.
+def meshes(
+    topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
+) -> list[Mesh]:
+    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kind
+    token with ring auto those that have a ring.
 
     Raises UserError for a ring that these ranks and heads do not allow.
     """
@@ -128,20 +135,25 @@ def meshes(topology: Topology, heads: int, ring: int | str = "auto", placement: 
             f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
         )
     found: dict[frozenset[tuple[int, ...]], Mesh] = {}
+    if kind == "token" and size > 1:
+        fitting = fitting[fitting[0] == 1 :]
     for degree in fitting if ring == "auto" else [int(ring)]:
         for name in PLACEMENTS if placement == "auto" else (placement,):
             for axis in AXES:
-                mesh = Mesh.build(topology, degree, name, axis)
+                mesh = Mesh.build(topology, degree, name, axis, kind)
                 found.setdefault(frozenset(mesh.groups), mesh)
     return list(found.values())
 
 
-def mesh_without_ring(topology: Topology, heads: int, ring: int | str, prefer_ulysses: bool = False) -> Mesh | None:
+def mesh_without_ring(
+    topology: Topology, heads: int, ring: int | str, prefer_ulysses: bool = False, kind: str = "keys"
+) -> Mesh | None:
     """Ulysses alone, where that is asked for or takes no comparison: with ring auto where heads allow it, for what
-    speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate. Raises
-    UserError as `meshes`."""
+    speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate; not with
+    kind token, which asks for a ring. Raises UserError as `meshes`."""
     known = topology.machine.device.bf16_tflop_s > 0
-    if ring == 1 or (ring == "auto" and topology.size <= heads and (prefer_ulysses or not known)):
+    auto = ring == "auto" and (kind == "keys" or topology.size == 1)
+    if ring == 1 or (auto and topology.size <= heads and (prefer_ulysses or not known)):
         return meshes(topology, heads, 1)[0]
     return None
 

@@ -34,7 +34,7 @@ from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.layers import Case, Kind, PlannedLayer
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.processes.emulated import emulated
-from cocodiff.topology.axes import Axes, Mesh
+from cocodiff.topology.axes import PLACEMENTS, Axes
 from cocodiff.topology.machine import Topology
 from cocodiff.trace_files import save_traces
 from cocodiff_bench import common
@@ -52,6 +52,7 @@ from cocodiff_bench.step_rows import (
     config_of,
     key_of,
     measured_kinds,
+    mesh_of,
     more_words,
     parts_of,
     rows_of,
@@ -81,6 +82,8 @@ OPTIONS = common.with_common_options(
         f"split_v_first with int4 and int2",
         many=True,
     ),
+    Option("ring", "ranks of a ring, for ring and token ring; default: all", None, type=int),
+    Option("placement", "of those rings in a mesh with Ulysses", "usp", choices=PLACEMENTS),
     Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model", [], many=True),
     Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
     Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
@@ -90,7 +93,7 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    check_counts(values, "batch", "steps", "repeats", "ranks")
+    check_counts(values, "batch", "steps", "repeats", "ranks", "ring")
     spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
     values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or USUAL_VARIANTS]
     for name in values["variants"]:
@@ -184,7 +187,11 @@ class Sharing:
 def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int, texts: Sequence[int]) -> list[Case]:
     """A variant's layer with every text that these ranks attend to: a part has its own branch's; where there are no
     parts, both are measured if they differ."""
-    config, decisions, mesh = config_of(values, name), read_decisions(values["decisions"]), Mesh.build(of.topology)
+    config, decisions, mesh = (
+        config_of(values, name),
+        read_decisions(values["decisions"]),
+        mesh_of(values, name, of.topology),
+    )
     batch = values["batch"] * max(1, shape.rows_per_image // of.parts)
     loads = [
         Load(replace(shape, text_tokens=tokens).segments(size), batch)
@@ -217,9 +224,10 @@ def layers_of(cases: Sequence[Case], rank: int, clock: Clock) -> list[PlannedLay
     found = []
     for case in cases:
         shape, segments = case.shape, case.load.segments
-        (layout,) = case.mesh.layouts(segments, shape.heads)
-        x_BLHD = torch.zeros(case.load.batch, layout.rows[rank], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        found.append(PlannedLayer(case, Kind("layer", 1, segments), layout, rank, clock.wait, x_BLHD))
+        group, slot = case.mesh.group_and_slot(rank)
+        layout = case.mesh.layouts(segments, shape.heads)[group]
+        x_BLHD = torch.zeros(case.load.batch, layout.rows[slot], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+        found.append(PlannedLayer(case, Kind("layer", 1, segments), layout, slot, clock.wait, x_BLHD))
     return found
 
 

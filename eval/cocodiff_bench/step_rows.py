@@ -12,6 +12,8 @@ from cocodiff.config import Config
 from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.planning.decisions import decisions_of
 from cocodiff.planning.layers import Case, kinds_of_steps, over_steps, recorded_kinds
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.machine import Topology
 from cocodiff.trace_summary import summarise_late
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
@@ -28,7 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "split v_first": {"exchange": "split", "order": "v_first"},
     "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
 }
-# Beside those that are measured where none are named. In two parts of the ranks each computes a guidance branch.
+# Beside those that are measured where none are named. In two parts of the ranks each computes a guidance branch. Rings
+# are of as many ranks as --ring says.
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "flat chunks": {"exchange": "flat", "chunks": 2},
     "split chunks": {"exchange": "split", "chunks": 2},
@@ -38,6 +41,8 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "guidance split v_first": {"exchange": "split", "order": "v_first", "guidance_parallel": 2},
     "guidance flat chunks": {"exchange": "flat", "chunks": 2, "guidance_parallel": 2},
     "guidance split chunks": {"exchange": "split", "chunks": 2, "guidance_parallel": 2},
+    "ring": {"exchange": "flat", "ring_kind": "keys"},
+    "token ring": {"exchange": "flat", "ring_kind": "token"},
 }
 CODECS = ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
@@ -46,7 +51,7 @@ ALL_VARIANTS = {  # whatever sends tensors whole also with a codec's name behind
     | ({"codec": codec} if codec else {})
     | ({"arrival": ARRIVALS[late]} if late else {})
     for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *ARRIVALS))
-    if "selection" not in settings or not codec + late
+    if not {"selection", "ring_kind"} & settings.keys() or not codec + late
 }
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
 
@@ -58,6 +63,14 @@ def exact(name: str) -> bool:
 
 def parts_of(name: str) -> int:
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
+
+
+def mesh_of(values: Values, name: str, topology: Topology) -> Mesh:
+    """Ulysses alone, or the mesh with a ring. Raises UserError where that does not divide the ranks."""
+    if "ring_kind" not in ALL_VARIANTS[name]:
+        return Mesh.build(topology)
+    kind = ALL_VARIANTS[name]["ring_kind"]
+    return Mesh.build(topology, values["ring"] or topology.size, values["placement"], kind=kind)
 
 
 def config_of(values: Values, name: str) -> Config:

@@ -172,11 +172,11 @@ def test_mpi_runs_over_the_emulated_links(tmp_path):
 
 def test_a_step_of_a_models_shape(machine, tmp_path):
     words = ["--model", "sd3.5", "--size", "64", "--repeats", "1", "--link_efficiency", "0.5", "--quiet"]
-    words += ["--variants", "flat_serial", "flat", "cocodiff"]
+    words += ["--variants", "flat_serial", "flat", "cocodiff", "ring", "token_ring"]
     out = ["--out", str(tmp_path / "step")]
     done = run(emulate("--machine", machine, "--scale", "100", "--", "cocodiff", "bench", "step", *words, *out))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff"]
+    assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff", "ring", "token ring"]
     assert all(0 < row["communication_share"] < 1 for row in rows)
     assert all(row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"]) for row in rows)

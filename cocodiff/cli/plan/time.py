@@ -18,7 +18,7 @@ from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import as_file, decisions_of
 from cocodiff.planning.layers import SITES, Case
 from cocodiff.planning.memory import misfit
-from cocodiff.planning.placement import by_degree, table
+from cocodiff.planning.placement import table, worth_listing
 from cocodiff.planning.simulate import Latencies
 from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES, load
@@ -202,7 +202,7 @@ def messages(case: Case) -> list[str]:
     work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     work = replace(work, head_bytes=head_bytes)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
-    lines += table(by_degree(case.topology, work), case.mesh)
+    lines += table(worth_listing(case.topology, work, case.mesh), case.mesh)
     group, slot = case.mesh.group_and_slot(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:

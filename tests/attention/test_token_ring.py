@@ -1,0 +1,269 @@
+"""TokenRing: one process's result and the same bits whatever is early, the bytes of a closed formula, what is priced,
+and causal masks."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from covering import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from merging import merging_error
+from test_ring import B, D, call_of, rows_of, tensors
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from worlds import topologies, topology_of
+
+from cocodiff.assemble import AttentionWork, build_strategy
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.token_ring import TokenRing, zigzag
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.config import Config
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
+from cocodiff.planning.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
+from cocodiff.registry import EXCHANGES, ORDERS
+from cocodiff.routes.rounds import rounds_of
+from cocodiff.topology.axes import Mesh, meshes
+from cocodiff.topology.machine import Machine, Topology
+from cocodiff.topology.segments import Segment
+from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+def attend(
+    mesh: Mesh, whole: list[Tensor], text: int, mask: Tensor | None = None, late: int = 0, **settings: Any
+) -> Any:
+    """Of every rank the output of one call and the bytes that it sent. late: seed of delays before lanes' jobs."""
+    size, image = mesh.topology.size, whole[0].shape[1] - text
+    config = Config(ring=mesh.ring, ring_kind=mesh.kind, **settings)
+
+    def work(transport: LoopbackTransport) -> tuple[Tensor, dict[str, int]]:
+        trace = Trace(transport.rank)
+        if late:
+            delayed(transport, random.Random(late + transport.rank))
+        ours = build_strategy(config, mesh, transport, trace, Kernels("torch"))
+        rows = rows_of(mesh.topology, transport.rank, image, text)
+        return ours.attend(call_of(whole, rows, image, text, mask), Site("layer")), trace.bytes()
+
+    return run_ranks(size, work)
+
+
+def delayed(transport: LoopbackTransport, chance: random.Random) -> None:
+    """Messages of this rank leave late."""
+    plain = transport.group
+
+    def group(ranks: Any) -> Any:
+        found = plain(ranks)
+        send_recv = found.send_recv
+
+        def late(sends: Any, recvs: Any) -> Any:
+            time.sleep(0.004 * chance.random())
+            return send_recv(sends, recvs)
+
+        found.send_recv = late
+        return found
+
+    transport.group = group  # type: ignore[method-assign]
+
+
+@given(
+    topology=topologies(largest=12),
+    more=st.integers(0, 30),
+    text=st.integers(0, 9),
+    heads=st.integers(1, 9),
+    masked=st.booleans(),
+    exchange=st.sampled_from(sorted(EXCHANGES)),
+    order=st.sampled_from(sorted(ORDERS)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    data=st.data(),
+)
+@examples(40, exhaustive=200)
+def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, data):
+    mesh = data.draw(st.sampled_from(meshes(topology, heads, kind="token")))
+    image = topology.size + more
+    mask = torch.rand(B, text, generator=torch.Generator().manual_seed(more)) < 0.5 if masked and text else None
+    check_exact(mesh, tensors(image, text, heads, dtype), text, mask, exchange=exchange, order=order)
+
+
+@pytest.mark.parametrize(("machine", "size", "ring"), [("aurora", 24, 24), ("aurora", 24, 8), ("local", 13, 13)])
+def test_larger_worlds(machine, size, ring):
+    check_exact(Mesh.build(topology_of(machine, size), ring, kind="token"), tensors(size + 9, 5, 3, torch.float32), 5)
+
+
+def check_exact(mesh: Mesh, whole: list[Tensor], text: int, mask: Tensor | None = None, **settings: str) -> None:
+    dtype, image, keys = whole[0].dtype, whole[0].shape[1] - text, None
+    if mask is not None:
+        keys = torch.cat([mask, torch.ones(B, image, dtype=torch.bool)], 1)[:, None, None]
+    truth, plain = (
+        scaled_dot_product_attention(*(x.to(kind).transpose(1, 2) for x in whole), attn_mask=keys).transpose(1, 2)
+        for kind in (torch.float64, dtype)
+    )
+    rounding = torch.finfo(dtype).eps * truth.abs().max() + merging_error(whole, mesh.ring, keys)
+    allowed = 2 * (plain - truth).abs().max() + rounding
+    for rank, (out_BLHD, _) in enumerate(attend(mesh, whole, text, mask, **settings)):
+        assert out_BLHD.dtype == dtype
+        assert (out_BLHD - truth[:, rows_of(mesh.topology, rank, image, text)]).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(("machine", "size", "ring"), [("local", 7, 7), ("aurora", 24, 24), ("local-6x2", 24, 8)])
+def test_bits_do_not_depend_on_what_is_early(machine, size, ring):
+    mesh = Mesh.build(topology_of(machine, size), ring, kind="token")
+    whole = tensors(size + 3, 4, 5, torch.bfloat16)
+    first, *others = (attend(mesh, whole, 4, late=late) for late in (0, 1, 2))
+    for other in others:
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
+
+
+@given(topology=topologies(largest=12), more=st.integers(0, 30), data=st.data())
+@examples(15, exhaustive=60)
+def test_the_price_has_the_bytes_that_are_sent_by_link(topology, more, data):
+    """With groups of one rank, or flat, whose messages are priced as they are sent."""
+    mesh = data.draw(st.sampled_from(meshes(topology, 6, kind="token")))
+    whole = tensors(topology.size + more, 3, 6, torch.bfloat16)
+    counted = [sent for _, sent in attend(mesh, whole, 3, exchange="flat")]
+    work = AttentionWork(6, D, image_and_text(topology.size + more, 3), B)
+    assert price(mesh, work).bytes == {link: sum(sent[link] for sent in counted) for link in LINK_CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("machine", "size", "ring", "placement"),
+    [("aurora", 24, 2, "usp"), ("aurora", 12, 12, "topology"), ("local", 6, 3, "usp"), ("aurora", 24, 24, "topology")],
+)
+def test_counted_bytes_equal_the_formula(machine, size, ring, placement):
+    """Of a ring of N nodes with M ranks each, all with S rows of h heads: N (M - 1) (2 u + 4 B) h S for queries and
+    parts, which have a float32 sum, and (N - 1) 2 u h S for keys; and Ulysses' formula, 4 u h (S - L)."""
+    topology = topology_of(machine, size)
+    mesh = Mesh.build(topology, ring, placement, kind="token")
+    image, heads, u = 3 * size, 2 * size // ring, B * D * 2
+    (nodes, *within), S = rounds_of(mesh)[0].shape, 3 * size // ring
+    M, N = within[0] * within[1], nodes
+    around = (N * (M - 1) * (2 * u + 4 * B) + (N - 1) * 2 * u) * 2 * S
+    ulysses = 4 * u * 2 * (S - 3)
+    for _, sent in attend(mesh, tensors(image, 0, heads, torch.bfloat16), 0, exchange="flat"):
+        assert sum(sent.values()) == around + ulysses
+
+
+def test_within_a_node_both_directions_of_a_link_carry_something():
+    """Six ranks with a link to each other: queries take the one to the next rank, parts one to each other rank, and as
+    many bytes as a ring takes over one link."""
+    topology = Topology.build(Machine("m", tiles=1, planes=(0,), cards=6), 6)
+    work = AttentionWork(6, D, image_and_text(36, 0), B)
+    keys, tokens = (price(Mesh.build(topology, 6, kind=kind), work) for kind in ("keys", "token"))
+    sums = 6 * 5 * 4 * B * 6 * 6
+    assert tokens.bytes["plane"] == keys.bytes["plane"] + sums
+    assert tokens.tokens is not None and len(tokens.tokens.queries_s) == 6
+
+
+def test_token_moves_by_hand():
+    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for."""
+    moves = TokenMoves((1.0, 1.0, 1.0, 0.0), (0.0, 2.0, 2.0, 2.0), ())
+    assert LAG == 2 and moves.seconds(0.5) == 3.5 + 2.0
+    assert TokenMoves((0.0,), (0.0,), (5.0,)).seconds(0.5) == 5.5  # a rank on each of two nodes: a ring of keys
+    assert moves.seconds(10.0) == 42.0
+
+
+def test_prices_on_nodes_of_aurora():
+    """In a plane a token ring halves what the fullest link carries; over a card's two tiles it cannot."""
+    topology, work = topology_of("aurora", 12), AttentionWork(24)
+    for ring, placement, faster in ((6, "usp", True), (2, "topology", False)):
+        keys, tokens = (price(Mesh.build(topology, ring, placement, kind=kind), work) for kind in ("keys", "token"))
+        assert (tokens.seconds < keys.seconds - MESSAGE_S) == faster
+
+
+def test_a_token_ring_is_chosen_where_it_is_asked_for():
+    topology, work = topology_of("aurora", 12), AttentionWork(24)
+    assert choose(topology, work).ring == 1
+    asked = choose(topology, work, kind="token")
+    assert asked.ring > 1 and asked.kind == "token"
+    assert all(one.mesh.ring > 1 for (one, *_) in by_degree(topology, work, kind="token"))
+    assert choose(topology, work, ring=1, kind="token").ring == 1
+    assert choose(topology_of("local", 1), work, kind="token").ring == 1
+
+
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"selection": "v_major", "schedule": "fixed", "warmup": 1},
+        {"codec": "int8", "exchange": "split"},
+        {"arrival": "displaced", "exchange": "flat"},
+    ],
+)
+def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy):
+    """As a ring of keys, up to rounding: both pass on whole what the Ulysses part has brought."""
+
+    def outputs(kind: str) -> list[Tensor]:
+        mesh = Mesh.build(topology_of("local", 6), 3, kind=kind)
+
+        def work(transport: LoopbackTransport) -> Tensor:
+            ours = build_strategy(
+                Config(ring=3, ring_kind=kind, steps=4, **lossy), mesh, transport, Trace(), Kernels("torch")
+            )
+            for step in range(3):
+                whole = [x * (1 + 0.1 * step) for x in tensors(37, 3, 4, torch.float32)]
+                ours.coding.begin_step(Moment(0, step, 4))
+                rows = rows_of(mesh.topology, transport.rank, 37, 3)
+                out_BLHD = ours.attend(call_of(whole, rows, 37, 3, None), Site("layer"))
+            return out_BLHD
+
+        return run_ranks(6, work)
+
+    for keys, tokens in zip(outputs("keys"), outputs("token"), strict=True):
+        torch.testing.assert_close(tokens, keys, rtol=0, atol=1e-2 if "codec" in lossy else 1e-5)
+
+
+def test_its_spellings():
+    assert Config(ring="token") == Config(ring_kind="token") and Config().ring_kind == "keys"
+    assert Config(ring=4, ring_kind="token").ring == 4
+    for chunks in (2, "auto"):
+        with pytest.raises(
+            UserError, match=f"^ring_kind token .* chunks {chunks} .*: choose chunks 1 or ring_kind keys$"
+        ):
+            Config(ring=2, ring_kind="token", chunks=chunks)
+    with pytest.raises(UserError, match="ring_kind"):
+        Config(ring_kind="values")
+
+
+@pytest.mark.parametrize(("machine", "size"), [("local", 4), ("local", 7), ("aurora", 12), ("aurora", 24)])
+@pytest.mark.parametrize("dealt", ["zigzag", "runs", "at random"])
+def test_causal_attention(machine, size, dealt):
+    """As one process with a causal mask, however the tokens are dealt."""
+    mesh, tokens = Mesh.build(topology_of(machine, size), size, kind="token"), 4 * size + 3
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(size))
+    runs = list(torch.arange(tokens).tensor_split(size))
+    positions = {"zigzag": zigzag(tokens, size), "runs": runs, "at random": [order[run] for run in runs]}[dealt]
+    whole = tensors(tokens, 0, 3, torch.float32)
+
+    def work(transport: LoopbackTransport) -> Tensor:
+        rows = positions[mesh.group_and_slot(transport.rank)[0]]
+        ring = TokenRing(mesh, transport, Trace(), positions=positions)
+        q, k, v = (x[:, rows] for x in whole)
+        qkv = LazyQKV(lambda: q, lambda: k, lambda: v, (Segment("text", tokens),), 3)
+        return ring.attend(q, k, v, qkv, [Rows(len(rows)) for rows in positions])
+
+    q, k, v = (x.double().transpose(1, 2) for x in whole)
+    truth = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    allowed = 1e-6 + merging_error(whole, size, None)
+    for rank, out_BLHD in enumerate(run_ranks(size, work)):
+        rows = positions[mesh.group_and_slot(rank)[0]]
+        assert (out_BLHD - truth[:, rows]).abs().max() <= allowed
+
+
+class Rows:
+    """Of a layout, what a ring looks at."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = (rows,)
+
+
+def test_zigzag_gives_all_ranks_as_much_to_attend_to():
+    dealt = zigzag(64, 4)
+    assert sorted(torch.cat(dealt).tolist()) == list(range(64))
+    assert len({int((positions + 1).sum()) for positions in dealt}) == 1
