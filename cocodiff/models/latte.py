@@ -1,0 +1,208 @@
+"""Latte: videos by blocks that attend within a frame (spatial) and blocks that attend across frames at each place
+(temporal), in turns. No attention is split: ranks have whole frames for spatial blocks and whole places for temporal
+ones, and between two blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.checks import cache_on
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_in_place, replace_forward
+from cocodiff.models.family import Family
+from cocodiff.topology.layout import Segments
+from cocodiff.topology.segments import Segment
+
+FRAMES, PLACES = "frames", "places"
+SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number
+# Settings about what attention exchanges, and the only value that they can have where it exchanges nothing.
+WITHOUT = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none", "compile": False}
+
+
+class LatteAdapter(Adapter):
+    unsupported: ClassVar = {
+        "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
+        "run without it, as LattePipeline does"
+    }
+
+    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
+        return ()
+
+    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
+        """None: `attach` does it."""
+        return []
+
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
+        return {}
+
+    def exchange_settings(self, settings: Any) -> Any:
+        for name, value in WITHOUT.items():
+            if getattr(settings, name) != value:
+                raise UserError(
+                    f"{name} {getattr(settings, name)} is about attention's exchange, and LatteTransformer3DModel has "
+                    f"none: its hidden states are transposed; choose {name} {value}"
+                )
+        if settings.ring not in (1, "auto"):
+            raise UserError(
+                f"ring {settings.ring}: attention of LatteTransformer3DModel is not split between ranks; choose ring 1"
+            )
+        return settings.with_(ring=1, chunks=1)
+
+    def heads(self, model: Any) -> tuple[int, int]:
+        """Places, which are dealt to ranks as heads are elsewhere, and their channels."""
+        config = model.config
+        return (config.sample_size // config.patch_size) ** 2, config.num_attention_heads * config.attention_head_dim
+
+    def segments(self, model: Any, arguments: Arguments) -> Segments:
+        frames, height, width = arguments["hidden_states"].shape[2:]
+        patch = model.config.patch_size
+        places = (height // patch) * (width // patch)
+        return Segment(FRAMES, frames), Segment(PLACES, places, dealt_from="back")
+
+    def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
+        if host.size == 1:
+            return lambda: None
+        if cache := cache_on(model.named_modules()):
+            raise UserError(
+                f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "
+                f"Latte's are on their way: call transformer.disable_cache() first"
+            )
+        return LatteModel(model, host).attach()
+
+
+class LatteModel:
+    """A model between entering and leaving the engine."""
+
+    def __init__(self, model: Any, host: Any) -> None:
+        self._model, self._host = model, host
+        self._pairs = list(zip(model.transformer_blocks, model.temporal_transformer_blocks, strict=True))
+        self._exit, self._signature = model.proj_out, inspect.signature(model.forward)
+        self._block_signature = inspect.signature(type(model.transformer_blocks[0]).forward)
+        self._ranks: Any = None  # of the current call
+        self._call: LatteCall | None = None  # none where nothing is transposed
+
+    def attach(self) -> Callable[[], None]:
+        undo: list[Callable[[], None]] = [self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove]
+        for number, pair in enumerate(self._pairs):
+            for temporal, block in enumerate(pair):
+                undo.append(replace_forward(block, partial(self._compute, number, bool(temporal))))
+        undo.append(replace_forward(self._model, self._forward))
+
+        def detach() -> None:
+            for one in reversed(undo):
+                one()
+
+        return detach
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_in_place([self._exit], [self._model.proj_out])
+        ranks, bound = self._host.sequence, self._signature.bind(*args, **kwargs)
+        self._call, self._ranks = None, ranks
+        if ranks.size == 1:
+            return forward(*args, **kwargs)
+        check_shares(ranks)
+        latents_BCFHW = bound.arguments["hidden_states"]
+        if bound.arguments.get("enable_temporal_attentions", True):
+            chunks = self._host.config.chunks
+            self._call = LatteCall(ranks, len(latents_BCFHW), SLICES if chunks == "auto" else int(chunks))
+        bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
+        return forward(*bound.args, **bound.kwargs)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
+        if self._ranks.size == 1:
+            return x
+        own = self._ranks.shares(FRAMES)[self._ranks.rank]
+        whole: Tensor = self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
+        return whole
+
+    def _compute(self, number: int, temporal: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """A block, of this rank's rows."""
+        if self._call is None:
+            out: Tensor = forward(*args, **kwargs)
+            return out
+        given = self._block_signature.bind(None, *args, **kwargs).arguments
+        del given["self"]
+        # What the model adds to temporal tokens it adds to what stands for those that are on their way.
+        added = self._model.temp_pos_embed if temporal and not number else None
+        out = self._call.compute(f"{number}", temporal, forward, given, added)
+        last = temporal and number == len(self._pairs) - 1
+        return self._call.arrived() if last else out
+
+
+class LatteCall:
+    """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones their own frames and
+    all places, temporal ones their own places and all frames."""
+
+    def __init__(self, ranks: Any, batch: int, slices: int) -> None:
+        self._ranks, self._batch = ranks, batch
+        self._transposes = ranks.transposes(FRAMES, PLACES, slices)
+        self._coming: Any = None  # the transpose whose result the next block takes; none before the first
+
+    def compute(
+        self, name: str, temporal: bool, forward: Callable[..., Tensor], given: Arguments, added: Tensor | None
+    ) -> Tensor:
+        """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
+        what has the shape of the block's output, transposed, and no numbers."""
+        rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
+        layer = f"{'temporal_' if temporal else ''}transformer_blocks"
+        self._ranks.transport.arrive(f"the transpose of {layer}.{name}")
+        coming, leaving = self._coming, self._transposes.transpose("back" if temporal else "forward", layer)
+        hidden, whole = given.pop("hidden_states"), None
+        tensors = {name: of for name, of in given.items() if isinstance(of, Tensor)}
+        for number in range(own.cuts):
+            cut = range(number, number + 1)
+            x = self._split(hidden) if coming is None else turned(coming.take(number), temporal)
+            x = x[:, own.own(rank, cut)].flatten(0, 1)
+            if added is not None:
+                x = x + added.to(x.dtype)
+            where = own.whole(rank, cut) if temporal else own.own(rank, cut)  # the model makes these for all places
+            conditions = {name: self._split(of)[:, where].flatten(0, 1) for name, of in tensors.items()}
+            y = self._split(forward(x, **given | conditions))
+            if own.cuts > 1:
+                whole = y.new_empty(len(y), own.shares[rank], *y.shape[2:]) if whole is None else whole
+                whole[:, own.own(rank, cut)] = y
+            leaving.give(turned(y if whole is None else whole, temporal), number)
+        self._coming = leaving
+        rows = self._batch * sum(own.shares)
+        return hidden.new_full((), torch.nan).expand(rows, other.shares[rank], hidden.shape[-1])
+
+    def arrived(self) -> Tensor:
+        """What the last temporal block gave, of this rank's frames: [B * places, frames, C]."""
+        for number in range(self._transposes.grid.rows.cuts):
+            x_BFPC = self._coming.take(number)
+        return x_BFPC.transpose(1, 2).flatten(0, 1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """The batch apart from the rows."""
+        return x.unflatten(0, (self._batch, -1))
+
+
+def turned(x: Tensor, temporal: bool) -> Tensor:
+    """[B, frames, places, C] as temporal blocks have it, and back."""
+    return x.transpose(1, 2) if temporal else x
+
+
+def check_shares(ranks: Any) -> None:
+    """Raises UserError where a rank would have no frame or no place."""
+    frames, places = (sum(ranks.shares(name)) for name in (FRAMES, PLACES))
+    if ranks.size > min(frames, places):
+        raise UserError(
+            f"{ranks.size} ranks share {frames} frames of {places} places, and each needs one of both: use at most "
+            f"{min(frames, places)} ranks, or guidance_parallel 2 for twice as many"
+        )
+
+
+FAMILY = Family(
+    transformer="diffusers.LatteTransformer3DModel",
+    adapter=LatteAdapter(),
+    rows_per_image=2,  # classifier-free guidance puts both halves in one call
+    planned=False,
+)
