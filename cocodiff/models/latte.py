@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 from cocodiff.checks import cache_on
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard, check_in_place, replace_forward
+from cocodiff.models.adapter import (
+    Adapter,
+    Arguments,
+    AttentionProcessor,
+    Forward,
+    Hook,
+    Shard,
+    check_in_place,
+    replace_forward,
+)
 from cocodiff.models.family import Family
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
@@ -81,39 +91,39 @@ class LatteModel:
     """A model between entering and leaving the engine."""
 
     def __init__(self, model: Any, host: Any) -> None:
-        self._model, self._host = model, host
-        self._pairs = list(zip(model.transformer_blocks, model.temporal_transformer_blocks, strict=True))
-        self._exit, self._signature = model.proj_out, inspect.signature(model.forward)
-        self._block_signature = inspect.signature(type(model.transformer_blocks[0]).forward)
+        self._model, self._host, self._exit = model, host, model.proj_out
+        self._blocks = [
+            (number, temporal, block)
+            for temporal, blocks in enumerate((model.transformer_blocks, model.temporal_transformer_blocks))
+            for number, block in enumerate(blocks)
+        ]
+        self._signature = inspect.signature(model.forward)
         self._ranks: Any = None  # of the current call
         self._call: LatteCall | None = None  # none where nothing is transposed
 
     def attach(self) -> Callable[[], None]:
-        undo: list[Callable[[], None]] = [self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove]
-        for number, pair in enumerate(self._pairs):
-            for temporal, block in enumerate(pair):
-                undo.append(replace_forward(block, partial(self._compute, number, bool(temporal))))
-        undo.append(replace_forward(self._model, self._forward))
-
-        def detach() -> None:
-            for one in reversed(undo):
-                one()
-
-        return detach
+        undo = ExitStack()
+        undo.callback(self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove)
+        for number, temporal, block in self._blocks:
+            compute = partial(self._compute, number, bool(temporal), inspect.signature(block.forward))
+            undo.callback(replace_forward(block, compute))
+        undo.callback(replace_forward(self._model, self._forward))
+        return undo.close
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         check_in_place([self._exit], [self._model.proj_out])
         ranks, bound = self._host.sequence, self._signature.bind(*args, **kwargs)
-        self._call, self._ranks = None, ranks
-        if ranks.size == 1:
-            return forward(*args, **kwargs)
-        check_shares(ranks)
-        latents_BCFHW = bound.arguments["hidden_states"]
-        if bound.arguments.get("enable_temporal_attentions", True):
-            chunks = self._host.config.chunks
-            self._call = LatteCall(ranks, len(latents_BCFHW), SLICES if chunks == "auto" else int(chunks))
-        bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
-        return forward(*bound.args, **bound.kwargs)
+        self._ranks, latents_BCFHW = ranks, bound.arguments["hidden_states"]
+        if ranks.size > 1:
+            check_shares(ranks)
+            bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
+            if bound.arguments.get("enable_temporal_attentions", True):
+                chunks = self._host.config.chunks
+                self._call = LatteCall(ranks, len(latents_BCFHW), SLICES if chunks == "auto" else int(chunks))
+        try:
+            return forward(*bound.args, **bound.kwargs)
+        finally:
+            self._call = None
 
     def _gather(self, x: Tensor) -> Tensor:
         """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
@@ -123,61 +133,59 @@ class LatteModel:
         whole: Tensor = self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
         return whole
 
-    def _compute(self, number: int, temporal: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _compute(
+        self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
         """A block, of this rank's rows."""
         if self._call is None:
-            out: Tensor = forward(*args, **kwargs)
-            return out
-        given = self._block_signature.bind(None, *args, **kwargs).arguments
-        del given["self"]
+            return forward(*args, **kwargs)
         # What the model adds to temporal tokens it adds to what stands for those that are on their way.
-        added = self._model.temp_pos_embed if temporal and not number else None
-        out = self._call.compute(f"{number}", temporal, forward, given, added)
-        last = temporal and number == len(self._pairs) - 1
+        positions = self._model.temp_pos_embed if temporal and not number else None
+        out = self._call.compute(temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
+        last = temporal and number == len(self._model.temporal_transformer_blocks) - 1
         return self._call.arrived() if last else out
 
 
 class LatteCall:
-    """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones their own frames and
-    all places, temporal ones their own places and all frames."""
+    """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones own frames and all
+    places, temporal ones own places and all frames."""
 
     def __init__(self, ranks: Any, batch: int, slices: int) -> None:
         self._ranks, self._batch = ranks, batch
         self._transposes = ranks.transposes(FRAMES, PLACES, slices)
         self._coming: Any = None  # the transpose whose result the next block takes; none before the first
 
-    def compute(
-        self, name: str, temporal: bool, forward: Callable[..., Tensor], given: Arguments, added: Tensor | None
-    ) -> Tensor:
+    def compute(self, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None) -> Tensor:
         """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
         what has the shape of the block's output, transposed, and no numbers."""
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
-        layer = f"{'temporal_' if temporal else ''}transformer_blocks"
-        self._ranks.transport.arrive(f"the transpose of {layer}.{name}")
+        layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
+        self._ranks.transport.arrive(f"the transpose of {layer}")
         coming, leaving = self._coming, self._transposes.transpose("back" if temporal else "forward", layer)
         hidden, whole = given.pop("hidden_states"), None
-        tensors = {name: of for name, of in given.items() if isinstance(of, Tensor)}
+        conditions = {name: self._split(x) for name, x in given.items() if isinstance(x, Tensor)}
         for number in range(own.cuts):
-            cut = range(number, number + 1)
+            slice_ = range(number, number + 1)
+            rows = own.own(rank, slice_)
             x = self._split(hidden) if coming is None else turned(coming.take(number), temporal)
-            x = x[:, own.own(rank, cut)].flatten(0, 1)
-            if added is not None:
-                x = x + added.to(x.dtype)
-            where = own.whole(rank, cut) if temporal else own.own(rank, cut)  # the model makes these for all places
-            conditions = {name: self._split(of)[:, where].flatten(0, 1) for name, of in tensors.items()}
-            y = self._split(forward(x, **given | conditions))
+            x = x[:, rows].flatten(0, 1)
+            x = x if positions is None else x + positions.to(x.dtype)
+            # The model makes conditions of temporal blocks for all places, those of spatial ones for these frames.
+            where = own.whole(rank, slice_) if temporal else rows
+            y = forward(x, **given | {name: of[:, where].flatten(0, 1) for name, of in conditions.items()})
+            y = self._split(y)
             if own.cuts > 1:
                 whole = y.new_empty(len(y), own.shares[rank], *y.shape[2:]) if whole is None else whole
-                whole[:, own.own(rank, cut)] = y
+                whole[:, rows] = y
             leaving.give(turned(y if whole is None else whole, temporal), number)
         self._coming = leaving
-        rows = self._batch * sum(own.shares)
-        return hidden.new_full((), torch.nan).expand(rows, other.shares[rank], hidden.shape[-1])
+        shape = self._batch * sum(own.shares), other.shares[rank], hidden.shape[-1]
+        return torch.full_like(hidden[:1, :1, :1], torch.nan).expand(shape)
 
     def arrived(self) -> Tensor:
         """What the last temporal block gave, of this rank's frames: [B * places, frames, C]."""
         for number in range(self._transposes.grid.rows.cuts):
-            x_BFPC = self._coming.take(number)
+            x_BFPC: Tensor = self._coming.take(number)
         return x_BFPC.transpose(1, 2).flatten(0, 1)
 
     def _split(self, x: Tensor) -> Tensor:
