@@ -73,12 +73,12 @@ class SequenceRanks:
         own = slices(shares)[self.rank]
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
-    def transposes(self, rows: str, columns: str, slices: int) -> Transposes:
-        """Of the current call, with a segment's tokens as rows and another one's as columns; in so many slices."""
+    def transposes(self, rows: str, columns: str, slices: int, early: float) -> Transposes:
+        """Of the current call, with a segment's tokens as rows and another one's as columns: see `Transposes`."""
         from cocodiff.wire.transpose import Transposes
 
         assert self.strategy.exchange is not None, "one rank has nothing to transpose"
-        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices)
+        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
         """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""

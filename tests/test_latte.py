@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from attention.byte_formulas import Formulas
-from cocodiff_bench.latte import engine_of
+from cocodiff_bench import latte as bench
+from cocodiff_bench.common import of_benchmarks
 from covering import all_but, covering
 from diffusers import LatteTransformer3DModel
 from worlds import topology_of
@@ -17,10 +18,12 @@ from worlds import topology_of
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
+from cocodiff.console.options import parse, with_settings
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
-from cocodiff.routes.transposes import Part, Side, parts
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.routes.transposes import Piece, Side, pieces
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.segments import DealtSegment, Segment
 
@@ -145,13 +148,28 @@ def test_half_the_bytes_of_ulysses():
     def work(transport: Any) -> dict[str, int]:
         totals = {}
         for way in ("ulysses", "transposed"):
-            with engine_of(model, Config.preset("flat"), transport, way) as engine:
+            with bench.engine_of(model, Config.preset("flat"), transport, way) as engine:
                 torch.testing.assert_close(output_of(engine.model, call), plain)
             totals[way] = sum(engine.bytes().values())
         return totals
 
     totals = run_ranks(4, work)[0]
     assert totals["ulysses"] == 2 * totals["transposed"] > 0
+
+
+def test_the_benchmark_measures_all_ways(tmp_path, monkeypatch):
+    words = ["--frames", "4", "--side", "4", "--heads", "2", "--head_dim", "8", "--repeats", "1", "--slices", "2"]
+    words += ["--out", str(tmp_path / "bench"), "--exchanges", "flat", "--waits", "0.01", "--ways", *bench.WAYS]
+    values = parse("bench latte", "", with_settings(bench.OPTIONS, of_benchmarks), words)
+    bench.check(values, 2)
+    made = bench.random_latte(values)  # once: ranks that are threads share torch's seed
+    monkeypatch.setattr(bench, "random_latte", lambda _: copy.deepcopy(made))
+    run_ranks(2, lambda transport: bench.measure(values, OutputFolder(str(tmp_path / "bench"), False), transport))
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == [f"flat {way}" for way in bench.WAYS]
+    assert all(row["median_s"] >= 0.01 and sum(row["bytes"].values()) > 0 for row in rows)
+    with pytest.raises(UserError, match="start at least 2"):
+        bench.check(values, 1)
 
 
 def test_calls_of_changing_size_and_without_temporal_attention():
@@ -204,7 +222,9 @@ def test_masks_of_the_text_and_caches_of_diffusers_are_refused():
         with parallelize(model, transport=transport):
             pass
 
-    with pytest.raises(UserError, match=r"the cache hook \w+ takes blocks' outputs .* transformer\.disable_cache\(\) first"):
+    with pytest.raises(
+        UserError, match=r"the cache hook \w+ takes blocks' outputs .* transformer\.disable_cache\(\) first"
+    ):
         run_ranks(2, work)
 
 
@@ -256,16 +276,16 @@ def test_a_pipeline_with_guidance_in_one_batch_or_in_two_parts(size, guidance):
 
 
 @pytest.mark.parametrize(("given", "taken", "early"), [*product((1, 2, 4), (1, 3), (0, 1, 2, 3))])
-def test_the_parts_of_a_transpose_are_the_whole_of_it_once(given, taken, early):
-    early, sent = min(early, taken), list(parts(given, taken, min(early, taken)))
+def test_the_pieces_of_a_transpose_are_the_whole_of_it_once(given, taken, early):
+    early, sent = min(early, taken), list(pieces(given, taken, min(early, taken)))
     assert len(sent) == given
-    pairs = Counter(pair for posted in sent for part in posted for pair in product(part.given, part.taken))
+    pairs = Counter(pair for posted in sent for piece in posted for pair in product(piece.given, piece.taken))
     assert pairs == Counter(product(range(given), range(taken)))
     for number, posted in enumerate(sent):
-        assert all(part.given.stop <= number + 1 for part in posted), "nothing leaves before it is computed"
-    needed = [max(part.taken) for part in sent[-1]]
+        assert all(piece.given.stop <= number + 1 for piece in posted), "nothing leaves before it is computed"
+    needed = [max(piece.taken) for piece in sent[-1]]
     assert needed == sorted(needed), "what is needed first comes first"
-    assert (Part(range(1), range(early)) in sent[0]) == (early > 0 and (given > 1 or early == 1))
+    assert (Piece(range(1), range(early)) in sent[0]) == (early > 0 and (given > 1 or early == 1))
 
 
 def test_sides_that_nothing_divides():

@@ -37,6 +37,7 @@ WITHOUT = {"selection": "full", "codec": "none", "arrival": "now", "step_cache":
 
 
 class LatteAdapter(Adapter):
+    early = 0.5  # of a transpose, how much is sent while the block before it computes: see `Transposes`
     unsupported: ClassVar = {
         "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
         "run without it, as LattePipeline does"
@@ -84,14 +85,14 @@ class LatteAdapter(Adapter):
                 f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "
                 f"Latte's are on their way: call transformer.disable_cache() first"
             )
-        return LatteModel(model, host).attach()
+        return LatteModel(model, host, self.early).attach()
 
 
 class LatteModel:
     """A model between entering and leaving the engine."""
 
-    def __init__(self, model: Any, host: Any) -> None:
-        self._model, self._host, self._exit = model, host, model.proj_out
+    def __init__(self, model: Any, host: Any, early: float) -> None:
+        self._model, self._host, self._exit, self._early = model, host, model.proj_out, early
         self._blocks = [
             (number, temporal, block)
             for temporal, blocks in enumerate((model.transformer_blocks, model.temporal_transformer_blocks))
@@ -119,7 +120,8 @@ class LatteModel:
             bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
             if bound.arguments.get("enable_temporal_attentions", True):
                 chunks = self._host.config.chunks
-                self._call = LatteCall(ranks, len(latents_BCFHW), SLICES if chunks == "auto" else int(chunks))
+                slices = SLICES if chunks == "auto" else int(chunks)
+                self._call = LatteCall(ranks, len(latents_BCFHW), ranks.transposes(FRAMES, PLACES, slices, self._early))
         try:
             return forward(*bound.args, **bound.kwargs)
         finally:
@@ -150,9 +152,8 @@ class LatteCall:
     """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones own frames and all
     places, temporal ones own places and all frames."""
 
-    def __init__(self, ranks: Any, batch: int, slices: int) -> None:
-        self._ranks, self._batch = ranks, batch
-        self._transposes = ranks.transposes(FRAMES, PLACES, slices)
+    def __init__(self, ranks: Any, batch: int, transposes: Any) -> None:
+        self._ranks, self._batch, self._transposes = ranks, batch, transposes
         self._coming: Any = None  # the transpose whose result the next block takes; none before the first
 
     def compute(self, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None) -> Tensor:

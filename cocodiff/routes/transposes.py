@@ -1,4 +1,4 @@
-"""Transposes of a grid of rows and columns between ranks, in parts: which part is sent when. Pure data.
+"""Transposes of a grid of rows and columns between ranks, in pieces: which is sent when. Pure data.
 
 Every rank has some rows of a grid, all columns of each, and is to have some columns, all rows of each; or the other way
 round. Both are dealt to ranks and every rank's share is cut into slices (ScaleFusion, sections 4.3 and 4.4): what a
@@ -49,21 +49,21 @@ class Side:
         return tuple(starts[chosen.stop] - starts[chosen.start] for starts in self._starts)
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """What is sent at once: these slices of the side that is computed, for those of the side that is to come."""
 
     given: range
     taken: range
 
 
-def parts(given: int, taken: int, early: int) -> Iterator[tuple[Part, ...]]:
-    """The parts of a transpose, for each slice that is computed those that are sent then. given, taken: the number of
+def pieces(given: int, taken: int, early: int) -> Iterator[tuple[Piece, ...]]:
+    """The pieces of a transpose, for each slice that is computed those that are sent then. given, taken: the number of
     slices of both sides. early: for how many slices of what is to come every computed slice is sent at once; for the
     others all is sent when all is computed, in the order in which it will be needed.
 
-    With `early` 0 only receiving is overlapped (the paper's intra-layer scheduling); with more, part of it is sent
+    With `early` 0 only receiving is overlapped (the paper's intra-layer scheduling); with more, some of it is sent
     while the layer before computes (inter-layer)."""
     for number in range(given - 1):
-        yield (Part(range(number, number + 1), range(early)),) if early else ()
-    last = [Part(range(given - 1, given), range(n, n + 1)) for n in range(early)]
-    yield (*last, *(Part(range(given), range(n, n + 1)) for n in range(early, taken)))
+        yield (Piece(range(number, number + 1), range(early)),) if early else ()
+    last = [Piece(range(given - 1, given), range(n, n + 1)) for n in range(early)]
+    yield (*last, *(Piece(range(given), range(n, n + 1)) for n in range(early, taken)))

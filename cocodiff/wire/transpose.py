@@ -8,6 +8,7 @@ way round. They may lie in memory in any order but for D.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from cocodiff.comm.transport import LanePending
 from cocodiff.routes.plans import Block
-from cocodiff.routes.transposes import Part, Side, parts
+from cocodiff.routes.transposes import Piece, Side, pieces
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target
@@ -26,14 +27,14 @@ from cocodiff.wire.outgoing import CallEnd, Outgoing
 NAME = "x"  # of what is transposed, in the trace
 
 
-class Grid(NamedTuple):
+class SharedGrid(NamedTuple):
     """Who has which rows and columns."""
 
     rows: Side
     columns: Side
 
     @classmethod
-    def cut(cls, rows: Sequence[int], columns: Sequence[int], wanted: int) -> Grid:
+    def cut(cls, rows: Sequence[int], columns: Sequence[int], wanted: int) -> SharedGrid:
         """By every rank's rows and columns; `wanted` slices of each, or as many as every rank can have."""
         return cls(Side.cut(rows, wanted), Side.cut(columns, wanted))
 
@@ -43,8 +44,8 @@ class Grid(NamedTuple):
         return Layout((DealtSegment(Segment("rows", sum(sizes)), sizes),), self.columns.sizes(columns))
 
 
-class TransposedPart(Outgoing):
-    """A part of a transpose. given: what this rank sends, by blocks; taken: where in `into` what comes belongs."""
+class TransposedPiece(Outgoing):
+    """A piece of a transpose. given: what this rank sends, by blocks; taken: where in `into` what comes belongs."""
 
     def __init__(
         self, end: CallEnd, way: str, given: Mapping[Block, Tensor], taken: Mapping[Block, Tensor], into: Tensor
@@ -71,13 +72,14 @@ class TransposedPart(Outgoing):
 class Transpose:
     """One transpose on one rank. Slices are given in their order, and taken in their order."""
 
-    def __init__(self, exchange: Exchange, grid: Grid, way: str, layer: str) -> None:
-        """way: "forward" from rows to columns, or "back". layer: the kind of layer, for the trace."""
+    def __init__(self, exchange: Exchange, grid: SharedGrid, way: str, layer: str, early: float) -> None:
+        """way: "forward" from rows to columns, or "back". layer: the kind of layer, for the trace. early: see
+        `Transposes`."""
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
-        self._schedule = tuple(parts(given, taken, early=-(-taken // 2)))
+        self._schedule = tuple(pieces(given, taken, math.ceil(early * taken)))
         self._at_once = given == taken == 1
-        self._pending: list[tuple[Part, LanePending[Target]]] = []
+        self._pending: list[tuple[Piece, LanePending[Target]]] = []
         self._into: Tensor | None = None
 
     def give(self, x_BRCD: Tensor, number: int) -> None:
@@ -85,17 +87,17 @@ class Transpose:
         columns; on the way back, of all rows and its columns."""
         if self._into is None:
             self._into = self._memory_like(x_BRCD)
-        for part in self._schedule[number]:
-            outgoing = self._outgoing(part, x_BRCD, self._into)
-            self._pending.append((part, self._exchange.submit(outgoing, wait_next=self._at_once)))
+        for piece in self._schedule[number]:
+            outgoing = self._outgoing(piece, x_BRCD, self._into)
+            self._pending.append((piece, self._exchange.submit(outgoing, wait_next=self._at_once)))
 
     def take(self, number: int) -> Tensor:
         """The transposed tensor, of which the slice of this number and those before are here."""
         with self._exchange.trace.span(f"wait for {NAME}", layer=self._layer):
-            for part, pending in self._pending:
-                if number in part.taken:
+            for piece, pending in self._pending:
+                if number in piece.taken:
                     pending.wait()
-        self._pending = [(part, pending) for part, pending in self._pending if part.taken.stop > number + 1]
+        self._pending = [(piece, pending) for piece, pending in self._pending if piece.taken.stop > number + 1]
         assert self._into is not None, "something is given before anything is taken"
         return self._into
 
@@ -106,14 +108,14 @@ class Transpose:
             return x_BRCD.new_empty(B, rows.shares[own], sum(columns.shares), D)
         return x_BRCD.new_empty(B, columns.shares[own], sum(rows.shares), D).transpose(1, 2)
 
-    def _outgoing(self, part: Part, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPart:
+    def _outgoing(self, piece: Piece, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPiece:
         exchange, forward = self._exchange, self._way == "forward"
-        rows, columns = part if forward else part[::-1]
+        rows, columns = piece if forward else piece[::-1]
         end = CallEnd(exchange.rank, exchange.kernels, CodedCall(self._grid.layout(rows, columns)), self._layer)
         of_rows = self._of_rows(x_BRCD if forward else into_BRCD, rows, columns)
         of_columns = self._of_columns(into_BRCD if forward else x_BRCD, rows, columns)
         given, taken = (of_rows, of_columns) if forward else (of_columns, of_rows)
-        return TransposedPart(end, self._way, given, taken, into_BRCD)
+        return TransposedPiece(end, self._way, given, taken, into_BRCD)
 
     def _of_rows(self, x_BRCD: Tensor, rows: range, columns: range) -> dict[Block, Tensor]:
         """The blocks of a tensor with this rank's rows and all columns."""
@@ -131,10 +133,15 @@ class Transpose:
 class Transposes:
     """The transposes of one call: who has which rows and columns, in how many slices."""
 
-    def __init__(self, exchange: Exchange, rows: Sequence[int], columns: Sequence[int], wanted: int) -> None:
-        """rows, columns: of every rank. wanted: slices of each, see `Grid.cut`."""
-        self._exchange, self.grid = exchange, Grid.cut(rows, columns, wanted)
+    def __init__(
+        self, exchange: Exchange, rows: Sequence[int], columns: Sequence[int], slices: int, early: float
+    ) -> None:
+        """rows, columns: of every rank. slices: wanted of each, see `SharedGrid.cut`. early: of the slices that are to
+        come, the fraction for which every slice is sent as soon as it was computed; for the others all is sent
+        behind the last one."""
+        self._exchange, self._early = exchange, early
+        self.grid = SharedGrid.cut(rows, columns, slices)
 
     def transpose(self, way: str, layer: str) -> Transpose:
         """Every rank makes the same ones in the same order; see `Transpose`."""
-        return Transpose(self._exchange, self.grid, way, layer)
+        return Transpose(self._exchange, self.grid, way, layer, self._early)

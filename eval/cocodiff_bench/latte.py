@@ -1,11 +1,12 @@
-"""`cocodiff bench latte`: one step of a random Latte, whose ranks share it in three ways: Ulysses (ranks have some
-places of all frames, and exchange q, k, v and the output of spatial attention), transposes of hidden states, and these
-in slices."""
+"""`cocodiff bench latte`: one step of a random Latte, whose ranks share it by Ulysses (ranks have some places of all
+frames, and exchange q, k, v and the output of spatial attention), by transposes of hidden states, and by these in
+slices: with nothing, half or all of a transpose sent while the block before it computes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from functools import partial
 from typing import Any
 
@@ -21,27 +22,32 @@ from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 
 TEXT = 16  # tokens
-WAYS = ("ulysses", "transposed", "sliced")
+SLICED = {"sliced": 0.5, "received in slices": 0.0, "sent in slices": 1.0}  # and `LatteAdapter.early`
+WAYS = ("ulysses", "transposed", *SLICED)
 OPTIONS = common.with_common_options(
     Option("exchanges", "routes of messages", ["flat", "split"], many=True, choices=("flat", "tapa", "split")),
-    Option("ways", "how ranks share the model", [*WAYS], many=True, choices=WAYS),
+    Option("ways", "how ranks share the model", [*WAYS[:3]], many=True, choices=WAYS),
     Option("slices", "of each rank's frames and places", 4, type=int),
     Option("frames", "of the video", 48, type=int),
     Option("side", "places along one edge of a frame", 16, type=int),
     Option("layers", "pairs of a spatial and a temporal block; Latte-1 has 28", 2, type=int),
     Option("heads", "attention heads; Latte-1 has 16", 16, type=int),
     Option("head_dim", "their channels; Latte-1 has 72", 24, type=int),
+    Option(
+        "waits", "seconds of a step that linear layers take on each rank, as waits; 0: compute them", 0.0, type=float
+    ),
 )
 
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "slices", "frames", "side", "layers", "heads", "head_dim", "repeats", "ranks")
+    common.check_not_negative(values, "waits")
     if ranks == 1:
         raise UserError("bench latte compares how ranks share a model: start at least 2, e.g. --ranks 2")
 
 
 def config_of(values: Values, exchange: str, way: str) -> Config:
-    return common.engine_config(values, exchange=exchange, chunks=values["slices"] if way == "sliced" else 1)
+    return common.engine_config(values, exchange=exchange, chunks=values["slices"] if way in SLICED else 1)
 
 
 class UlyssesLatte(LatteAdapter):
@@ -90,6 +96,9 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
     engine = Engine(copy.deepcopy(model), config, transport)
     if way == "ulysses":
         engine.adapter = UlyssesLatte()
+    elif way in SLICED:
+        engine.adapter = LatteAdapter()
+        engine.adapter.early = SLICED[way]
     return engine
 
 
@@ -98,6 +107,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     import torch
 
     model, call = random_latte(values)
+    if values["waits"]:
+        wait_in_linear_layers(model, values["waits"] * transport.size / (values["frames"] * values["side"] ** 2))
     names = {f"{exchange} {way}": (exchange, way) for exchange in values["exchanges"] for way in values["ways"]}
     with contextlib.ExitStack() as opened, torch.no_grad():
         engines = {
@@ -137,6 +148,33 @@ def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
     model = LatteTransformer3DModel(**sizes, **channels, **blocks).eval()
     call = {"hidden_states": torch.randn(1, 4, values["frames"], side, side), "timestep": torch.tensor([500])}
     return model, call | {"encoder_hidden_states": torch.randn(1, TEXT, 64)}
+
+
+def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
+    """Ranks on one host share its cores, and compute while others' messages travel, sliced or not. On a machine each
+    has its own: there a layer takes as long as its rows need, whatever others do."""
+    import torch
+
+    class Waiting(torch.nn.Module):
+        def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
+            super().__init__()
+            self.width, self.seconds_of_row = of.out_features, seconds_of_row
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(self.seconds_of_row * x[..., 0].numel())
+            return x.new_zeros(*x.shape[:-1], self.width)
+
+    blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
+    linear = [
+        (module, name, layer)
+        for block in blocks
+        for module in block.modules()
+        for name, layer in module.named_children()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    weights = sum(layer.weight.numel() for *_, layer in linear)
+    for module, name, layer in linear:
+        setattr(module, name, Waiting(layer, seconds_of_token * layer.weight.numel() / weights))
 
 
 BENCHMARK = Benchmark(
