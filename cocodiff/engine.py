@@ -153,7 +153,8 @@ class Engine(HasResults):
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         work = AttentionWork(*self.adapter.heads(self.model))
-        return SequenceRanks(self.config, topology, transport, work, trace, self._kernels)
+        config = self.config if transport.size == 1 else self.adapter.exchange_settings(self.config)
+        return SequenceRanks(config, topology, transport, work, trace, self._kernels)
 
     @property
     def sequence(self) -> SequenceRanks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
+
+if TYPE_CHECKING:
+    from cocodiff.wire.transpose import Transposes
 
 
 class SequenceRanks:
@@ -68,6 +72,13 @@ class SequenceRanks:
             raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
         own = slices(shares)[self.rank]
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
+
+    def transposes(self, rows: str, columns: str, slices: int, early: float) -> Transposes:
+        """Of the current call, with a segment's tokens as rows and another one's as columns: see `Transposes`."""
+        from cocodiff.wire.transpose import Transposes
+
+        assert self.strategy.exchange is not None, "one rank has nothing to transpose"
+        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
         """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""

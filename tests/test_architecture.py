@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "cocodiff.trace",
         "cocodiff.device",
     ),
-    "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.topology", "cocodiff.kernels"),
+    "cocodiff.models": ("cocodiff.attention.strategy", "cocodiff.topology", "cocodiff.kernels", "cocodiff.checks"),
     "cocodiff.bands": ("cocodiff.comm.transport",),
     "cocodiff.decoding": ("cocodiff.bands", "cocodiff.comm.transport", "cocodiff.comm.part"),
     "cocodiff.progress": (),
@@ -78,6 +78,7 @@ MAY_IMPORT = {
         "cocodiff.comm",
         "cocodiff.kernels",
         "cocodiff.attention",
+        "cocodiff.wire",
         "cocodiff.assemble",
     ),
     "cocodiff.guidance": (

@@ -74,18 +74,18 @@ class Ulysses:
         """exchange: None when there is one rank, which has nothing to exchange. coding: what travels, by default all
         tokens whole. local: what computes. ring: brings the keys and values of other Ulysses groups; `topology` and
         `exchange` are those of this rank's group then."""
-        self.coding, self._topology, self._exchange = coding or Coding(), topology, exchange
+        self.coding, self._topology, self.exchange = coding or Coding(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self._local = local or LocalAttention()
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
         layout = self.layout(qkv)
-        if self._exchange is None:
+        if self.exchange is None:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, site.kind)
             qkv.meanwhile()
             return out_BLHD
-        transfer = self.coding.open(self._exchange, layout, site)
+        transfer = self.coding.open(self.exchange, layout, site)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
             from cocodiff.attention.torus import Torus
@@ -111,7 +111,7 @@ class Ulysses:
             if self._ring is not None:
                 layouts, sequences = self._ring.mesh.layouts(*key), self._ring.sequences
             else:
-                staged = None if self._exchange is None else self._exchange.staged
+                staged = None if self.exchange is None else self.exchange.staged
                 layouts, sequences = (Layout.build(self._topology, *key),), [() if staged is None else staged.sequence]
             self._layouts[key] = [replace(one, sequence=order) for one, order in zip(layouts, sequences, strict=True)]
         return self._layouts[key]

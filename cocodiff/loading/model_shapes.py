@@ -41,7 +41,7 @@ def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
     if "family" not in given:
         return from_mapping(ModelShape, given, where)
     family = str(given.pop("family"))
-    check_choice(f"family of model file {where}", family, FAMILIES)
+    check_choice(f"family of model file {where}", family, [name for name in FAMILIES if load_family(name).planned])
     return from_mapping(ModelShape, load_family(family).shape_facts() | given, where)
 
 
@@ -57,7 +57,7 @@ def shape_of_folder(path: Path) -> ModelShape:
 
         if not hasattr(getattr(diffusers, kind, None), "from_config"):
             raise UserError(f"{path}: diffusers has no class {kind}: give a folder with a transformer of diffusers")
-        known = ", ".join(family.class_name for family in families())
+        known = ", ".join(family.class_name for family in families() if family.planned)
         raise UserError(f"the memory of a {kind} is not known; known are {known}")
     try:
         with torch.device("meta"):
@@ -89,5 +89,6 @@ def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str,
 
 
 def family_of_class(name: str) -> Family | None:
-    """The family whose transformer's class has this name, as a config.json gives it; None where none has."""
-    return next((family for family in families() if family.class_name == name), None)
+    """The family whose transformer's class has this name, as a config.json gives it; None where none has of whose shape
+    enough is known."""
+    return next((family for family in families() if family.planned and family.class_name == name), None)

@@ -15,6 +15,7 @@ FAMILIES: dict[str, str] = {
     "FLUX.2": "cocodiff.models.flux2:FAMILY",
     "Qwen-Image": "cocodiff.models.qwen_image:FAMILY",
     "Wan": "cocodiff.models.wan:FAMILY",
+    "Latte": "cocodiff.models.latte:FAMILY",
 }
 
 

@@ -166,6 +166,11 @@ class Adapter(ABC):
         """How many heads attention has, and how wide one is: what a mesh is chosen by."""
         return model.config.num_attention_heads, model.config.attention_head_dim
 
+    def exchange_settings(self, settings: Any) -> Any:
+        """The settings by which several ranks exchange what they share. Raises UserError for those with which the
+        family has no parallel form."""
+        return settings
+
     def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Tensor | None]:
         """Of a call: what is denoised, its timestep, and the text, as far as there are any."""
         return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")

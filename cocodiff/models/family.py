@@ -128,6 +128,8 @@ class Family:
 
     patch              latent pixels of a token's side; None: `patch_size` of the config
     text_tokens, rows_per_image, branches, unsharded_copies, gated_mlp
+
+    planned            whether `plan` knows what its ranks send and keep
     """
 
     transformer: str
@@ -143,6 +145,7 @@ class Family:
     branches: int = 1
     unsharded_copies: int = 0
     gated_mlp: bool = False
+    planned: bool = True
 
     @property
     def class_name(self) -> str:

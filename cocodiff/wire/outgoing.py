@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class Outgoing(ABC):
     """Tensors that travel together. label: of their spans in the trace. layout: of what travels, once it was encoded.
     purpose: the one that their bytes are counted for besides attention, if any."""
 
-    way: ClassVar[str]  # "forward" or "back"
+    way: str  # "forward" or "back"
 
     def __init__(self, end: CallEnd, tensors: Mapping[str, Tensor], purpose: str | None = None) -> None:
         self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose

@@ -1,0 +1,217 @@
+"""Latte: videos by blocks that attend within a frame (spatial) and blocks that attend across frames at each place
+(temporal), in turns. No attention is split: ranks have whole frames for spatial blocks and whole places for temporal
+ones, and between two blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.checks import cache_on
+from cocodiff.errors import UserError
+from cocodiff.kernels import Kernels
+from cocodiff.models.adapter import (
+    Adapter,
+    Arguments,
+    AttentionProcessor,
+    Forward,
+    Hook,
+    Shard,
+    check_in_place,
+    replace_forward,
+)
+from cocodiff.models.family import Family
+from cocodiff.topology.layout import Segments
+from cocodiff.topology.segments import Segment
+
+FRAMES, PLACES = "frames", "places"
+SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number
+# Settings about what attention exchanges, and the only value that they can have where it exchanges nothing.
+WITHOUT = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none", "compile": False}
+
+
+class LatteAdapter(Adapter):
+    early = 0.5  # of a transpose, how much is sent while the block before it computes: see `Transposes`
+    unsupported: ClassVar = {
+        "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
+        "run without it, as LattePipeline does"
+    }
+
+    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
+        return ()
+
+    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
+        """None: `attach` does it."""
+        return []
+
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
+        return {}
+
+    def exchange_settings(self, settings: Any) -> Any:
+        for name, value in WITHOUT.items():
+            if getattr(settings, name) != value:
+                raise UserError(
+                    f"{name} {getattr(settings, name)} is about attention's exchange, and LatteTransformer3DModel has "
+                    f"none: its hidden states are transposed; choose {name} {value}"
+                )
+        if settings.ring not in (1, "auto"):
+            raise UserError(
+                f"ring {settings.ring}: attention of LatteTransformer3DModel is not split between ranks; choose ring 1"
+            )
+        return settings.with_(ring=1, chunks=1)
+
+    def heads(self, model: Any) -> tuple[int, int]:
+        """Places, which are dealt to ranks as heads are elsewhere, and their channels."""
+        config = model.config
+        return (config.sample_size // config.patch_size) ** 2, config.num_attention_heads * config.attention_head_dim
+
+    def segments(self, model: Any, arguments: Arguments) -> Segments:
+        frames, height, width = arguments["hidden_states"].shape[2:]
+        patch = model.config.patch_size
+        places = (height // patch) * (width // patch)
+        return Segment(FRAMES, frames), Segment(PLACES, places, dealt_from="back")
+
+    def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
+        if host.size == 1:
+            return lambda: None
+        if cache := cache_on(model.named_modules()):
+            raise UserError(
+                f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "
+                f"Latte's are on their way: call transformer.disable_cache() first"
+            )
+        return LatteModel(model, host, self.early).attach()
+
+
+class LatteModel:
+    """A model between entering and leaving the engine."""
+
+    def __init__(self, model: Any, host: Any, early: float) -> None:
+        self._model, self._host, self._exit, self._early = model, host, model.proj_out, early
+        self._blocks = [
+            (number, temporal, block)
+            for temporal, blocks in enumerate((model.transformer_blocks, model.temporal_transformer_blocks))
+            for number, block in enumerate(blocks)
+        ]
+        self._signature = inspect.signature(model.forward)
+        self._ranks: Any = None  # of the current call
+        self._call: LatteCall | None = None  # none where nothing is transposed
+
+    def attach(self) -> Callable[[], None]:
+        undo = ExitStack()
+        undo.callback(self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove)
+        for number, temporal, block in self._blocks:
+            compute = partial(self._compute, number, bool(temporal), inspect.signature(block.forward))
+            undo.callback(replace_forward(block, compute))
+        undo.callback(replace_forward(self._model, self._forward))
+        return undo.close
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_in_place([self._exit], [self._model.proj_out])
+        ranks, bound = self._host.sequence, self._signature.bind(*args, **kwargs)
+        self._ranks, latents_BCFHW = ranks, bound.arguments["hidden_states"]
+        if ranks.size > 1:
+            check_shares(ranks)
+            bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
+            if bound.arguments.get("enable_temporal_attentions", True):
+                chunks = self._host.config.chunks
+                slices = SLICES if chunks == "auto" else int(chunks)
+                self._call = LatteCall(ranks, len(latents_BCFHW), ranks.transposes(FRAMES, PLACES, slices, self._early))
+        try:
+            return forward(*bound.args, **bound.kwargs)
+        finally:
+            self._call = None
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
+        if self._ranks.size == 1:
+            return x
+        own = self._ranks.shares(FRAMES)[self._ranks.rank]
+        whole: Tensor = self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
+        return whole
+
+    def _compute(
+        self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A block, of this rank's rows."""
+        if self._call is None:
+            return forward(*args, **kwargs)
+        # What the model adds to temporal tokens it adds to what stands for those that are on their way.
+        positions = self._model.temp_pos_embed if temporal and not number else None
+        out = self._call.compute(temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
+        last = temporal and number == len(self._model.temporal_transformer_blocks) - 1
+        return self._call.arrived() if last else out
+
+
+class LatteCall:
+    """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones own frames and all
+    places, temporal ones own places and all frames."""
+
+    def __init__(self, ranks: Any, batch: int, transposes: Any) -> None:
+        self._ranks, self._batch, self._transposes = ranks, batch, transposes
+        self._coming: Any = None  # the transpose whose result the next block takes; none before the first
+
+    def compute(self, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None) -> Tensor:
+        """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
+        what has the shape of the block's output, transposed, and no numbers."""
+        rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
+        layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
+        self._ranks.transport.arrive(f"the transpose of {layer}")
+        coming, leaving = self._coming, self._transposes.transpose("back" if temporal else "forward", layer)
+        hidden, whole = given.pop("hidden_states"), None
+        conditions = {name: self._split(x) for name, x in given.items() if isinstance(x, Tensor)}
+        for number in range(own.cuts):
+            slice_ = range(number, number + 1)
+            rows = own.own(rank, slice_)
+            x = self._split(hidden) if coming is None else turned(coming.take(number), temporal)
+            x = x[:, rows].flatten(0, 1)
+            x = x if positions is None else x + positions.to(x.dtype)
+            # The model makes conditions of temporal blocks for all places, those of spatial ones for these frames.
+            where = own.whole(rank, slice_) if temporal else rows
+            y = forward(x, **given | {name: of[:, where].flatten(0, 1) for name, of in conditions.items()})
+            y = self._split(y)
+            if own.cuts > 1:
+                whole = y.new_empty(len(y), own.shares[rank], *y.shape[2:]) if whole is None else whole
+                whole[:, rows] = y
+            leaving.give(turned(y if whole is None else whole, temporal), number)
+        self._coming = leaving
+        shape = self._batch * sum(own.shares), other.shares[rank], hidden.shape[-1]
+        return torch.full_like(hidden[:1, :1, :1], torch.nan).expand(shape)
+
+    def arrived(self) -> Tensor:
+        """What the last temporal block gave, of this rank's frames: [B * places, frames, C]."""
+        for number in range(self._transposes.grid.rows.cuts):
+            x_BFPC: Tensor = self._coming.take(number)
+        return x_BFPC.transpose(1, 2).flatten(0, 1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """The batch apart from the rows."""
+        return x.unflatten(0, (self._batch, -1))
+
+
+def turned(x: Tensor, temporal: bool) -> Tensor:
+    """[B, frames, places, C] as temporal blocks have it, and back."""
+    return x.transpose(1, 2) if temporal else x
+
+
+def check_shares(ranks: Any) -> None:
+    """Raises UserError where a rank would have no frame or no place."""
+    frames, places = (sum(ranks.shares(name)) for name in (FRAMES, PLACES))
+    if ranks.size > min(frames, places):
+        raise UserError(
+            f"{ranks.size} ranks share {frames} frames of {places} places, and each needs one of both: use at most "
+            f"{min(frames, places)} ranks, or guidance_parallel 2 for twice as many"
+        )
+
+
+FAMILY = Family(
+    transformer="diffusers.LatteTransformer3DModel",
+    adapter=LatteAdapter(),
+    rows_per_image=2,  # classifier-free guidance puts both halves in one call
+    planned=False,
+)
