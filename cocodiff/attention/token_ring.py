@@ -22,7 +22,7 @@ from cocodiff.attention.local import Keys, LocalAttention, Partial, no_keys
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.ring import LANE, KeysValues, Ring
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.comm.transport import Pending, Ranks
+from cocodiff.comm.transport import Group, Pending, Ranks
 from cocodiff.kernels import Kernels
 from cocodiff.routes.rounds import CARD, NODE, TILE, Move, visits_of
 from cocodiff.topology.axes import Mesh
@@ -76,6 +76,9 @@ class TokenRing(Ring):
         super().__init__(mesh, transport, trace, kernels, local, sequences)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
         self._positions = positions
+        # A communicator of their own, for what takes another way than queries: on accelerators messages of one follow
+        # one another.
+        self._back = transport.group(self._ranks.ranks)
 
     def attend(
         self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
@@ -115,17 +118,13 @@ class TokenRing(Ring):
         until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
         """
         with self._trace.span("token ring", LANE, layer):
-            ways = [way for way in (on, back) if way is not None]
-            if self._ranks.receives_ahead:
-                pending = [self._send_recv([way]) for way in ways]
-            else:  # one call, as messages of several would follow one another
-                pending = [self._send_recv(ways)] * len(ways)
-            if back is not None:
-                flight.parts.append((pending[-1], back))
+            queries = None if on is None else self._send_recv(self._ranks, on)
             if keys is not None:
-                flight.keys = (self._send_recv([keys]), keys)
-            if on is not None:
-                pending[0].wait()
+                flight.keys = (self._send_recv(self._back, keys), keys)
+            if back is not None:
+                flight.parts.append((self._send_recv(self._back, back), back))
+            if queries is not None:
+                queries.wait()
             parts, next_keys = list[Partial](), list[Tensor]()
             while len(flight.parts) > lag:
                 returned, (_, arrived, _) = flight.parts.popleft()
@@ -137,15 +136,12 @@ class TokenRing(Ring):
                 next_keys += arrived
             return Came([] if on is None else on.incoming, parts, next_keys)
 
-    def _send_recv(self, ways: Sequence[Passing]) -> Pending:
-        sends, recvs = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
-        for outgoing, incoming, move in ways:
-            link = self.mesh.topology.link_class(self.rank, self._rank_of[move.to])
-            for purpose in ("attention", "whole"):
-                self._trace.count(link, sum(x.nbytes for x in outgoing), purpose)
-            sends += [(x, self._index_of[move.to]) for x in outgoing]
-            recvs += [(x, self._index_of[move.before]) for x in incoming]
-        return self._ranks.send_recv(sends, recvs)
+    def _send_recv(self, group: Group, way: Passing) -> Pending:
+        link = self.mesh.topology.link_class(self.rank, self._rank_of[way.move.to])
+        for purpose in ("attention", "whole"):
+            self._trace.count(link, sum(x.nbytes for x in way.outgoing), purpose)
+        to, before = self._index_of[way.move.to], self._index_of[way.move.before]
+        return group.send_recv([(x, to) for x in way.outgoing], [(x, before) for x in way.incoming])
 
     def _part(self, q_BLGD: Tensor, queries_of: int, keys: Keys, keys_of: int) -> Partial:
         """Attention of a group's queries to a group's keys."""
