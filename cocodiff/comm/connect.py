@@ -128,8 +128,6 @@ def connect(
             transport = HostTransport(transport, device)
     if check_messages:
         transport.check_messages()
-    if transport.drawback and not transport.rank:
-        log.warning("transport %s: %s", name, transport.drawback)
     _tell_of_blocking(transport)
     return transport
 
@@ -161,7 +159,10 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
-    """Rank 0 says in one line which settings take the overlap of messages and computation away."""
+    """Rank 0 says what is wrong with windows, and in one line which settings take the overlap of messages and
+    computation away."""
+    if transport.drawback and not transport.rank:
+        log.warning("transport mpi-rma: %s", transport.drawback)
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
     if killers and not transport.rank:
         listed = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
