@@ -43,7 +43,7 @@ class Passing(NamedTuple):
 
 
 @dataclass
-class InFlight:
+class TokensInFlight:
     """What the lane's jobs of one call have posted and not waited for."""
 
     parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
@@ -85,7 +85,7 @@ class TokenRing(Ring):
     ) -> Tensor:
         """As `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
-        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, InFlight(), layer)
+        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(), layer)
         merged: Partial | None = None
         back: Passing | None = None
         for node in self._nodes:
@@ -112,7 +112,7 @@ class TokenRing(Ring):
         return merged.out_BLHD.to(q_BSGD.dtype)
 
     def _step(
-        self, flight: InFlight, layer: str, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
+        self, flight: TokensInFlight, layer: str, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
     ) -> Came:
         """A job of the lane: posts what goes on, back, and to the next node. Waits for the next queries, for parts
         until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
