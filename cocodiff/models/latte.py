@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from cocodiff.checks import cache_on
+from cocodiff.checks import cache_on, check_not_compiled
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import (
@@ -80,6 +80,7 @@ class LatteAdapter(Adapter):
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
         if host.size == 1:
             return lambda: None
+        check_not_compiled(model.named_modules())
         if cache := cache_on(model.named_modules()):
             raise UserError(
                 f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "
