@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,7 @@ def restore(
 
 
 def _save(array: Any, path: Path, as_mask: bool = False) -> None:
-    """A slice at a time, as a volume may be larger than memory."""
+    """Piece by piece, as a volume may be larger than memory."""
     import numpy as np
 
     sides = getattr(array, "ndim", "no")
@@ -104,10 +105,20 @@ def _save(array: Any, path: Path, as_mask: bool = False) -> None:
         saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
     except ValueError as error:
         raise UserError(f"restore: voxels of type {dtype}: {error}") from error
-    for index in range(array.shape[0]):
-        one = np.asarray(array[index])
-        saved[index] = one != 0 if as_mask else one
+    for piece in _pieces(array):
+        one = np.asarray(array[piece])
+        saved[piece] = one != 0 if as_mask else one
     saved.flush()
+
+
+def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
+    """What is read at once: whole rows of a slice, or of the chunks that an array has, which are decoded or computed
+    once so. Zarr and HDF5 tell a chunk's sides, Dask those of all chunks along each axis."""
+    chunks = getattr(array, "chunks", None) or (1, *array.shape[1:])
+    cuts = []
+    for sides, length in zip(chunks[:-1], array.shape, strict=False):
+        cuts.append([0, *accumulate(sides)] if isinstance(sides, tuple) else [*range(0, length, max(1, sides)), length])
+    return product(*([slice(*ends) for ends in pairwise(cut)] for cut in cuts))
 
 
 def _words(options: dict[str, Any]) -> list[str]:
