@@ -62,6 +62,7 @@ def restore(
     *,
     axes: Sequence[str] | None = None,
     model: str = "embedded",
+    steps: int = 20,
     ranks: int = 1,
     preset: str = "tapa",
     progress: bool = True,
@@ -69,10 +70,12 @@ def restore(
 ) -> Restored:
     """Restores the voxels of a volume where a mask is True, as in scikit-image.
 
-    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read slice
-    by slice. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes: of
-    "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. ranks: of
-    this host. progress: shows a bar. options: further ones of `cocodiff inpaint`, as steps=20, seed=1, method="best".
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read
+    chunk by chunk. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes:
+    of "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. steps:
+    denoising steps; of the embedded model 20 are as good as the command's 50 (docs/pipelines.md). ranks: of this host,
+    each of which restores slices of its own as far as there are enough. progress: shows a bar. options: further ones of
+    `cocodiff inpaint`, as seed=1, method="best".
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.
@@ -85,9 +88,9 @@ def restore(
         _save(volume, folder / "volume.npy")
         _save(mask, folder / "mask.npy", as_mask=True)
         out = folder / "out"
-        given = {"samples": samples, "axes": axes, "model": model, "ranks": ranks, "preset": preset, **options}
+        given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
-        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given)]
+        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(words, out, progress)
         return _read(out, preset)
 
