@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def restore(
     *,
     axes: Sequence[str] | None = None,
     model: str = "embedded",
+    steps: int = 20,
     ranks: int = 1,
     preset: str = "tapa",
     progress: bool = True,
@@ -68,10 +70,12 @@ def restore(
 ) -> Restored:
     """Restores the voxels of a volume where a mask is True, as in scikit-image.
 
-    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read slice
-    by slice. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes: of
-    "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. ranks: of
-    this host. progress: shows a bar. options: further ones of `cocodiff inpaint`, as steps=20, seed=1, method="best".
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read
+    chunk by chunk. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes:
+    of "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. steps:
+    denoising steps; of the embedded model 20 are as good as the command's 50 (docs/pipelines.md). ranks: of this host,
+    each of which restores slices of its own as far as there are enough. progress: shows a bar. options: further ones of
+    `cocodiff inpaint`, as seed=1, method="best".
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.
@@ -84,15 +88,15 @@ def restore(
         _save(volume, folder / "volume.npy")
         _save(mask, folder / "mask.npy", as_mask=True)
         out = folder / "out"
-        given = {"samples": samples, "axes": axes, "model": model, "ranks": ranks, "preset": preset, **options}
+        given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
-        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given)]
+        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(words, out, progress)
         return _read(out, preset)
 
 
 def _save(array: Any, path: Path, as_mask: bool = False) -> None:
-    """A slice at a time, as a volume may be larger than memory."""
+    """Piece by piece, as a volume may be larger than memory."""
     import numpy as np
 
     sides = getattr(array, "ndim", "no")
@@ -104,10 +108,20 @@ def _save(array: Any, path: Path, as_mask: bool = False) -> None:
         saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
     except ValueError as error:
         raise UserError(f"restore: voxels of type {dtype}: {error}") from error
-    for index in range(array.shape[0]):
-        one = np.asarray(array[index])
-        saved[index] = one != 0 if as_mask else one
+    for piece in _pieces(array):
+        one = np.asarray(array[piece])
+        saved[piece] = one != 0 if as_mask else one
     saved.flush()
+
+
+def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
+    """What is read at once: whole rows of a slice, or of the chunks that an array has, which are decoded or computed
+    once so. Zarr and HDF5 tell a chunk's sides, Dask those of all chunks along each axis."""
+    chunks = getattr(array, "chunks", None) or (1, *array.shape[1:])
+    cuts = []
+    for sides, length in zip(chunks[:-1], array.shape, strict=False):
+        cuts.append([0, *accumulate(sides)] if isinstance(sides, tuple) else [*range(0, length, max(1, sides)), length])
+    return product(*([slice(*ends) for ends in pairwise(cut)] for cut in cuts))
 
 
 def _words(options: dict[str, Any]) -> list[str]:

@@ -25,7 +25,6 @@ from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
-from cocodiff.decoding import shared_vae
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.guidance.ranks import GuidedRanks
 from cocodiff.guidance.rule import GuidanceRule, parts_fit
@@ -242,7 +241,11 @@ class Engine(HasResults):
     def _shared_vae(self) -> Any:
         """What decodes in the place of the pipeline's VAE; None where it has none."""
         vae = getattr(self._pipe, "vae", None)
-        return None if vae is None else shared_vae(vae, self.config.vae, self.transport)
+        if vae is None:
+            return None
+        from cocodiff.decoding import shared_vae
+
+        return shared_vae(vae, self.config.vae, self.transport)
 
     def _replace_vae(self, shared: Any) -> None:
         if shared is not None:

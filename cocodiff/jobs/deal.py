@@ -12,7 +12,14 @@ from cocodiff.config import Config, load_machine
 from cocodiff.console.terminal import say
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.files import read_json
-from cocodiff.loading.pipelines import Request, has_encoders, model_file, own_weights, transformer_config
+from cocodiff.loading.pipelines import (
+    Request,
+    has_encoders,
+    import_pipeline,
+    model_file,
+    own_weights,
+    transformer_config,
+)
 from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
 from cocodiff.planning.deals import Deal, deals_of
@@ -64,6 +71,7 @@ def deal_of(
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
         return only
+    import_pipeline(request)  # which the model's shape is taken from
     from cocodiff.planning.deal_choice import choose
     from cocodiff.planning.deal_prices import Pricer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
@@ -13,12 +13,14 @@ from cocodiff_eval.restore import plan_slice, restore_slices
 from cocodiff_eval.tiling import TilingSettings, plan_restoration, steps_at
 from cocodiff_eval.uncertainty import Moments
 
-from cocodiff.engine import Engine
 from cocodiff.jobs.cost import Cost, measured
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.judging import Seen
 from cocodiff.jobs.tasks import Task
 from cocodiff.loading.pipelines import Model
+
+if TYPE_CHECKING:
+    from cocodiff.engine import Engine
 
 SMALL_MODEL = 256  # pixels on a side
 TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack

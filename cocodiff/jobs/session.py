@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from cocodiff.jobs.job import Done, Job, Way
 
 EVERY_RANK_IMPORTS = (
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint",
     "skimage.metrics",
     "skimage.restoration",
     "cocodiff.jobs.images",
@@ -182,10 +181,10 @@ def nothing_left(
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
     """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
-    and imports what it needs when it needs it."""
+    and imports the rest when it needs it."""
+    import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
-    import_pipeline(request)
 
 
 # On every rank --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import zlib
@@ -24,6 +25,7 @@ from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
 
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
+OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
 OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained from the embedded one
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
@@ -224,8 +226,10 @@ def _fetched(name: str, file: str) -> Path:
 
 def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
-    if request.own is None:
-        _pipeline_class(request)
+    gc.disable()  # a tenth of the time would go into a search for garbage among what stays
+    _pipeline_class(request)
+    gc.freeze()  # ranks do not search it either: each would copy 120 MB of pages, as the collector writes to them
+    gc.enable()
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
@@ -356,7 +360,7 @@ def _loading(model: str) -> Iterator[None]:
 def _pipeline_class(request: Request) -> Any:
     import diffusers
 
-    return getattr(diffusers, request.pipeline)
+    return getattr(diffusers, request.pipeline if request.own is None else OWN_PIPELINE)
 
 
 def _one_line(error: Exception) -> str:

@@ -70,6 +70,44 @@ def test_other_arrays_give_the_same_bits(volume: np.ndarray, mask: np.ndarray, t
     assert flat.mean.shape == mask.shape and (flat.mean[~mask] == volume[0][~mask]).all()
 
 
+class Chunked:
+    """An array that is decoded chunk by chunk, and counts the voxels that this takes, as Zarr's and Dask's are."""
+
+    def __init__(self, values: np.ndarray, chunks: tuple[Any, ...], sides: tuple[int, ...]) -> None:
+        """chunks: as the library tells them; sides: of a chunk."""
+        self.values, self.chunks, self.sides, self.decoded = values, chunks, sides, 0
+        self.shape, self.ndim, self.dtype, self.largest = values.shape, values.ndim, values.dtype, 0
+
+    def __getitem__(self, key: tuple[slice, ...]) -> np.ndarray:
+        part = self.values[key]
+        whole = 1
+        for n, side in enumerate(self.sides):
+            start, stop, _ = (key[n] if n < len(key) else slice(None)).indices(self.shape[n])
+            whole *= min(-(-stop // side) * side, self.shape[n]) - start // side * side
+        self.decoded, self.largest = self.decoded + whole, max(self.largest, part.size)
+        return part
+
+
+@pytest.mark.parametrize("chunks", [(2, 24, 16), ((2, 2), (24, 24), (16, 16, 8))], ids=["zarr", "dask"])
+def test_each_chunk_is_read_once(volume: np.ndarray, chunks: tuple[Any, ...], tmp_path: Path) -> None:
+    array = Chunked(volume, chunks, (2, 24, 16))
+    arrays._save(array, tmp_path / "a.npy")
+    assert (np.load(tmp_path / "a.npy") == volume).all()
+    assert (array.decoded, array.largest) == (volume.size, 2 * 24 * 40)
+
+
+def test_replicas_of_several_ranks_restore_axes() -> None:
+    volume = np.random.default_rng(0).integers(1000, 60000, (16, 20, 24), dtype=np.uint16)
+    mask = np.zeros(volume.shape, bool)
+    mask[5:9, 6:10, 8:12] = True
+    along = {"samples": 2, "axes": ["z", "x"], "hidden_test": False, **QUICK}
+    one, two = (cocodiff.restore(volume, mask, ranks=2 * n, replicas=n, **along) for n in (1, 2))
+    assert (one.mean == two.mean).all() and (one.mean[mask] != volume[mask]).any()
+    assert (one.mean[~mask] == volume[~mask]).all() and [*one.metrics["volumes"][0]["axes"]] == ["z", "x"]
+    for found in (one, two):  # two ranks share each slice
+        assert sum(sum(row["bytes"].values()) for row in found.metrics["images"]) > 0
+
+
 def test_what_cannot_be_restored_is_a_line(volume: np.ndarray, mask: np.ndarray) -> None:
     with pytest.raises(UserError, match="the mask is empty"):
         cocodiff.restore(volume, np.zeros_like(mask), **QUICK)
