@@ -112,7 +112,13 @@ class TokenRing(Ring):
         return merged.out_BLHD.to(q_BSGD.dtype)
 
     def _step(
-        self, flight: TokensInFlight, layer: str, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
+        self,
+        flight: TokensInFlight,
+        layer: str,
+        on: Passing | None,
+        back: Passing | None,
+        keys: Passing | None,
+        lag: int,
     ) -> Came:
         """A job of the lane: posts what goes on, back, and to the next node. Waits for the next queries, for parts
         until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
