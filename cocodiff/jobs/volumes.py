@@ -10,7 +10,6 @@ and for each of y and x that is needed a copy of the volume and one byte a voxel
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -356,16 +355,14 @@ class Volumes:
     ) -> Drawn:
         """With the PSNR of each sample, and the samples themselves where they are kept."""
         one, kept = self.tasks[task], []
-        psnr_db: list[float | None] = []
         truth_YX = one.truth.read(index) if one.truth is not None else None
+        psnr_db: list[float | None] = [] if truth_YX is not None else [None] * len(values_SP)
         original_YX = one.stack.read(index)
         for values_P, weights_P in zip(values_SP, weights_SP, strict=True):
             image_YX = drawn.restored01_YX.copy()
             image_YX[mask_YX] = np.where(weights_P > 0, values_P, image_YX[mask_YX])
             native_YX = compose_native(original_YX, image_YX, mask_YX, one.scale)
-            if truth_YX is None:
-                psnr_db.append(None)
-            else:
+            if truth_YX is not None:
                 psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
         kept = (kept * self.samples)[: self.samples]  # a method without a model makes one

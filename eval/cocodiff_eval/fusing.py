@@ -107,13 +107,13 @@ class Mixture:
 
     def weights(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
         """Of each member at each voxel, none negative and 1 together, float64 [A, P]."""
-        steps_AP = np.round(np.log(self.sizes(apart, voxels)) * STEPS).astype(np.int64)
+        sizes_AP = self.sizes(apart, voxels)
+        steps_AP = np.round(np.log(sizes_AP) * STEPS).astype(np.int64)
         keys_P = np.zeros(voxels, np.int64)  # one number for the steps of all members
         for steps_P in steps_AP if voxels else ():
             keys_P = keys_P * (int(np.ptp(steps_P)) + 1) + steps_P - steps_P.min()
         _, first, places = np.unique(keys_P, return_index=True, return_inverse=True)
-        sizes = [np.exp(steps_AP[:, at] / STEPS) for at in first]
-        weights = [weights_of(self.alike_AA * np.outer(one, one)) for one in sizes]
+        weights = [weights_of(self.alike_AA * np.outer(one, one)) for one in sizes_AP[:, first].T]
         return np.stack(weights, 1)[:, places] if weights else np.zeros((len(self.names), 0))
 
 
@@ -124,10 +124,13 @@ def choose_axes(
     others: Mapping[str, np.ndarray] | None = None,
     apart: Mapping[str, np.ndarray] | None = None,
 ) -> Mixture:
-    """The axes whose mean with the other members errs least. errors: of each axis at the same voxels, float64 [P];
-    most: so many axes at most; allowed: which sets of axes may be taken, at least one of them; others, apart: errors of
-    members that are there in any case, and d as of `Mixture.learnt`."""
-    best: tuple[tuple[bool, float], Mixture] | None = None
+    """As many axes as have a weight, those whose mean with the other members errs least.
+
+    errors: of each axis at the same voxels, float64 [P]; most: so many axes at most; allowed: which sets of axes may be
+    taken, at least one of them; others, apart: errors of members that are there in any case, and d as of
+    `Mixture.learnt`.
+    """
+    best: tuple[tuple[bool, int, float], Mixture] | None = None
     apart = apart or {}
     for count in range(1, min(most, len(errors)) + 1):
         for axes in filter(allowed, combinations(errors, count)):
@@ -136,8 +139,9 @@ def choose_axes(
             weights_AP = mixture.weights(apart, values_AP.shape[1])
             mse = float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
             idle = bool((weights_AP[:count].mean(axis=1) < LEAST_WEIGHT).any())
-            if best is None or (idle, mse) < best[0]:
-                best = (idle, mse), mixture
+            worth = idle, count if idle else -count, mse
+            if best is None or worth < best[0]:
+                best = worth, mixture
     assert best is not None, "a set of axes is allowed"
     return best[1]
 

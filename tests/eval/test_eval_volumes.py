@@ -94,20 +94,17 @@ def test_lines_count_where_their_ends_are_alike() -> None:
     random = np.random.default_rng(0)
     apart_P = random.uniform(0, 0.5, 4000)
     apart_P[:10] = np.nan  # lines with one end
-    errors = {
-        "z": random.normal(size=4000) * 0.1,
-        "line": random.normal(size=4000) * np.nan_to_num(apart_P, nan=0.3),
-    }
+    errors = {"z": random.normal(size=4000) * 0.25, "line": random.normal(size=4000) * np.nan_to_num(apart_P, nan=0.3)}
     for name in ("line", "none"):
         found = Mixture.learnt(errors, {name: apart_P})
         weights_AP = found.weights({name: apart_P}, 4000)
         np.testing.assert_allclose(weights_AP.sum(axis=0), 1)
         fused_P = (weights_AP * np.stack([*errors.values()])).sum(axis=0)
         if name == "line":
-            assert weights_AP[1][apart_P < 0.03].mean() > 0.7 and weights_AP[1][apart_P > 0.4].mean() < 0.3
+            assert weights_AP[1][apart_P < 0.03].mean() > 0.5 and weights_AP[1][apart_P > 0.4].mean() < 0.45
             best = float(np.square(fused_P).mean())
         else:
-            assert np.ptp(weights_AP, axis=1).max() == 0 and best < 0.8 * float(np.square(fused_P).mean())
+            assert np.ptp(weights_AP, axis=1).max() == 0 and best < float(np.square(fused_P).mean())
     both = choose_axes({"z": errors["z"]}, 3, others={"line": errors["line"]}, apart={"line": apart_P})
     assert both.names == ("z", "line")
 
@@ -142,7 +139,8 @@ def test_linear_interpolates_along_its_axis() -> None:
             wanted = np.interp(places, places[~line], known[place][~line]) if not line.all() else np.nan
             np.testing.assert_allclose(found[place], np.where(line, wanted, known[place]))
             for at in places[line]:
-                ends = [known[place][known_at] for known_at in (places[~line & (places < at)][-1:], places[~line & (places > at)][:1])]
+                before, after = (known[place][~line & side] for side in (places < at, places > at))
+                ends = before[-1:], after[:1]
                 wanted_apart = abs(ends[0] - ends[1]) if all(map(len, ends)) else [np.nan]
                 np.testing.assert_allclose(apart[place][at], *wanted_apart)
 
