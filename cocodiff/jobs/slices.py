@@ -56,7 +56,7 @@ class SliceJob(Job[Batch]):
         session: Session,
         tasks: Sequence[Task],
         masked: Sequence[Sequence[bool]],
-        hidden: Mapping[int, Hidden | None],
+        hidden: Mapping[int, Sequence[Hidden]],
     ) -> None:
         values, quality = session.prepared.values, session.prepared.quality
         self.session, self.tasks, self.masked = session, tasks, masked
@@ -209,8 +209,8 @@ def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
     return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
 
 
-def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, Hidden | None]:
-    """Of each volume that is tested what is hidden, None where nothing can be."""
+def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
+    """Of each volume that is tested what is hidden in each round; none where nothing can be."""
     return {
         number: task.volume.regions(task.stack.read, values["samples"], values["seed"])
         for number, task in enumerate(tasks)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from cocodiff_eval.formats.volume import format_shape
-from cocodiff_eval.fusing import Intervals
+from cocodiff_eval.fusing import Intervals, Mixture
 from cocodiff_eval.hidden import Hidden, Survey, hide
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import SMALLEST_SIDE, Stack
@@ -17,9 +17,10 @@ from cocodiff_eval.turned import AXES, Census, turned_shape
 from cocodiff.errors import UserError, check_choice
 
 AUTO = "auto"
-OWN = "cocodiff"  # the model's restorations, beside methods without a model
+OWN = "cocodiff"  # what is written, beside methods without a model
+ALONE = "the model alone"  # its axes without the methods that have none
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
-LEAST, MOST = 8, 32  # tested slices along each axis
+LEAST, MOST = 12, 32  # tested slices along each axis
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Volume:
         """Samples of each slice that the test makes along each axis: as many as each of all axes has."""
         return max(1, round(samples / len(self.axes)))
 
-    def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> Hidden | None:
-        """What is hidden for the test; reads the volume and its mask once. read: a slice of the volume along z."""
+    def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> tuple[Hidden, ...]:
+        """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z of the
+        volume."""
         slices = len(self.census.restorable("z")) or self.census.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         survey = Survey.of(read, self.read_mask, self.census.shape)
@@ -54,9 +56,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the test has shown of a volume. weights: of the axes that are taken; method: that is written; regions,
-    voxels: that were tested; psnr_db: of each method on the same voxels, from the best to the worst; intervals: of what
-    is written. Without a test no figures."""
+    """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
+    the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
+    from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; wins: regions, of `of`,
+    in which the mean is better than the best method without a model. Without a test weights alone."""
 
     weights: Mapping[str, float]
     method: str = OWN
@@ -64,24 +67,41 @@ class Verdict:
     voxels: int = 0
     psnr_db: Mapping[str, float] | None = None
     intervals: Intervals | None = None
+    mixture: Mixture | None = None
+    wins: int = 0
+    of: int = 0
+
+    @property
+    def axes(self) -> dict[str, float]:
+        """Each axis's share of the model's part."""
+        found = {axis: weight for axis, weight in self.weights.items() if axis in AXES}
+        total = sum(found.values())
+        return {axis: weight / total if total else 1 / len(found) for axis, weight in found.items()}
+
+    @property
+    def others(self) -> list[str]:
+        """The methods without a model of which results are made."""
+        return [self.method] if self.method != OWN else [name for name in self.weights if name not in AXES]
 
     def line(self, where: str) -> str:
         """What the user is told first."""
         figures = dict(self.psnr_db or {})
         if not figures:
             return f"{where}: no region of this volume could be hidden: nothing is known of how good its restoration is"
-        own, best = figures[OWN], next(iter(figures))
-        others = {name: db for name, db in figures.items() if name not in (OWN, *map(along, AXES))}
-        told = f"{OWN} {own:.1f} dB, " + ", ".join(f"{name} {db:.1f}" for name, db in others.items())
-        found = f"on {self.regions} hidden regions of this volume: {told}"
-        if best in others:
+        others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
+        told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
+        found = f"on {self.regions} hidden regions of this volume: {OWN} {figures[OWN]:.1f} dB, {told}"
+        if not others:
+            return f"{where}: {found}"
+        if figures[others[0]] > figures[OWN]:
             remedy = f"{self.method} is written" if self.method != OWN else "--method best writes it"
-            return f"{where}: {best} is better here than {OWN}, {remedy}: {found}"
-        return f"{where}: {found}"
+            return f"{where}: {others[0]} is better here than {OWN}, {remedy}: {found}"
+        return f"{where}: {found}; better than {others[0]} in {self.wins} of {self.of} regions"
 
-    def axes_line(self, where: str) -> str:
-        shares = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items())
-        return f"{where}: slices along {shares} (axis and weight)"
+    def weights_line(self, where: str) -> str:
+        slices = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items() if axis in AXES)
+        others = [f"{name} {w:.2f}" for name, w in self.weights.items() if name not in AXES and w >= 0.005]
+        return f"{where}: mean of slices along {', '.join([slices, *others])} (weights)"
 
     def record(self, name: str, mask: str, where: str) -> dict[str, Any]:
         """For metrics.json."""
@@ -90,10 +110,12 @@ class Verdict:
             "name": name,
             "mask": mask,
             "method": self.method,
-            "axes": {axis: round(weight, 4) for axis, weight in self.weights.items()},
+            "axes": {axis: round(weight, 4) for axis, weight in self.axes.items()},
+            "weights": {one: round(weight, 4) for one, weight in self.weights.items()},
             "hidden_regions": self.regions,
             "hidden_voxels": self.voxels,
             "hidden_psnr_db": None if self.psnr_db is None else {one: round(db, 3) for one, db in self.psnr_db.items()},
+            "better_in_regions": None if self.psnr_db is None else [self.wins, self.of],
             "intervals": None
             if found is None
             else {"floor": found.floor, "factor_50": found.factors[0], "factor_90": found.factors[1]},

@@ -10,11 +10,11 @@ and for each of y and x that is needed a copy of the volume and one byte a voxel
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,75 +23,95 @@ from cocodiff_eval.fusing import Intervals, dealt, fuse
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import masked_psnr_db
-from cocodiff_eval.smooth import SOLVERS, in_cells
-from cocodiff_eval.turned import AXES, Restored, Turned, turn, turned_shape
+from cocodiff_eval.smooth import CELL, SOLVERS, in_cells
+from cocodiff_eval.turned import AXES, Restored, turn, turned_shape
 from cocodiff_eval.uncertainty import Moments
 
 from cocodiff.console.terminal import reading_bar
 from cocodiff.jobs.cost import Cost
-from cocodiff.jobs.hidden_test import IN_SLICES, Tested, judge_test, read_window, slice_figures, solved_near
+from cocodiff.jobs.hidden_test import (
+    APART,
+    LINES,
+    METHODS,
+    Tested,
+    in_slice,
+    judge_test,
+    made_along,
+    slice_figures,
+    solved_near,
+)
 from cocodiff.jobs.items import Batch, Drawn, evenly
 from cocodiff.jobs.restoring import Restorer, slices_together
 from cocodiff.jobs.tasks import BOUNDS, Task, kept_samples
 from cocodiff.jobs.volume import OWN, Verdict, Volume
+from cocodiff.jobs.volume_files import VolumeFiles, keep
 
 if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue
     from cocodiff.jobs.session import Session
 
 FUSED_TOGETHER = 8  # slices along z in a batch
+TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
 
 
 @dataclass(frozen=True)
 class Work:
     """Slices along an axis that are restored together, one sample of each. method: OWN, or the name of one without a
-    model. test: whether hidden regions are restored. No indices: the test of methods in three dimensions."""
+    model. test: the round of the test whose hidden regions are restored, if any. No indices: the test of methods in
+    three dimensions."""
 
     task: int
     axis: str
     indices: tuple[int, ...]
     sample: int
     method: str = OWN
-    test: bool = False
+    test: int | None = None
 
 
 class Volumes:
-    """hidden: of the volumes that are tested, by the number of the task, what is hidden."""
+    """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round."""
 
     def __init__(
-        self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Hidden | None]
+        self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
         self.session, self.restorer, self.tasks, self.hidden = session, restorer, tasks, hidden
         self.samples: int = session.prepared.values["samples"]
         self.keeps: bool = session.prepared.values["keep_samples"]
-        self.folder = session.prepared.output.journals.folder / "volumes"
+        self.files = VolumeFiles(
+            session.prepared.output.journals.folder / "volumes", tasks, [*session.prepared.presets], self.samples
+        )
         self.verdicts: dict[int, Verdict] = {}
         self.works = [work for number in self.of for work in self._works(number)]
         self._costs: dict[tuple[int, str], Cost] = {}
 
-    @cached_property
+    @property
     def of(self) -> dict[int, Volume]:
         """The volumes, by the numbers of their tasks."""
-        return {number: task.volume for number, task in enumerate(self.tasks) if task.volume is not None}
+        return self.files.of
 
     def tested(self, task: int) -> bool:
-        return self.hidden.get(task) is not None
+        return bool(self.hidden.get(task))
 
     def _works(self, number: int) -> list[Work]:
         """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
-        volume, hidden, works = self.of[number], self.hidden.get(number), []
-        if hidden is not None:
+        volume, tested, works = self.of[number], self.tested(number), []
+        for place, hidden in enumerate(self.hidden.get(number) or ()):
             for axis in self._read_along(number):
                 groups = evenly(hidden.tested[axis], self._together(number, axis))
                 samples = volume.sampled(self.samples) if axis in volume.axes else 1
-                works += [Work(number, axis, group, n, test=True) for n in range(samples) for group in groups]
-            works.append(Work(number, "", (), 0, test=True))
-        makers = [(OWN, axis, self.samples) for axis in volume.axes]
-        if hidden is not None and self.session.prepared.values["method"] != OWN:
-            makers += [(name, axis, 1) for name, (axis, _) in IN_SLICES.items()]
-        for method, axis, samples in makers:
+                works += [Work(number, axis, group, n, test=place) for n in range(samples) for group in groups]
+            works.append(Work(number, "", (), 0, test=place))
+        for axis in volume.axes:
             groups = evenly(volume.census.restorable(axis), self._together(number, axis))
-            works += [Work(number, axis, group, n, method) for n in range(samples) for group in groups]
+            works += [Work(number, axis, group, n) for n in range(self.samples) for group in groups]
+        for method in METHODS if tested else ():
+            axis = made_along(method)
+            if method in SOLVERS:  # also where a slice along z is masked wholly
+                masked = (volume.census.counts("z") > 0).nonzero()[0].tolist()
+                groups = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
+            else:
+                groups = evenly(volume.census.restorable(axis), self._together(number, axis))
+            works += [Work(number, axis, group, 0, method) for group in groups]
         return works
 
     def _together(self, task: int, axis: str) -> int:
@@ -124,36 +144,20 @@ class Volumes:
         samples = tuple(range(self.samples))
         return [Batch(task, group, False, samples, self.samples, copied=True) for group in groups]
 
-    # Reading and files ------------------------------------------------------------------------------------------------
-
-    def _turned(self, task: int, axis: str) -> tuple[Turned, Turned]:
-        stack = self.tasks[task].stack
-        voxels = Turned(self.folder / f"{task}-{axis}.voxels", axis, stack.shape, stack.dtype)
-        return voxels, Turned(self.folder / f"{task}-{axis}.mask", axis, stack.shape, np.dtype(bool))
-
-    def voxels(self, task: int, axis: str, index: int) -> np.ndarray:
-        return self.tasks[task].stack.read(index) if axis == "z" else self._turned(task, axis)[0].read(index)
-
-    def mask(self, task: int, axis: str, index: int) -> np.ndarray:
-        return self.of[task].read_mask(index) if axis == "z" else self._turned(task, axis)[1].read(index)
-
-    def _restored(self, task: int, mode: str, axis: str, sample: int, method: str = OWN) -> Restored:
-        """The file of a sample. Methods without a model have one for each preset as well, as results have."""
-        place, kind = self._modes.index(mode), [OWN, *IN_SLICES].index(method)
-        return Restored(self.folder / f"{task}-{place}-{axis}-{sample}-{kind}.f32", axis, self.of[task].census)
-
-    @property
-    def _modes(self) -> list[str]:
-        return [*self.session.prepared.presets]
+    # Files ------------------------------------------------------------------------------------------------------------
 
     def _files(self, work: Work) -> dict[str, Restored]:
-        return {mode: self._restored(work.task, mode, work.axis, work.sample, work.method) for mode in self._modes}
+        """By the names of presets, or of what a method without a model makes."""
+        if work.method == OWN:
+            return {mode: self.files.restored(work.task, mode, work.axis, work.sample) for mode in self.files.modes}
+        names = (work.method, work.method + APART) if work.method in LINES else (work.method,)
+        return {name: self.files.without_model(work.task, name) for name in names}
 
     def holds(self, number: int) -> bool:
         """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
         work, path = self.works[number], self._path(number)
         try:
-            if work.test:
+            if work.test is not None:
                 with np.load(path, allow_pickle=False) as found:
                     return all(found[name].size for name in found.files)  # reads all of it
             return bool(json.loads(path.read_text())["sums"] == self._sums(work))
@@ -161,7 +165,7 @@ class Volumes:
             return False
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number}.{'npz' if self.works[number].test else 'json'}"
+        return self.files.folder / f"{number}.{'json' if self.works[number].test is None else 'npz'}"
 
     def _sums(self, work: Work) -> list[int]:
         return [zlib.crc32(one.read(n).tobytes()) for one in self._files(work).values() for n in work.indices]
@@ -172,20 +176,20 @@ class Volumes:
         """Tests, decides and restores, on all ranks. first: the queue's number of the first work."""
         whole = self.session.replica.whole
         if whole.rank == 0:
-            self.folder.mkdir(exist_ok=True)
+            self.files.folder.mkdir(exist_ok=True)
             for task in self.of:
-                copies = [self._turned(task, axis) for axis in self._read_along(task) if axis != "z"]
+                copies = [self.files.turned(task, axis) for axis in self._read_along(task) if axis != "z"]
                 bar, name = reading_bar(not self.session.prepared.values["quiet"]), self.tasks[task].stack.name
-                turn(partial(self.voxels, task, "z"), [voxels for voxels, _ in copies], bar, name)
-                turn(partial(self.mask, task, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
+                turn(partial(self.files.voxels, task, "z"), [voxels for voxels, _ in copies], bar, name)
+                turn(partial(self.files.mask, task, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
-        tests = [number for number, work in enumerate(self.works) if work.test]
+        tests = [number for number, work in enumerate(self.works) if work.test is not None]
         queue.expect([first + number for number in (*tests, *self._likely())])
         self._run(queue, first, tests)
         self.verdicts = whole.broadcast_object(
             {task: self._verdict(task) for task in self.of} if whole.rank == 0 else None
         )
-        wanted = [number for number, work in enumerate(self.works) if not work.test and self._is_wanted(work)]
+        wanted = [number for number, work in enumerate(self.works) if work.test is None and self._is_wanted(work)]
         if whole.rank == 0:
             for line in self.lines():
                 queue.bar.say(line)
@@ -200,50 +204,74 @@ class Volumes:
         """What is restored if all axes are taken: for the time left to be shown before it is known."""
         even = {task: dict.fromkeys(volume.axes[: self.samples], 1.0) for task, volume in self.of.items()}
         deals = {task: dealt(self.samples, axes) for task, axes in even.items()}
-        own = [n for n, work in enumerate(self.works) if not work.test and work.method == OWN]
+        own = [n for n, work in enumerate(self.works) if work.test is None and work.method == OWN]
         return [n for n in own if self.works[n].sample < deals[self.works[n].task].get(self.works[n].axis, 0)]
 
     def _run(self, queue: Queue, first: int, numbers: Sequence[int]) -> None:
         for place in queue.take([first + number for number in numbers]):
             number = place - first
             work = self.works[number]
-            made: Mapping[str, Any] | None = self._test(work, queue) if work.test else self._restore(work, queue)
+            tests = work.test is not None
+            made: Mapping[str, Any] | None = self._test(work, queue) if tests else self._restore(work, queue)
             if made is not None:
-                _keep(self._path(number), made)
+                keep(self._path(number), made)
                 queue.add(place, [])
 
     def _is_wanted(self, work: Work) -> bool:
         verdict = self.verdicts[work.task]
-        if verdict.method != OWN:
-            return work.method == verdict.method
-        return work.method == OWN and work.sample < dealt(self.samples, verdict.weights).get(work.axis, 0)
+        if work.method != OWN:
+            return work.method in verdict.others
+        return verdict.method == OWN and work.sample < dealt(self.samples, verdict.axes).get(work.axis, 0)
 
     def sample_number(self, axis: str, sample: int) -> int:
         """No two samples of different axes have the same noise; along z those of a job of this axis alone."""
         return sample + self.samples * AXES.index(axis)
 
     def _restore(self, work: Work, queue: Queue) -> dict[str, Any] | None:
-        scale = self.tasks[work.task].scale
-        masks = [self.mask(work.task, work.axis, index) for index in work.indices]
-        originals = [self.voxels(work.task, work.axis, index) for index in work.indices]
-        prepared = [prepare_slice(*pair, scale) for pair in zip(originals, masks, strict=True)]
-        costs = {}
-        if work.method == OWN:
-            queue.begin(len(masks), self.restorer.tile_steps(masks) * len(self._modes))
-        for mode, file in self._files(work).items():
-            if work.method != OWN:
-                found = [IN_SLICES[work.method][1](*pair) for pair in zip(prepared, masks, strict=True)]
-                costs[mode] = Cost()
-            else:
-                numbers = [self.sample_number(work.axis, work.sample)] * len(masks)
-                drawn = self.restorer.run(prepared, masks, mode, scale.limits01, numbers)
-                found, costs[mode] = [one.restored01_YX for one in drawn], Cost.summed([one.cost for one in drawn])
-            if self.session.replica.leads:
-                for index, restored, mask in zip(work.indices, found, masks, strict=True):
-                    file.write(index, restored[mask])
-        if not self.session.replica.leads:
+        leads, costs = self.session.replica.leads, {}
+        if work.method != OWN and not leads:
             return None
+        if work.method in SOLVERS:
+            self._solve(work)
+            return {"costs": {}, "sums": self._sums(work)}
+        scale, files = self.tasks[work.task].scale, self._files(work)
+        masks = [self.files.mask(work.task, work.axis, index) for index in work.indices]
+        originals = [self.files.voxels(work.task, work.axis, index) for index in work.indices]
+        prepared = [prepare_slice(*pair, scale) for pair in zip(originals, masks, strict=True)]
+        found: dict[str, list[np.ndarray]] = {}
+        if work.method == OWN:
+            queue.begin(len(masks), self.restorer.tile_steps(masks) * len(self.files.modes))
+            numbers = [self.sample_number(work.axis, work.sample)] * len(masks)
+            for mode in files:
+                drawn = self.restorer.run(prepared, masks, mode, scale.limits01, numbers)
+                found[mode], costs[mode] = (
+                    [one.restored01_YX for one in drawn],
+                    Cost.summed([one.cost for one in drawn]),
+                )
+        else:
+            made = [in_slice(work.method, *pair) for pair in zip(prepared, masks, strict=True)]
+            found = {name: [one[name] for one in made] for name in files}
+        if not leads:
+            return None
+        for name, file in files.items():
+            for index, restored, mask in zip(work.indices, found[name], masks, strict=True):
+                file.write(index, restored[mask])
         return {"costs": {mode: vars(cost) for mode, cost in costs.items()}, "sums": self._sums(work)}
+
+    def _solve(self, work: Work) -> None:
+        """A method in three dimensions, in slices along z, some rows of all of them at once."""
+        mask_NYX = np.stack([self.files.mask(work.task, "z", index) for index in work.indices])
+        shape, (file,) = self.of[work.task].census.shape, self._files(work).values()
+        read, made = self.files.window_reader(work.task), [[np.zeros(0)] for _ in work.indices]
+        for top in range(0, shape[1], CELL):
+            numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
+            points_P3 = np.stack([np.array(work.indices)[numbers], rows + top, columns], 1)
+            found_P = in_cells(SOLVERS[work.method], read, shape, points_P3)
+            ends = np.searchsorted(numbers, np.arange(1, len(made)))
+            for of_slice, values_P in zip(made, np.split(found_P, ends), strict=True):
+                of_slice.append(values_P)
+        for index, of_slice in zip(work.indices, made, strict=True):
+            file.write(index, np.concatenate(of_slice))
 
     def _read_costs(self, numbers: Sequence[int]) -> dict[tuple[int, str], Cost]:
         """Of all samples of a volume in each preset."""
@@ -257,12 +285,13 @@ class Volumes:
 
     def _test(self, work: Work, queue: Queue) -> dict[str, np.ndarray] | None:
         """What the test has restored, at the voxels that are judged."""
-        task, hidden, leads = self.tasks[work.task], self.hidden[work.task], self.session.replica.leads
-        assert hidden is not None
+        assert work.test is not None, "a work of the test"
+        task, hidden, leads = self.tasks[work.task], self.hidden[work.task][work.test], self.session.replica.leads
         if not work.indices:
-            return solved_near(hidden, self.of[work.task], task) if leads else None
-        reads = partial(self.mask, work.task, work.axis)
-        original = [self.voxels(work.task, work.axis, index) for index in work.indices]
+            read = self.files.window_reader(work.task, hidden)
+            return solved_near(hidden, self.of[work.task], read) if leads else None
+        reads = partial(self.files.mask, work.task, work.axis)
+        original = [self.files.voxels(work.task, work.axis, index) for index in work.indices]
         masks = [reads(index) | hidden.mask(work.axis, index, reads) for index in work.indices]
         restores, found = [not mask.all() for mask in masks], {}
         prepared = [prepare_slice(o, m, task.scale) for o, m, yes in zip(original, masks, restores, strict=True) if yes]
@@ -270,7 +299,7 @@ class Volumes:
         if prepared and work.axis in self.of[work.task].axes:
             queue.begin(len(prepared), self.restorer.tile_steps(of_model))
             numbers = [self.sample_number(work.axis, work.sample)] * len(prepared)
-            drawn = self.restorer.run(prepared, of_model, self._modes[0], task.scale.limits01, numbers)
+            drawn = self.restorer.run(prepared, of_model, self.files.modes[0], task.scale.limits01, numbers)
             found[OWN] = [one.restored01_YX for one in drawn]
         if not leads:
             return None
@@ -285,17 +314,19 @@ class Volumes:
         return made
 
     def _verdict(self, task: int) -> Verdict:
-        volume, hidden = self.of[task], self.hidden.get(task)
-        if hidden is None:
+        volume = self.of[task]
+        if not self.tested(task):
             axes = volume.axes[: self.samples]
             axes = axes if volume.restores(axes) else volume.axes
             return Verdict(dict.fromkeys(axes, 1 / len(axes)))
-        tested = Tested(hidden, volume, self.tasks[task], self.samples)
+        rounds = [Tested(hidden, volume, self.tasks[task]) for hidden in self.hidden[task]]
         for number, work in enumerate(self.works):
-            if work.test and work.task == task:
+            if work.test is not None and work.task == task:
                 with np.load(self._path(number)) as found:
-                    tested.add(work.axis, work.indices, work.sample, {name: found[name] for name in found.files})
-        return judge_test(tested, volume, self.samples, self.session.prepared.values["method"] != OWN)
+                    rounds[work.test].add(
+                        work.axis, work.indices, work.sample, {name: found[name] for name in found.files}
+                    )
+        return judge_test(rounds, volume, self.samples, self.session.prepared.values["method"] != OWN)
 
     # Fusing -----------------------------------------------------------------------------------------------------------
 
@@ -304,59 +335,38 @@ class Volumes:
         return [self._fused(batch.task, index, mode) for index in batch.indices]
 
     def _fused(self, task: int, index: int, mode: str) -> Drawn:
-        mask_YX, census = self.mask(task, "z", index), self.of[task].census
+        mask_YX, census = self.files.mask(task, "z", index), self.of[task].census
         image_YX = np.zeros(mask_YX.shape)
         if not self.tasks[task].mask.read(index).any():  # nothing to restore, or nothing to restore it from
-            kept = (self.voxels(task, "z", index),) * self.samples if self.keeps else ()
+            kept = (self.files.voxels(task, "z", index),) * self.samples if self.keeps else ()
             return Drawn(Moments.of(image_YX), Cost(), kept=kept)
-        values_SP, weights_SP = self._samples(task, index, mode, mask_YX)
-        mean_P, spread_P = fuse(values_SP, weights_SP)
-        squares_YX = image_YX.copy()
-        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (len(values_SP) - 1)
+        values_SP, weights_SP, drawn_SP = self.files.samples_of(task, index, mode, mask_YX, self.verdicts[task])
+        mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
+        drawn_P = (drawn_SP > 0).any(axis=1)
+        samples, squares_YX = int(drawn_P.sum()), image_YX.copy()
+        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
         slices = int((census.counts("z") > 0).sum())
         cost = self._costs.get((task, mode), Cost()).shares(slices)[0]
-        drawn = Drawn(Moments(len(values_SP), image_YX, squares_YX), cost)
-        return self._judged_alone(task, index, mask_YX, values_SP, weights_SP, drawn)
+        drawn = Drawn(Moments(samples, image_YX, squares_YX), cost)
+        return self._judged_alone(task, index, mask_YX, values_SP[drawn_P], drawn_SP[drawn_P], drawn)
 
     def _judged_alone(
         self, task: int, index: int, mask_YX: np.ndarray, values_SP: np.ndarray, weights_SP: np.ndarray, drawn: Drawn
     ) -> Drawn:
         """With the PSNR of each sample, and the samples themselves where they are kept."""
         one, kept = self.tasks[task], []
-        psnr_db: list[float | None] = []
         truth_YX = one.truth.read(index) if one.truth is not None else None
+        psnr_db: list[float | None] = [] if truth_YX is not None else [None] * len(values_SP)
         original_YX = one.stack.read(index)
         for values_P, weights_P in zip(values_SP, weights_SP, strict=True):
             image_YX = drawn.restored01_YX.copy()
             image_YX[mask_YX] = np.where(weights_P > 0, values_P, image_YX[mask_YX])
             native_YX = compose_native(original_YX, image_YX, mask_YX, one.scale)
-            if truth_YX is None:
-                psnr_db.append(None)
-            else:
+            if truth_YX is not None:
                 psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
         kept = (kept * self.samples)[: self.samples]  # a method without a model makes one
         return Drawn(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))
-
-    def _samples(self, task: int, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The masked voxels of a slice along z in all samples [S, P], and each one's weight."""
-        volume, verdict = self.of[task], self.verdicts[task]
-        if verdict.method in SOLVERS:
-            points_P3 = np.argwhere(mask_YX[None]) + np.array([index, 0, 0])
-            read = partial(read_window, self.tasks[task], volume)
-            values_P = in_cells(SOLVERS[verdict.method], read, volume.census.shape, points_P3)
-            return values_P[None], np.ones((1, len(values_P)))
-        if verdict.method != OWN:
-            file = self._restored(task, mode, IN_SLICES[verdict.method][0], 0, verdict.method)
-            return file.read_along_z(index, mask_YX)[None], np.ones((1, int(mask_YX.sum())))
-        values, weights = [], []
-        places = dict(zip(AXES, (np.full(int(mask_YX.sum()), index), *mask_YX.nonzero()), strict=True))
-        for axis, count in dealt(self.samples, verdict.weights).items():
-            blind_P = volume.census.full(axis)[places[axis]]
-            for sample in range(count):
-                values.append(self._restored(task, mode, axis, sample).read_along_z(index, mask_YX))
-                weights.append(np.where(blind_P, 0.0, verdict.weights[axis] / count))
-        return np.stack(values), np.stack(weights)
 
     # What is told -----------------------------------------------------------------------------------------------------
 
@@ -369,13 +379,17 @@ class Volumes:
             if self.of[task].tested:
                 found.append(verdict.line(self._where(task)))
             if verdict.method == OWN:
-                found.append(verdict.axes_line(self._where(task)))
+                found.append(verdict.weights_line(self._where(task)))
         return found
 
     def provenance(self, task: int) -> dict[str, Any]:
         """For the results' own metadata."""
         verdict = self.verdicts.get(task)
-        return {} if verdict is None else {"axes": dict(verdict.weights), "method": verdict.method}
+        return (
+            {}
+            if verdict is None
+            else {"axes": verdict.axes, "weights": dict(verdict.weights), "method": verdict.method}
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
@@ -383,16 +397,3 @@ class Volumes:
             verdict.record(self.tasks[task].stack.name, self.tasks[task].mask.name, self._where(task))
             for task, verdict in self.verdicts.items()
         ]
-
-
-def _keep(path: Path, made: Mapping[str, Any]) -> None:
-    """Writes what was made; it has its name when it is on the disk."""
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        if path.suffix == ".npz":
-            np.savez(file, **made)
-        else:
-            file.write(json.dumps(made).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

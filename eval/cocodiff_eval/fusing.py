@@ -1,6 +1,6 @@
-"""Restorations along several axes, taken together: which axes, with which weights, and how far they may be off.
+"""Several restorations of the same voxels, taken together: which, with which weights, and how far they may be off.
 
-Both are learnt from voxels whose truth is known (`hidden.py`): weights from the errors of each axis and how much they
+All is learnt from voxels whose truth is known (`hidden.py`): weights from the errors of each member and how much they
 have in common, intervals by split conformal prediction.
 """
 
@@ -14,59 +14,134 @@ from itertools import combinations
 import numpy as np
 
 RIDGE = 0.1  # of the mean error: with few hidden voxels weights stay nearer to equal ones
+LEAST_WEIGHT = 0.02  # of an axis on average, below which it is not worth its samples
+STEPS = 4.0  # of an error's logarithm: voxels whose members' errors are within a quarter share their weights
 FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0)  # in root mean square errors, tried for the narrowest intervals
 SHARES = (0.5, 0.9)
 
 
-def fuse(values_SP: np.ndarray, weights_SP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The weighted mean of samples of voxels, and their weighted standard deviation; float64 [P] each.
+def fuse(
+    values_SP: np.ndarray, weights_SP: np.ndarray, drawn_SP: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The weighted mean of samples of voxels, and their weighted standard deviation about it; float64 [P] each.
 
     values_SP: float, S samples of P voxels; weights_SP: not negative, zero where a sample says nothing of a voxel, of
-    any sum above zero. With equal weights the deviation is the usual one, with S - 1; where one sample alone
-    has a weight it is 0. A voxel without any weight becomes NaN.
+    any sum above zero; drawn_SP: weights of the deviation, as of the samples that are drawn at random, where they are
+    others. With equal weights the deviation is the usual one, with S - 1; where one sample alone has a weight it is 0.
+    A voxel without any weight becomes NaN.
     """
-    values_SP = np.where(weights_SP > 0, values_SP, 0.0).astype(np.float64)
+    drawn_SP = weights_SP if drawn_SP is None else drawn_SP
+    values_SP = np.where((weights_SP > 0) | (drawn_SP > 0), values_SP, 0.0).astype(np.float64)
     with np.errstate(invalid="ignore"):
-        weights_SP = weights_SP / weights_SP.sum(axis=0)
+        weights_SP, drawn_SP = weights_SP / weights_SP.sum(axis=0), drawn_SP / drawn_SP.sum(axis=0)
     mean_P = (weights_SP * values_SP).sum(axis=0)
-    squares_P = (weights_SP * np.square(values_SP - mean_P)).sum(axis=0)
-    unseen_P = 1.0 - np.square(weights_SP).sum(axis=0)
+    squares_P = (drawn_SP * np.square(values_SP - mean_P)).sum(axis=0)
+    unseen_P = 1.0 - np.square(drawn_SP).sum(axis=0)
     alone_P = unseen_P < 1e-9
     return mean_P, np.sqrt(np.where(alone_P, 0.0, squares_P / np.where(alone_P, 1.0, unseen_P)))
 
 
-def weights_of(errors_AP: np.ndarray) -> np.ndarray:
+def weights_of(products_AA: np.ndarray) -> np.ndarray:
     """The weights [A], none negative and 1 together, with which the mean of A estimates is expected to err least.
 
-    errors_AP: of each estimate at the same P voxels. The sum of w_i w_j C_ij is smallest, where C is the matrix of mean
-    products of errors, a tenth of its mean diagonal added to the diagonal.
+    products_AA: the mean products of their errors, C. The sum of w_i w_j C_ij is smallest, with a tenth of C's mean
+    diagonal added to the diagonal.
     """
-    products_AA = errors_AP @ errors_AP.T / errors_AP.shape[1]
-    products_AA += np.eye(len(errors_AP)) * max(RIDGE * float(np.trace(products_AA)) / len(errors_AP), 1e-20)
-    kept = [*range(len(errors_AP))]
+    count = len(products_AA)
+    ridged_AA = products_AA + np.eye(count) * max(RIDGE * float(np.trace(products_AA)) / count, 1e-20)
+    kept = [*range(count)]
     while True:
-        found = np.linalg.solve(products_AA[np.ix_(kept, kept)], np.ones(len(kept)))
+        found = np.linalg.solve(ridged_AA[np.ix_(kept, kept)], np.ones(len(kept)))
         if (found > 0).all():
-            weights_A = np.zeros(len(errors_AP))
+            weights_A = np.zeros(count)
             weights_A[kept] = found / found.sum()
             return weights_A
         kept.pop(int(found.argmin()))
 
 
-def choose_axes(
-    errors: Mapping[str, np.ndarray], most: int, allowed: Callable[[Sequence[str]], bool] = lambda axes: True
-) -> dict[str, float]:
-    """The axes whose weighted mean errs least, and their weights. errors: of each axis at the same voxels, float64 [P];
-    most: so many axes at most; allowed: which sets of axes may be taken, at least one of them."""
-    best: tuple[float, dict[str, float]] | None = None
-    for count in range(1, min(most, len(errors)) + 1):
-        for axes in combinations(errors, count):
-            weights_A = weights_of(np.stack([errors[axis] for axis in axes]))
-            if not allowed(axes) or not weights_A.all():
+@dataclass(frozen=True)
+class Mixture:
+    """Members of a weighted mean whose weights differ from voxel to voxel.
+
+    The expected square of a member's error is a + b d^2, where d is how far the known voxels are apart between which
+    it interpolates; 0 for a member that does not interpolate along lines.
+
+    names: of A members; alike_AA: mean products of their errors, each in units of its expected size; squares_A2: a and
+    b of each; apart_A: the mean of d^2, for voxels where it is not known (NaN)
+    """
+
+    names: tuple[str, ...]
+    alike_AA: np.ndarray
+    squares_A2: np.ndarray
+    apart_A: np.ndarray
+
+    @classmethod
+    def learnt(cls, errors: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray]) -> Mixture:
+        """errors: of each member at the same voxels, float64 [P]; apart: d of those that have it, [P]."""
+        from scipy.optimize import nnls
+
+        squares_A2, apart_A = np.zeros((len(errors), 2)), np.zeros(len(errors))
+        for number, (name, error_P) in enumerate(errors.items()):
+            square_P = np.square(error_P)
+            d2_P = np.square(apart[name]) if name in apart else np.zeros_like(square_P)
+            apart_A[number] = np.nanmean(d2_P) if np.isfinite(d2_P).any() else 0.0
+            if not apart_A[number]:
+                squares_A2[number, 0] = square_P.mean()
                 continue
-            mse = float(np.square(sum(w * errors[axis] for w, axis in zip(weights_A, axes, strict=True))).mean())
-            if best is None or mse < best[0]:
-                best = mse, dict(zip(axes, weights_A.tolist(), strict=True))
+            relative_P = np.where(np.isfinite(d2_P), d2_P, apart_A[number]) / apart_A[number]
+            # The last row is worth as many voxels that show no b: the few regions of a volume overrate it.
+            rows_P2 = np.vstack([np.stack([np.ones_like(relative_P), relative_P], 1), [0.0, math.sqrt(error_P.size)]])
+            a, b = nnls(rows_P2, np.append(square_P, 0.0))[0]
+            squares_A2[number] = a, b / apart_A[number]
+        found = cls((*errors,), np.eye(len(errors)), squares_A2, apart_A)
+        relative_AP = np.stack([*errors.values()]) / found.sizes({name: apart[name] for name in apart}, error_P.size)
+        return cls(found.names, relative_AP @ relative_AP.T / error_P.size, squares_A2, apart_A)
+
+    def sizes(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
+        """The expected size of each member's error, float64 [A, P]."""
+        found_AP = np.empty((len(self.names), voxels))
+        for number, (name, (a, b)) in enumerate(zip(self.names, self.squares_A2, strict=True)):
+            d2_P = np.square(apart[name]) if name in apart else np.zeros(voxels)
+            found_AP[number] = a + b * np.where(np.isfinite(d2_P), d2_P, self.apart_A[number])
+        return np.sqrt(np.maximum(found_AP, 1e-12))
+
+    def weights(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
+        """Of each member at each voxel, none negative and 1 together, float64 [A, P]."""
+        sizes_AP = self.sizes(apart, voxels)
+        steps_AP = np.round(np.log(sizes_AP) * STEPS).astype(np.int64)
+        keys_P = np.zeros(voxels, np.int64)  # one number for the steps of all members
+        for steps_P in steps_AP if voxels else ():
+            keys_P = keys_P * (int(np.ptp(steps_P)) + 1) + steps_P - steps_P.min()
+        _, first, places = np.unique(keys_P, return_index=True, return_inverse=True)
+        weights = [weights_of(self.alike_AA * np.outer(one, one)) for one in sizes_AP[:, first].T]
+        return np.stack(weights, 1)[:, places] if weights else np.zeros((len(self.names), 0))
+
+
+def choose_axes(
+    errors: Mapping[str, np.ndarray],
+    most: int,
+    allowed: Callable[[Sequence[str]], bool] = lambda axes: True,
+    others: Mapping[str, np.ndarray] | None = None,
+    apart: Mapping[str, np.ndarray] | None = None,
+) -> Mixture:
+    """As many axes as have a weight, those whose mean with the other members errs least.
+
+    errors: of each axis at the same voxels, float64 [P]; most: so many axes at most; allowed: which sets of axes may be
+    taken, at least one of them; others, apart: errors of members that are there in any case, and d as of
+    `Mixture.learnt`.
+    """
+    best: tuple[tuple[bool, int, float], Mixture] | None = None
+    apart = apart or {}
+    for count in range(1, min(most, len(errors)) + 1):
+        for axes in filter(allowed, combinations(errors, count)):
+            taken = {axis: errors[axis] for axis in axes} | dict(others or {})
+            mixture, values_AP = Mixture.learnt(taken, apart), np.stack([*taken.values()])
+            weights_AP = mixture.weights(apart, values_AP.shape[1])
+            mse = float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
+            idle = bool((weights_AP[:count].mean(axis=1) < LEAST_WEIGHT).any())
+            worth = idle, count if idle else -count, mse
+            if best is None or worth < best[0]:
+                best = worth, mixture
     assert best is not None, "a set of axes is allowed"
     return best[1]
 

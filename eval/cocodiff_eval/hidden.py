@@ -4,7 +4,8 @@ on the user's own volume.
 A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. They stand in a
 lattice, so that few slices along each axis cross many of them; what is judged is the grid of voxels where tested slices
 along z, y and x meet within the regions. Places are preferred whose surroundings look like those of the mask: in empty
-space every method is good, and would be thought good within the object.
+space every method is good, and would be thought good within the object. A test has several rounds, each with regions
+of its own, so that few large regions in a small volume are still seen at many places.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from cocodiff_eval.turned import AXES
 
 COARSE = 128  # cells of a side
 REGIONS, ENOUGH = 24, 2
+ROUNDS, WANTED = 4, 12  # rounds at most, and regions in all after which there are no more
+LEAST = 6  # tested slices along each axis in a round
 PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
-TRIES = 64
+TRIES = 16
+REPEATED = 0.1  # of the worth of a cell that no earlier round has hidden
 MOST = 0.25  # of the known cells are hidden: more would leave less to restore from than the job has
 SPANNING = 0.9  # of a side: a part of the mask so long has no other place along that axis
 FREE = 0.85  # of a region's cells that have to be known, and not to touch the mask
@@ -47,6 +51,20 @@ class Hidden:
 
     pieces: tuple[Piece, ...]
     tested: dict[str, tuple[int, ...]]
+
+    @property
+    def grid(self) -> tuple[np.ndarray, ...]:
+        """The places [3, z, y, x] of the voxels where tested slices along all axes meet."""
+        return np.meshgrid(*(self.tested[axis] for axis in AXES), indexing="ij")
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Of the region that each voxel of the grid is in, int [z, y, x]."""
+        found = np.zeros([len(self.tested[axis]) for axis in AXES], dtype=int)
+        for number, piece in enumerate(self.pieces):
+            sides = zip(self.grid, piece.target, piece.shape, strict=True)
+            found[np.all([(at >= begin) & (at < begin + side) for at, begin, side in sides], axis=0)] = number
+        return found
 
     def mask(self, axis: str, index: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
         """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
@@ -135,27 +153,44 @@ class Survey:
         return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
 
 
-def hide(survey: Survey, slices: int, seed: int) -> Hidden | None:
-    """Chooses up to 24 regions and `slices` tested slices along each axis; None where nothing can be hidden.
+def hide(survey: Survey, slices: int, seed: int) -> tuple[Hidden, ...]:
+    """Chooses rounds of a test, each with up to 24 regions, and `slices` tested slices along each axis in all of them,
+    but at least 6 in each; nothing where nothing can be hidden.
 
     Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
     less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
-    that they span. Of 64 random lattices the one is taken that hides most known cells, each counted by how much the
-    surroundings of its region look like those of the part of the mask that it is.
+    that they span. Of 16 random lattices the one is taken that hides most known cells which no earlier round has
+    hidden, each counted by how much the surroundings of its region look like those of the part of the mask that it is.
+    There are as many rounds as it takes to 12 regions, up to 4.
     """
     rng = np.random.default_rng(seed)
-    best: list[Piece] = []
+    best: list[list[Piece]] = []
     for part in (1, 2, 4, 8):
         boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
-        found = [_lattice(survey, boxes, weights, rng) for _ in range(TRIES)] if boxes else []
-        pieces = max(found, key=lambda one: one[0], default=(0.0, []))[1]
-        best = pieces if len(pieces) > len(best) else best
-        placed = {(piece.source, piece.shape) for _, some in found for piece in some}
+        found = _rounds(survey, boxes, weights, rng) if boxes else []
+        best = found if sum(map(len, found)) > sum(map(len, best)) else best
+        placed = {(piece.source, piece.shape) for some in found for piece in some}
         share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
-        if len(best) >= ENOUGH and share >= PLACED:
+        if sum(map(len, best)) >= ENOUGH and share >= PLACED:
             break
-    fine = tuple(_scaled(piece, survey.step, survey.shape) for piece in best)
-    return Hidden(fine, _tested(fine, slices)) if fine else None
+    fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
+    return tuple(Hidden(pieces, _tested(pieces, max(LEAST, slices // len(fine)), rng)) for pieces in fine)
+
+
+def _rounds(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[list[Piece]]:
+    """Up to four lattices."""
+    new_ZYX, rounds = ~survey.masked_ZYX, []
+    for _ in range(ROUNDS):
+        tries = [_lattice(survey, boxes, weights, new_ZYX, rng) for _ in range(TRIES)]
+        worth, pieces = max(tries, key=lambda one: one[0])
+        if not worth:
+            break
+        rounds.append(pieces)
+        for piece in pieces:
+            new_ZYX[_box(piece.target, piece.shape)] = False
+        if sum(map(len, rounds)) >= WANTED:
+            break
+    return rounds
 
 
 def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
@@ -183,9 +218,9 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
 
 
 def _lattice(
-    survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator
+    survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
 ) -> tuple[float, list[Piece]]:
-    """A random lattice of regions in cells, and what it is worth."""
+    """A random lattice of regions in cells, and what it is worth. new_ZYX: cells that no earlier round has hidden."""
     masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
     mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
     spans = mean_3 >= SPANNING * np.array(shape)
@@ -202,7 +237,8 @@ def _lattice(
         middle = [place[at] for place, at in zip(places, corner, strict=True)]
         start = [_start(*one) for one in zip(middle, source, sides, shape, strict=True)]
         hidden_ZYX = masked_ZYX[_box(source, sides)]
-        known = int((hidden_ZYX & ~survey.near_ZYX[_box(start, sides)]).sum())
+        free_ZYX = hidden_ZYX & ~survey.near_ZYX[_box(start, sides)]
+        known = int(free_ZYX.sum())
         fits = known >= FREE * hidden_ZYX.sum() and (not pieces or free + known <= most)
         if fits and all(_apart(start, sides, other) for other in pieces):
             distance = float(np.abs(survey.look(source, hidden_ZYX) - survey.look(start, hidden_ZYX)).sum())
@@ -210,7 +246,10 @@ def _lattice(
             if alike < LEAST_ALIKE:
                 continue
             pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
-            worth, free = worth + known * alike, free + known
+            worth, free = (
+                worth + (REPEATED * known + int((free_ZYX & new_ZYX[_box(start, sides)]).sum())) * alike,
+                free + known,
+            )
     return worth, pieces
 
 
@@ -240,8 +279,9 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
     return Piece((source[0], source[1], source[2]), (target[0], target[1], target[2]), (sides[0], sides[1], sides[2]))
 
 
-def _tested(pieces: Sequence[Piece], slices: int) -> dict[str, tuple[int, ...]]:
-    """Slices along each axis, evenly over what regions take of it: the same number through each stretch of them."""
+def _tested(pieces: Sequence[Piece], slices: int, rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
+    """Slices along each axis, evenly over what regions take of it from a random one on: the same number through each
+    stretch of them."""
     tested = {}
     for number, axis in enumerate(AXES):
         stretches: list[tuple[int, int]] = []
@@ -255,6 +295,7 @@ def _tested(pieces: Sequence[Piece], slices: int) -> dict[str, tuple[int, ...]]:
         chosen: set[int] = set()
         for begin, end in stretches:
             count = min(max(1, slices // len(stretches)), end - begin)
-            chosen |= {begin + int((n + 0.5) * (end - begin) / count) for n in range(count)}
+            phase = rng.uniform(0, 1)
+            chosen |= {begin + int((n + phase) * (end - begin) / count) for n in range(count)}
         tested[axis] = tuple(sorted(chosen))
     return tested

@@ -16,9 +16,10 @@ Window = tuple[slice, slice, slice]
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
+def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     """Masked voxels between the nearest known ones before and after them along an axis, float64; beyond the last known
-    one its value, NaN where a line has none. Any number of dimensions."""
+    one its value, NaN where a line has none. And how far these two are apart, NaN where there are no two; at known
+    voxels 0. Any number of dimensions."""
     known, hidden = np.moveaxis(np.where(mask, 0.0, image01), axis, 0), np.moveaxis(mask, axis, 0)
     count = len(known)
     place = np.arange(count).reshape(-1, *[1] * (known.ndim - 1))
@@ -28,7 +29,8 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
     share = (place - before) / np.maximum(1, after - before)
     found = np.where(before < 0, high, np.where(after == count, low, low + share * (high - low)))
     found = np.where((before < 0) & (after == count), np.nan, found)
-    return np.moveaxis(np.where(hidden, found, known), 0, axis)
+    apart = np.where((before < 0) | (after == count), np.nan, np.abs(high - low))
+    return np.moveaxis(np.where(hidden, found, known), 0, axis), np.moveaxis(np.where(hidden, apart, 0.0), 0, axis)
 
 
 def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -73,7 +75,8 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return restored
 
 
-SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, "total variation in 3-D": total_variation}
+LAPLACE = "Laplace in 3-D"
+SOLVERS: dict[str, Solver] = {LAPLACE: laplace, "total variation in 3-D": total_variation}
 
 
 def in_cells(

@@ -92,6 +92,12 @@ class Turned:
         offset = index * rows * columns * self.dtype.itemsize
         return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
 
+    def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
+        """A part of the volume, [Z, Y, X]."""
+        first = AXES.index(self.axis)
+        turned = np.memmap(self.path, self.dtype, "r", shape=turned_shape(self.shape, self.axis))
+        return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
+
     @property
     def is_whole(self) -> bool:
         """Whether it has been made: a copy has its name when it is complete."""

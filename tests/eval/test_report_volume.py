@@ -217,4 +217,4 @@ def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path:
             browser.call(
                 "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
             )
-            assert browser.value("document.documentElement.scrollWidth") == width
+            browser.until("document.documentElement.scrollWidth", width)  # once the views are drawn anew
