@@ -117,7 +117,8 @@ def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
     monkeypatch.setenv("CCL_OP_SYNC", "1")
     for rank in (1, 0):
         with caplog.at_level(logging.WARNING):
-            connect._tell_of_blocking(SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback=""))  # type: ignore[arg-type]
+            of_rank = SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback="")
+            connect._tell_of_blocking(of_rank)  # type: ignore[arg-type]
     assert [record.getMessage() for record in caplog.records] == [
         "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end (unset CCL_OP_SYNC)"
     ]
