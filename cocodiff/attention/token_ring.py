@@ -13,21 +13,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial, no_keys
+from cocodiff.attention.local import Keys, Partial, no_keys
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.ring import LANE, KeysValues, Ring
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Group, Pending, Ranks
-from cocodiff.kernels import Kernels
 from cocodiff.routes.rounds import CARD, NODE, TILE, Move, visits_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
 
 # Parts that may be on their way to a rank beside the newest one. Queries need a link once while both tiles of a card
 # send parts over another one, so parts take longer than a step and need not be here before the next.
@@ -59,23 +57,17 @@ class Came(NamedTuple):
 
 
 class TokenRing(Ring):
-    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends."""
+    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends.
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        transport: Ranks,
-        trace: Trace,
-        kernels: Kernels | None = None,
-        local: LocalAttention | None = None,
-        sequences: Sequence[tuple[int, ...]] = (),
-        positions: Sequence[Tensor] | None = None,
-    ) -> None:
-        """positions: of every group's rows in the sequence; given, a query attends to no key behind its own position
-        (causal attention, without masks of keys). All ranks compute alike if tokens are dealt as `zigzag` does."""
-        super().__init__(mesh, transport, trace, kernels, local, sequences)
+    positions: of every group's rows in the sequence; given, a query attends to no key behind its own position (causal
+    attention, without masks of keys). All ranks compute alike if tokens are dealt as `zigzag` does."""
+
+    positions: Sequence[Tensor] | None = None
+
+    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+        """As `Ring`."""
+        super().__init__(mesh, transport, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
-        self._positions = positions
         # A communicator of their own, for what takes another way than queries: on accelerators messages of one follow
         # one another.
         self._back = transport.group(self._ranks.ranks)
@@ -151,10 +143,10 @@ class TokenRing(Ring):
 
     def _part(self, q_BLGD: Tensor, queries_of: int, keys: Keys, keys_of: int) -> Partial:
         """Attention of a group's queries to a group's keys."""
-        if self._positions is None:
+        if self.positions is None:
             return self._local.part(q_BLGD, *keys)
         assert keys.mask_B11S is None, "causal attention goes without masks of keys"
-        q_L, k_S = self._positions[queries_of], self._positions[keys_of]
+        q_L, k_S = self.positions[queries_of], self.positions[keys_of]
         rows_L, seen_S = q_L >= k_S.min(), k_S <= q_L.max()  # that attend to any of the keys, or are attended to
         part = no_keys(q_BLGD)
         if rows_L.any():

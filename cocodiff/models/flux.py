@@ -61,6 +61,8 @@ class FluxAttentionProcessor(AttentionProcessor):
     rank has all tokens of the images that prompt, so its own tokens attend to these while q and k travel.
     """
 
+    takes_images: ClassVar[bool] = False  # whether there is an IP-Adapter
+
     def __call__(
         self,
         attn: Any,
@@ -72,7 +74,8 @@ class FluxAttentionProcessor(AttentionProcessor):
         ip_hidden_states: Sequence[Tensor] = (),
     ) -> Any:
         text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
-        to_q = cache(attn.to_q)  # asked for twice with an IP-Adapter
+        is_prompted = self.takes_images and text_BLC is not None
+        to_q = cache(attn.to_q) if is_prompted else attn.to_q  # asked for twice then
         parts = []
         if text_BLC is not None:
             text_rows = text_BLC.shape[1]
@@ -81,7 +84,6 @@ class FluxAttentionProcessor(AttentionProcessor):
         own = (to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         parts.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
         streams = Streams(parts, attn.heads, self._kernels)
-        is_prompted = text_BLC is not None and isinstance(self, FluxIPAdapterProcessor)
         if is_prompted:
             meanwhile = cache(lambda: prompted(self._replaced, attn, to_q(hidden_states), ip_hidden_states))
         qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
@@ -95,6 +97,8 @@ class FluxAttentionProcessor(AttentionProcessor):
 
 class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
     """One with an IP-Adapter's weights: those of the processor it stands in for are part of the model."""
+
+    takes_images = True
 
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)

@@ -243,7 +243,8 @@ def test_causal_attention(machine, size, dealt):
 
     def work(transport: LoopbackTransport) -> Tensor:
         rows = positions[mesh.group_and_slot(transport.rank)[0]]
-        ring = TokenRing(mesh, transport, Trace(), positions=positions)
+        ring = TokenRing(mesh, transport, Trace())
+        ring.positions = positions
         q, k, v = (x[:, rows] for x in whole)
         qkv = LazyQKV(lambda: q, lambda: k, lambda: v, (Segment("text", tokens),), 3)
         return ring.attend(q, k, v, qkv, [Rows(len(rows)) for rows in positions])

@@ -4,7 +4,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,91 +130,109 @@ def test_the_page_holds_the_volume_and_the_columns_that_say_something(page: Path
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|url\(|<link|@import|fetch\(", text)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path: Path) -> None:
-    _, truth, mask, restored = volume()
-    at, shown = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
+AT, SHOWN = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
+IN_A_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
-    def views(browser: Browser) -> list[list[int]]:
-        """Of each view along z, x and y the grey values in the middle of all voxels, where no cross is drawn."""
-        return browser.value(
-            """[...document.querySelectorAll('.orthogonal canvas')].map((canvas, view) => {
-            const sides = [[32, 40], [32, 20], [20, 40]][view], context = canvas.getContext('2d'), found = [];
-            for (let row = 0; row < sides[0]; row += 1) for (let column = 0; column < sides[1]; column += 1) {
-              const x = (column + 0.5) * canvas.width / sides[1], y = (row + 0.5) * canvas.height / sides[0];
-              found.push(context.getImageData(x, y, 1, 1).data[0]);
-            } return found; })"""
-        )
 
-    def click(browser: Browser, view: int, across: float, down: float) -> None:
-        box = browser.value(
-            f"""(() => {{ const canvas = document.querySelectorAll('.orthogonal canvas')[{view}];
-            canvas.scrollIntoView({{block: 'center'}}); const box = canvas.getBoundingClientRect();
-            return [box.left, box.top, box.width, box.height]; }})()"""
-        )
-        place = {"x": box[0] + across * box[2], "y": box[1] + down * box[3]}
-        for kind in ("mousePressed", "mouseReleased"):
-            browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
-
-    def press_button(browser: Browser, text: str) -> None:
-        browser.value(
-            f"[...document.querySelectorAll('.volume button')].find((one) => one.textContent === '{text}').click()"
-        )
-
-    def assert_shows(browser: Browser, wanted: np.ndarray, z: int, y: int, x: int) -> None:
-        slices = (wanted[z], wanted[:, :, x].T, wanted[:, y])
-        for found, slice_ in zip(views(browser), slices, strict=True):
-            differs = np.abs(np.array(found) - slice_.ravel() / 1000 * 255) > 2
-            assert differs.mean() < 0.15, differs.mean()  # under the cross and the label
-
+@pytest.fixture
+def browser(page: Path, tmp_path: Path) -> Iterator[Browser]:
+    """That has opened the page."""
     with Browser(tmp_path / "profile") as browser:
         browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
         browser.open(page)
-        browser.until(shown, "tapa")
-        assert browser.value(at) in ("108,12,29", "102,4,12", "103,4,12")
-        click(browser, 0, 22.5 / 40, 12.5 / 32)  # in the slice along z: row 12, column 22
-        click(browser, 1, 8.5 / 20, 12.5 / 32)  # in that along x: z 8, row 12
-        browser.until(at, "108,12,29")
-        assert_shows(browser, restored, 8, 12, 22)
-        told = browser.value("document.querySelector('.volume > output').textContent")
-        assert told.startswith("z 108, y 12, x 29: original ") and "tapa: uncertainty 50" in told
-        press_button(browser, "original")
-        browser.until(shown, "original")
-        assert_shows(browser, truth, 8, 12, 22)
-        click(browser, 2, 0.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 0
-        browser.until(at, "100,12,7")
-        assert "not masked" in browser.value("document.querySelector('.volume > output').textContent")
-        browser.value("document.querySelectorAll('.orthogonal canvas')[0].focus()")
-        for key in ("ArrowRight", "ArrowRight", "ArrowUp", "PageDown", "ArrowLeft"):
-            browser.press(key)
-        browser.until(at, "101,11,8")
-        label = browser.value("document.querySelectorAll('.orthogonal canvas')[0].getAttribute('aria-label')")
-        assert "original, slice z 101; cross at y 11, x 8" in label
-        # A window of a tenth of the range makes nearly all voxels of noise black or white.
-        middle = np.mean([0 < value < 255 for value in views(browser)[0]])
-        browser.value(
-            """(() => { const range = document.querySelector('.windowing input[aria-label=window]');
-            range.value = 25; range.dispatchEvent(new Event('input')); })()"""
-        )
-        assert middle > 0.8 > 0.4 > np.mean([0 < value < 255 for value in views(browser)[0]])
-        press_button(browser, "masked")
-        browser.until(shown, "masked")
-        press_button(browser, "zoom to the mask")  # from outside of it
-        browser.until(at, "103,4,12")
-        press_button(browser, "next region")
-        pressed = "[...document.querySelectorAll('.volume [aria-pressed=true]')].map((one) => one.textContent).join()"
-        browser.until(pressed, "masked,zoom to the mask")
-        assert mask[tuple(np.array(list(map(int, browser.value(at).split(",")))) - [100, 0, 7])]
-        share = browser.value(  # of pixels that have the colour of holes
-            """(() => { const canvas = document.querySelector('.orthogonal canvas');
-            const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; let count = 0;
-            for (let n = 0; n < data.length; n += 4) count += data[n] === 46 && data[n + 2] === 168;
-            return 4 * count / data.length; })()"""
-        )
-        assert share > 0.08  # of the whole slice it is less than .02
-        assert re.fullmatch(r"[\d.]+ µm", browser.value("document.querySelector('.ruler').textContent"))
-        for width in (1280, 500):
-            browser.call(
-                "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-            )
-            browser.until("document.documentElement.scrollWidth", width)  # once the views are drawn anew
+        browser.until(SHOWN, "tapa")
+        yield browser
+
+
+def views(browser: Browser) -> list[list[int]]:
+    """Of each view along z, x and y the grey values in the middle of all voxels, where no cross is drawn."""
+    return browser.value(
+        """[...document.querySelectorAll('.orthogonal canvas')].map((canvas, view) => {
+        const sides = [[32, 40], [32, 20], [20, 40]][view], context = canvas.getContext('2d'), found = [];
+        for (let row = 0; row < sides[0]; row += 1) for (let column = 0; column < sides[1]; column += 1) {
+          const x = (column + 0.5) * canvas.width / sides[1], y = (row + 0.5) * canvas.height / sides[0];
+          found.push(context.getImageData(x, y, 1, 1).data[0]);
+        } return found; })"""
+    )
+
+
+def click(browser: Browser, view: int, across: float, down: float) -> None:
+    box = browser.value(
+        f"""(() => {{ const canvas = document.querySelectorAll('.orthogonal canvas')[{view}];
+        canvas.scrollIntoView({{block: 'center'}}); const box = canvas.getBoundingClientRect();
+        return [box.left, box.top, box.width, box.height]; }})()"""
+    )
+    place = {"x": box[0] + across * box[2], "y": box[1] + down * box[3]}
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+
+def press_button(browser: Browser, text: str) -> None:
+    browser.value(
+        f"[...document.querySelectorAll('.volume button')].find((one) => one.textContent === '{text}').click()"
+    )
+
+
+def assert_shows(browser: Browser, wanted: np.ndarray, z: int, y: int, x: int) -> None:
+    slices = (wanted[z], wanted[:, :, x].T, wanted[:, y])
+    for found, slice_ in zip(views(browser), slices, strict=True):
+        differs = np.abs(np.array(found) - slice_.ravel() / 1000 * 255) > 2
+        assert differs.mean() < 0.15, differs.mean()  # under the cross and the label
+
+
+@IN_A_BROWSER
+def test_in_a_browser_a_click_in_one_view_moves_the_others(browser: Browser) -> None:
+    _, truth, _, restored = volume()
+    assert browser.value(AT) in ("108,12,29", "102,4,12", "103,4,12")
+    click(browser, 0, 22.5 / 40, 12.5 / 32)  # in the slice along z: row 12, column 22
+    click(browser, 1, 8.5 / 20, 12.5 / 32)  # in that along x: z 8, row 12
+    browser.until(AT, "108,12,29")
+    assert_shows(browser, restored, 8, 12, 22)
+    told = browser.value("document.querySelector('.volume > output').textContent")
+    assert told.startswith("z 108, y 12, x 29: original ") and "tapa: uncertainty 50" in told
+    press_button(browser, "original")
+    browser.until(SHOWN, "original")
+    assert_shows(browser, truth, 8, 12, 22)
+    click(browser, 2, 0.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 0
+    browser.until(AT, "100,12,7")
+    assert "not masked" in browser.value("document.querySelector('.volume > output').textContent")
+    browser.value("document.querySelectorAll('.orthogonal canvas')[0].focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "PageDown", "ArrowLeft"):
+        browser.press(key)
+    browser.until(AT, "101,11,8")
+    label = browser.value("document.querySelectorAll('.orthogonal canvas')[0].getAttribute('aria-label')")
+    assert "original, slice z 101; cross at y 11, x 8" in label
+
+
+@IN_A_BROWSER
+def test_in_a_browser_the_window_narrows_and_the_mask_fills_the_views(browser: Browser) -> None:
+    mask = volume()[2]
+    click(browser, 2, 1.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 1
+    click(browser, 0, 1.5 / 40, 1.5 / 32)  # in that along z: row 1, so outside of the mask
+    browser.until(AT, "100,1,8")
+    # A window of a tenth of the range makes nearly all voxels of noise black or white.
+    middle = np.mean([0 < value < 255 for value in views(browser)[0]])
+    browser.value(
+        """(() => { const range = document.querySelector('.windowing input[aria-label=window]');
+        range.value = 25; range.dispatchEvent(new Event('input')); })()"""
+    )
+    assert middle > 0.8 > 0.4 > np.mean([0 < value < 255 for value in views(browser)[0]])
+    press_button(browser, "masked")
+    browser.until(SHOWN, "masked")
+    press_button(browser, "zoom to the mask")  # from outside of it
+    browser.until(AT, "103,4,12")
+    press_button(browser, "next region")
+    pressed = "[...document.querySelectorAll('.volume [aria-pressed=true]')].map((one) => one.textContent).join()"
+    browser.until(pressed, "masked,zoom to the mask")
+    assert mask[tuple(np.array(list(map(int, browser.value(AT).split(",")))) - [100, 0, 7])]
+    share = browser.value(  # of pixels that have the colour of holes
+        """(() => { const canvas = document.querySelector('.orthogonal canvas');
+        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; let count = 0;
+        for (let n = 0; n < data.length; n += 4) count += data[n] === 46 && data[n + 2] === 168;
+        return 4 * count / data.length; })()"""
+    )
+    assert share > 0.08  # of the whole slice it is less than .02
+    assert re.fullmatch(r"[\d.]+ µm", browser.value("document.querySelector('.ruler').textContent"))
+    for width in (1280, 500):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        browser.until("document.documentElement.scrollWidth", width)  # once the views are drawn anew
