@@ -1,1 +1,1 @@
-"""How the embedded model was made: synthetic slices, training and evaluation."""
+"""How the embedded model was made: synthetic slices and training."""
