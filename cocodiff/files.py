@@ -1,8 +1,10 @@
-"""Reading the small files that a user names, and no others: opening a named pipe or a device may never return."""
+"""Reading the small files that a user names, and no others: opening a named pipe or a device may never return. And
+writing files that are whole, or on the disk, from a moment on."""
 
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -74,3 +76,19 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no JSON object but {type(data).__name__}")
     return data
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that appears complete or not at all."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Returns when a file that was written is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from PIL import Image
 
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
+from cocodiff.files import flush
 from cocodiff.jobs.bound import Bound
 from cocodiff.jobs.cost import measured
 from cocodiff.jobs.items import Batch, Drawn
@@ -109,10 +109,8 @@ class ImageJob(Job[Batch]):
                 if has_encoder():
                     save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
                 continue
-            with path.open("wb") as file:
-                Image.fromarray(pixels8).save(file, "PNG")
-                file.flush()
-                os.fsync(file.fileno())
+            Image.fromarray(pixels8).save(path, "PNG")
+            flush(path)
 
     def sums(self, batch: Batch) -> list[int]:
         files = [*self._files(batch.indices[0]).values()]

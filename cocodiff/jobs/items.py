@@ -5,7 +5,6 @@ no results yet: samples of slices whose other samples are made elsewhere, and tr
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from cocodiff_eval.uncertainty import Moments
 
+from cocodiff.files import flush
 from cocodiff.jobs.cost import Cost
 
 
@@ -100,10 +100,8 @@ class Parts:
                 alone = one.moments.count == 1
                 images[f"mean {mode}"] = one.moments.mean_YX.astype(np.float32 if alone else np.float64)
                 images |= {} if alone else {f"squares {mode}": one.moments.squares_YX}
-            with self._path(batch, index).open("wb") as file:
-                np.savez(file, facts=np.array(json.dumps(facts)), **images)
-                file.flush()
-                os.fsync(file.fileno())
+            np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
+            flush(self._path(batch, index))
 
     def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
         """What was kept of an item of a batch, in each mode."""

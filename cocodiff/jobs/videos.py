@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import tifffile
+
+from cocodiff.files import flush
 
 
 def has_encoder() -> bool:
@@ -17,10 +18,8 @@ def has_encoder() -> bool:
 
 def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
     """uint8 [F, Y, X, C], without loss. Returns when they are on the disk."""
-    with path.open("wb") as file:
-        tifffile.imwrite(file, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
-        file.flush()
-        os.fsync(file.fileno())
+    tifffile.imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
+    flush(path)
 
 
 def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
@@ -33,8 +32,7 @@ def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
     for frame_YXC in frames_FYXC:
         writer.send(np.ascontiguousarray(frame_YXC))
     writer.close()
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(path)
 
 
 def frames_of(path: Path) -> np.ndarray:

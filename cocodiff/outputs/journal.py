@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.files import flush, replace_text
+
 FOLDER = ".progress"  # within the hidden folder of a run's results
 _HEADER, _CLAIMS = "job.json", "claims"
 
@@ -114,9 +116,7 @@ class Journals:
             self._write({**header, "total": total})
 
     def _write(self, header: Mapping[str, Any]) -> None:
-        unfinished = self.folder / f"{_HEADER}.partial"
-        unfinished.write_text(json.dumps(header, indent=1))
-        unfinished.replace(self.folder / _HEADER)
+        replace_text(self.folder / _HEADER, json.dumps(header, indent=1))
 
     def header(self) -> dict[str, Any] | None:
         """What `begin` was given; None where there is nothing to go on with."""
@@ -143,10 +143,8 @@ class Journals:
         """Goes on with these entries alone. Before any is added."""
         older = [*self.folder.glob("*.jsonl")]
         unfinished = self.folder / "kept.partial"
-        with unfinished.open("wb") as file:
-            file.writelines(entry.line() for entry in entries)
-            file.flush()
-            os.fsync(file.fileno())
+        unfinished.write_bytes(b"".join(entry.line() for entry in entries))
+        flush(unfinished)
         unfinished.replace(self.folder / f"{time.time_ns()}-kept.jsonl")
         for path in older:
             path.unlink()

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cocodiff.files import replace_text
+
 MANIFEST = ".cocodiff-files.json"
 UNFINISHED = f"{MANIFEST}.partial"
 
@@ -34,9 +36,7 @@ class Manifest(NamedTuple):
 
     def write(self, folder: Path) -> None:
         about = "what cocodiff wrote here: --overwrite removes these files and no others"
-        unfinished = folder / UNFINISHED
-        unfinished.write_text(json.dumps({"about": about, **self._asdict()}, indent=1))
-        unfinished.replace(folder / MANIFEST)
+        replace_text(folder / MANIFEST, json.dumps({"about": about, **self._asdict()}, indent=1))
 
 
 def _is_below(name: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
+from cocodiff.files import flush
 from cocodiff_eval.formats.volume import Metadata, RawVolume, RowFile, as_volume_shape, check_memory, reading
 
 
@@ -32,9 +32,7 @@ class NpyFile(RowFile):
         shape = self.shape if self.ndim == 3 else self.shape[1:]
         file = np.lib.format.open_memmap(self.path, mode="w+", dtype=self._stored, shape=shape)
         file.flush()
-        del file
-        with self.path.open("r+b") as written:
-            os.fsync(written.fileno())
+        flush(self.path)
 
     def _offset(self, index: int) -> int:
         with self.path.open("rb") as file:

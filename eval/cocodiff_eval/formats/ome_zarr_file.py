@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import product
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cocodiff.files import flush
 from cocodiff_eval.formats.ngff import level_names, transform_of
 from cocodiff_eval.formats.ome_zarr import open_node
 from cocodiff_eval.formats.tiff_metadata import NOTES
@@ -245,12 +245,3 @@ def halve(image_YX: np.ndarray) -> np.ndarray:
     sums_YX = np.add.reduceat(np.add.reduceat(image_YX, rows, axis=0), columns, axis=1)
     counts = [np.minimum(2, side - starts) for side, starts in zip(image_YX.shape, (rows, columns), strict=True)]
     return np.asarray(sums_YX / np.outer(*counts))
-
-
-def flush(path: Path) -> None:
-    """Returns when a file that was written is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
