@@ -1,4 +1,4 @@
-"""The folder in which forked ranks meet and leave their ends, gone with the job however that ends."""
+"""The folder of a job of processes, such as that in which forked ranks meet: gone with the job however that ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PREFIX = "cocodiff-job-"
@@ -17,10 +17,11 @@ YOUNG_S = 60.0  # a folder without that file may have just been made
 
 
 @contextlib.contextmanager
-def job_folder() -> Iterator[Path]:
-    """A new folder for a job of this process and those it forks. Removes what killed jobs have left."""
-    _clear_ended_jobs(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+def job_folder(prefix: str = PREFIX, ended: Callable[[Path], object] = str) -> Iterator[Path]:
+    """A new folder for a job of this process and those it forks. Removes what killed jobs have left; ended: called with
+    each of their folders before."""
+    _clear_ended_jobs(Path(tempfile.gettempdir()), prefix, ended)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     pending = folder / f".{OWNER}"
     with pending.open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
@@ -31,8 +32,8 @@ def job_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear_ended_jobs(parent: Path) -> None:
-    for folder in parent.glob(f"{PREFIX}*"):
+def _clear_ended_jobs(parent: Path, prefix: str = PREFIX, ended: Callable[[Path], object] = str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if status.st_uid != os.geteuid() or not folder.is_dir() or folder.is_symlink():
@@ -43,4 +44,5 @@ def _clear_ended_jobs(parent: Path) -> None:
                 continue
             with (folder / OWNER).open("r+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, an OSError: it runs
+                ended(folder)
                 shutil.rmtree(folder)

@@ -12,8 +12,8 @@ from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED
 from cocodiff_bench.step_rows import over_schedule
+from cocodiff_studies.emulate import leftovers
 from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
-from cocodiff_studies.emulate.leftovers import registered
 from launching import assert_succeeded
 from warm import forked
 
@@ -24,6 +24,7 @@ from cocodiff.errors import UserError
 from cocodiff.measured_tables import load_exchange_table
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.processes.emulated import emulated
+from cocodiff.processes.job_folder import OWNER
 
 pytestmark = pytest.mark.processes
 
@@ -96,48 +97,37 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
     assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
 
 
-@pytest.mark.parametrize("kind", ["folder", "another's", "open", "link", "file"])
-def test_records_of_emulations_are_kept_where_no_other_may_write(kind, tmp_path, monkeypatch):
+def test_what_others_have_put_there_is_no_record_of_an_emulation(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
-    if kind == "link":
-        (tmp_path / "elsewhere").mkdir()
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif kind == "file":
-        folder.touch()
-    elif kind != "folder":
-        folder.mkdir()
-        folder.chmod(0o777 if kind == "open" else 0o755)
-    if kind == "another's":
-        if os.geteuid() != 0:
-            pytest.skip("only root can give a folder to another user")
-        os.chown(folder, 12345, 12345)
-    if kind == "folder":
-        with registered() as token:
-            assert [path.name for path in folder.iterdir()] == [token]
-        assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
-        return
-    with (
-        pytest.raises(UserError, match=f"{folder}.* (can be written by others|is no folder but).*: remove it"),
-        registered(),
-    ):
-        pytest.fail("an emulation ran")
+    ended: list[str] = []
+    monkeypatch.setattr(leftovers, "kill_all", lambda token, namespaces: ended.append(token))
+    for name in ("killed", "another's"):
+        (tmp_path / f"{leftovers.PREFIX}{name}").mkdir()
+        (tmp_path / f"{leftovers.PREFIX}{name}" / OWNER).touch()
+    (tmp_path / f"{leftovers.PREFIX}link").symlink_to(tmp_path / f"{leftovers.PREFIX}killed")
+    (tmp_path / f"{leftovers.PREFIX}file").touch()
+    if os.geteuid() == 0:  # only root can give a folder to another user
+        os.chown(tmp_path / f"{leftovers.PREFIX}another's", 12345, 12345)
+    with leftovers.registered() as token:
+        assert (tmp_path / token).stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / token).exists()
+    names = ["killed"] if os.geteuid() == 0 else ["another's", "killed"]
+    assert sorted(ended) == [f"{leftovers.PREFIX}{name}" for name in names]
 
 
 def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"cocodiff-emulations-{os.geteuid()}"
 
     def start_often(_: int) -> bool:
         found = []
         for _ in range(30):
-            with registered() as token:
-                found.append((folder / token).exists())
+            with leftovers.registered() as token:
+                found.append((tmp_path / token).exists())
         return all(found)
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(start_often, range(8)))
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_that_is_not_there_is_told_before_anything_is_built(monkeypatch, capsys, tmp_path):
