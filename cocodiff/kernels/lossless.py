@@ -115,12 +115,13 @@ def encode_lossless(
     _target(known).copy_(x_BLHD)
 
 
-def stream_lengths(code_BLHW: Tensor, cut: Cut, head_dim: int, lengths_N: Tensor) -> Tensor | None:
+def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
     """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
-    else was found on the way, for `decode_lossless`. code: the blocks' first parts lie one behind the other in it."""
+    else was found on the way, for `decode_lossless`. code: the blocks' first parts lie one behind the other in it.
+    like: what they are decoded to."""
     cells = cut.cells(code_BLHW.shape)
     for number, part in enumerate(_first_parts(code_BLHW, cells)):
-        words_T = _words(part, tiles_of(cells[number], head_dim))
+        words_T = _words(part, tiles_of(cells[number], like_BLHD.shape[-1]))
         lengths_N[number] = 2 * (len(words_T) + words_T.sum())
     return None
 

@@ -6,18 +6,25 @@ Shapes are in names (see attention/strategy.py); K counts chosen rows, R rows of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.kernels import residual
-from cocodiff.kernels.residual import Reconstructions
 
-if TYPE_CHECKING:
-    from cocodiff.kernels.lossless import Cut
+
+def _of_lossless(op: str) -> Callable[..., Any]:
+    """An operation of `cocodiff.kernels.lossless`, which few runs import."""
+
+    def run(_: TorchOps, *arguments: Any) -> Any:
+        from cocodiff.kernels import lossless
+
+        return getattr(lossless, op)(*arguments)
+
+    return run
 
 
 class TorchOps:
@@ -120,42 +127,9 @@ class TorchOps:
     decode_residual = staticmethod(residual.decode_residual)
     continue_linearly = staticmethod(residual.continue_linearly)
 
-    def encode_lossless(
-        self,
-        x_BLHD: Tensor,
-        known: Reconstructions,
-        factor: float | None,
-        cut: Cut,
-        streams: Tensor,
-        lengths_N: Tensor,
-        needed_1: Tensor,
-    ) -> None:
-        """Writes a tensor's blocks as streams: `cocodiff.kernels.lossless` defines them."""
-        from cocodiff.kernels.lossless import encode_lossless
-
-        encode_lossless(x_BLHD, known, factor, cut, streams, lengths_N, needed_1)
-
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
-        """Writes how long the streams are whose first parts these are; returns what decoding need not find again.
-        like: what they are decoded to."""
-        from cocodiff.kernels.lossless import stream_lengths
-
-        return stream_lengths(code_BLHW, cut, like_BLHD.shape[-1], lengths_N)
-
-    def decode_lossless(
-        self,
-        code_BLHW: Tensor,
-        rests: Tensor,
-        lengths_N: Tensor,
-        found: Tensor | None,
-        known: Reconstructions,
-        factor: float | None,
-        cut: Cut,
-    ) -> None:
-        """Writes the tensor of some streams, bit for bit."""
-        from cocodiff.kernels.lossless import decode_lossless
-
-        decode_lossless(code_BLHW, rests, lengths_N, found, known, factor, cut)
+    encode_lossless = _of_lossless("encode_lossless")
+    stream_lengths = _of_lossless("stream_lengths")
+    decode_lossless = _of_lossless("decode_lossless")
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:
