@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from cocodiff.agreement import tensors_in
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, preset_names
@@ -222,16 +223,7 @@ def twin(model: nn.Module) -> Any:
 
 
 def _outputs(calls: Calls) -> list[Tensor]:
-    return [x for model, of_model in calls for call in of_model for x in tensors_of(model(**copy.deepcopy(call)))]
-
-
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """All tensors of what a model returns."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for x in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_of(x)
+    return [x for model, of_model in calls for call in of_model for x in tensors_in(model(**copy.deepcopy(call)))]
 
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -118,6 +118,7 @@ MAY_IMPORT = {
         "cocodiff.results",
     ),
     "cocodiff.verification": (
+        "cocodiff.agreement",
         "cocodiff.comm",
         "cocodiff.config",
         "cocodiff.engine",
@@ -143,7 +144,7 @@ MAY_IMPORT = {
     "cocodiff.arrays": ("cocodiff.outputs.journal",),
     "cocodiff.__init__": ("cocodiff.arrays", "cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
     # What stands on the library: first what all commands share, then jobs, then the command line.
-    "cocodiff.outputs": (),
+    "cocodiff.outputs": ("cocodiff.files",),
     "cocodiff.console": (
         "cocodiff.outputs",
         "cocodiff.config",

@@ -20,13 +20,13 @@ from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_inputs, sd3_transfor
 from torch import Tensor, nn
 
 from cocodiff import compiling
+from cocodiff.agreement import tensors_in
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Lane
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.sequence import SequenceRanks
 from cocodiff.trace import Trace
-from cocodiff.verification import tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 CACHED = {"step_cache": "first_block", "step_cache_threshold": 0.2}
@@ -253,7 +253,7 @@ def test_models_by_a_plan(name, by_user, no_compiler):
         for _, block in compiling.Compiler(True, Trace()).blocks_of(own) if compiled and by_user else ():
             block.compile(backend="eager", dynamic=False)
         with parallelize(own, transport=transport, compile=compiled and not by_user) as engine:
-            outputs = [x + 0 for _ in range(2) for x in tensors_of(own(**case.call()))]
+            outputs = [x + 0 for _ in range(2) for x in tensors_in(own(**case.call()))]
             return outputs, engine.compiled
 
     plain, compiled = (run_ranks(2, partial(work, compiled=on)) for on in (False, True))

@@ -18,6 +18,7 @@ from toys.planned import PLAN, toy_inputs
 from toys.planned import Planned as Toy
 
 from cocodiff import verify
+from cocodiff.agreement import tensors_in
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
@@ -25,7 +26,7 @@ from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
 from cocodiff.models.plans import HELIOS, OWN, PLANS
-from cocodiff.verification import Trial, Verification, exact_settings, tensors_of
+from cocodiff.verification import Trial, Verification, exact_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -34,7 +35,7 @@ ODD, EVEN = [*SETTINGS][:3] + [*SETTINGS][4:], [*SETTINGS][3:]  # of odd and of 
 
 
 def outputs_of(model: Any, call: dict[str, Any]) -> list[torch.Tensor]:
-    return list(tensors_of(model(**call)))
+    return list(tensors_in(model(**call)))
 
 
 def snapshot(model: torch.nn.Module) -> list[tuple]:
