@@ -12,7 +12,7 @@ import tifffile
 import torch
 from warm import COCODIFF, forked
 
-from cocodiff.cli.doctor.stream_trials import READ_EARLY, SENT_EARLY
+from cocodiff.cli.doctor.trials import READ_EARLY, SENT_EARLY
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Health

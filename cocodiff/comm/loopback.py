@@ -159,36 +159,47 @@ class LoopbackTransport(LaneOwner):
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
-    """Runs `work(transport)` once per rank and returns the results in rank order.
+    """Runs `work(transport)` once per rank and returns the results in rank order. Raises as `run_threads`."""
+    world, core = LoopbackWorld(size, timeout_s), _one_core()
 
-    The first rank that fails fails the call: its exception is raised, with the rank's number in front.
-    """
-    world = LoopbackWorld(size, timeout_s)
-    results: list[Any] = [None] * size
-    errors: dict[int, BaseException] = {}
-    core = _one_core()
-
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> T:
         if core is not None:
             os.sched_setaffinity(0, {core})  # of this thread and those it starts
         transport = LoopbackTransport(world, rank)
         try:
-            with torch.no_grad():  # threads do not inherit the caller's mode
-                results[rank] = work(transport)
+            return work(transport)
         except BaseException as error:
-            errors[rank] = error
             transport.health.fail(f"{type(error).__name__}: {error}")
+            raise
         finally:
             transport.close()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    return run_threads(size, rank_main)
+
+
+def run_threads(size: int, rank_main: Callable[[int], T], name: str = "rank") -> list[T]:
+    """Runs `rank_main(rank)` on a thread of its own for each rank and returns the results in rank order.
+
+    The first rank that fails fails the call: its exception is raised, with the rank's number in a note.
+    """
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with torch.no_grad():  # threads do not inherit the caller's mode
+                results[rank] = rank_main(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"{name}-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         culprit = next((rank for rank, e in sorted(errors.items()) if not isinstance(e, PeerLost)), min(errors))
-        errors[culprit].add_note(f"in rank {culprit} of {size}")
+        errors[culprit].add_note(f"in {name} {culprit} of {size}")
         raise errors[culprit]
     return results
 

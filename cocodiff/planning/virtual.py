@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
+from cocodiff.comm.loopback import run_threads
 from cocodiff.comm.transport import Group, LanePending, Pending, Transport
 from cocodiff.errors import PeerLost
 from cocodiff.planning.program import AWAIT, JOIN, POST, Label, Message, Program, Recorder
@@ -249,28 +250,15 @@ def record(
     """Runs `work(transport)` once per rank. Returns its results and the programs, in rank order, and the messages.
 
     receives_ahead: as gloo's and MPI's groups have it (`Group`); a device's have not.
-    The first rank that fails fails the call: its exception is raised, with the rank's number in a note.
+    Raises as `run_threads`.
     """
     world = VirtualWorld(size, receives_ahead)
-    results: list[Any] = [None] * size
     transports = [VirtualTransport(world, rank) for rank in range(size)]
-    errors: dict[int, BaseException] = {}
 
-    def rank_main(rank: int) -> None:
-        try:
-            with torch.no_grad(), world.turn(rank):
-                results[rank] = work(transports[rank])
-        except BaseException as error:
-            errors[rank] = error
+    def rank_main(rank: int) -> T:
+        with world.turn(rank):
+            return work(transports[rank])
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"virtual-{rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
     world.run_next()
-    for thread in threads:
-        thread.join()
-    if errors:
-        culprit = next((rank for rank, e in sorted(errors.items()) if not isinstance(e, PeerLost)), min(errors))
-        errors[culprit].add_note(f"in virtual rank {culprit} of {size}")
-        raise errors[culprit]
+    results = run_threads(size, rank_main, "virtual rank")
     return results, [transport.recorder.cut() for transport in transports], world.messages

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -98,10 +97,6 @@ def host_library(runtime: Runtime, folder: Path) -> Path:
 def native_file(folder: Path, device: str, lanes: int) -> Path:
     """Where binaries of the kernels are for a GPU, of so many work-items a row."""
     return folder / f"native-{device}-{lanes}.bin"
-
-
-def kernel_names(lanes: int) -> list[str]:
-    return re.findall(r"^KERNEL\((\w+)\)", kernel_source(lanes), re.MULTILINE)
 
 
 def _compile(runtime: Runtime, target: Path) -> None:

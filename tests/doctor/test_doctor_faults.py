@@ -29,7 +29,7 @@ from cocodiff.cli.doctor.facts import (
     name_nodes,
     name_ranks,
 )
-from cocodiff.cli.doctor.stream_trials import READ_EARLY
+from cocodiff.cli.doctor.trials import READ_EARLY
 from cocodiff.kernels.trial import KernelTrial
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED
 from cocodiff_bench.step_rows import over_schedule
-from cocodiff_studies.emulate import leftovers
+from cocodiff_studies.emulate import processes
 from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
 from launching import assert_succeeded
 from warm import forked
@@ -100,19 +100,19 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
 def test_what_others_have_put_there_is_no_record_of_an_emulation(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended: list[str] = []
-    monkeypatch.setattr(leftovers, "kill_all", lambda token, namespaces: ended.append(token))
+    monkeypatch.setattr(processes, "kill_all", lambda token, namespaces: ended.append(token))
     for name in ("killed", "another's"):
-        (tmp_path / f"{leftovers.PREFIX}{name}").mkdir()
-        (tmp_path / f"{leftovers.PREFIX}{name}" / OWNER).touch()
-    (tmp_path / f"{leftovers.PREFIX}link").symlink_to(tmp_path / f"{leftovers.PREFIX}killed")
-    (tmp_path / f"{leftovers.PREFIX}file").touch()
+        (tmp_path / f"{processes.PREFIX}{name}").mkdir()
+        (tmp_path / f"{processes.PREFIX}{name}" / OWNER).touch()
+    (tmp_path / f"{processes.PREFIX}link").symlink_to(tmp_path / f"{processes.PREFIX}killed")
+    (tmp_path / f"{processes.PREFIX}file").touch()
     if os.geteuid() == 0:  # only root can give a folder to another user
-        os.chown(tmp_path / f"{leftovers.PREFIX}another's", 12345, 12345)
-    with leftovers.registered() as token:
+        os.chown(tmp_path / f"{processes.PREFIX}another's", 12345, 12345)
+    with processes.registered() as token:
         assert (tmp_path / token).stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / token).exists()
     names = ["killed"] if os.geteuid() == 0 else ["another's", "killed"]
-    assert sorted(ended) == [f"{leftovers.PREFIX}{name}" for name in names]
+    assert sorted(ended) == [f"{processes.PREFIX}{name}" for name in names]
 
 
 def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch
     def start_often(_: int) -> bool:
         found = []
         for _ in range(30):
-            with leftovers.registered() as token:
+            with processes.registered() as token:
                 found.append((tmp_path / token).exists())
         return all(found)
 

@@ -69,7 +69,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
     def imports() -> None:
         if (values["ranks"] or 1) > 1:
-            for name in ("engine", *(f"cli.doctor.{part}" for part in ("examine", "gather", "stream_trials"))):
+            for name in ("engine", *(f"cli.doctor.{part}" for part in ("examine", "gather", "trials"))):
                 import_module(f"cocodiff.{name}")
 
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
@@ -110,7 +110,7 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
-    from cocodiff.cli.doctor import stream_trials, trials
+    from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts
     from cocodiff.cli.doctor.gather import gather_rank
     from cocodiff.cli.doctor.sysman import read_sysman
@@ -129,7 +129,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
             group = transport.group(range(transport.size))
             group.barrier()
         with step("messages between streams that are kept busy"):
-            order = stream_trials.order(transport, group)
+            order = trials.order(transport, group)
         with step("gathering the facts of all ranks"):
             ranks = transport.gather_object(own) or [own]
         with step("all-to-alls"):
@@ -137,7 +137,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
         with step("calls that send and receive"):
-            issues = stream_trials.issues(transport, group)
+            issues = trials.issues(transport, group)
         with step("finding planes"):
             planes, rates = find_planes(topology, transport, ranks, own, sysman)
     except (PeerLost, OwnRankError) as error:

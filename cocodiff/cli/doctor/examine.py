@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cocodiff.cli.doctor.check_binding import check_cores, check_nics, check_tiles
-from cocodiff.cli.doctor.check_links import check_planes
 from cocodiff.cli.doctor.check_memory import check_kernels, check_memory, check_sycl
 from cocodiff.cli.doctor.check_messages import check_alltoall, check_host, check_order, check_overlap, check_settings
 from cocodiff.cli.doctor.check_versions import check_launch, check_mpi, check_versions
 from cocodiff.cli.doctor.facts import FAULT, Facts, Finding
+from cocodiff.cli.doctor.planes import check_planes
 
 CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
     check_versions,

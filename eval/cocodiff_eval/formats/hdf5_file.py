@@ -52,14 +52,9 @@ class Hdf5File(RowFile):
             shape = self.shape[1:] if self.metadata.details["ndim"] == 2 else (1, *self.shape[1:])
         for name in self._names:
             layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            layout.set_layout(h5py.h5d.CONTIGUOUS)
             layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            layout.set_obj_track_times(False)  # the same run makes the same file
-            links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-            links.set_create_intermediate_group(True)
-            kind, space = h5py.h5t.py_create(self._stored), h5py.h5s.create_simple(shape)
-            h5py.h5d.create(new.id, name.encode(), kind, space, layout, links)
+            new.create_dataset(name, shape, self._stored, dcpl=layout)
 
     def _describe(self, dataset: Any) -> None:
         kept = self.metadata

@@ -31,9 +31,8 @@ from cocodiff.processes.emulated import EMULATED
 from cocodiff.processes.room import check_room
 from cocodiff.topology.machine import Topology
 from cocodiff_studies.emulate.enter import TILES
-from cocodiff_studies.emulate.leftovers import TOKEN, kill_all, registered
 from cocodiff_studies.emulate.network import BRIDGE, Network, address
-from cocodiff_studies.emulate.processes import fork_all
+from cocodiff_studies.emulate.processes import TOKEN, fork_all, kill_all, registered
 from cocodiff_studies.emulate.verify import Rate, measure_rates
 
 PORT = "29400"
