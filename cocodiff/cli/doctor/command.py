@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,7 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import write_document
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from cocodiff.cli.doctor.facts import Facts, Finding, PlaneMap, RankFacts
-    from cocodiff.cli.doctor.sysman import Sysman
+    from cocodiff.cli.doctor.facts import Facts, Finding
     from cocodiff.topology.machine import Topology
 
 FILE = "doctor.json"
@@ -113,6 +112,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts
     from cocodiff.cli.doctor.gather import gather_rank
+    from cocodiff.cli.doctor.planes import find_planes
     from cocodiff.cli.doctor.sysman import read_sysman
     from cocodiff.topology.machine import Topology
 
@@ -139,7 +139,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("calls that send and receive"):
             issues = trials.issues(transport, group)
         with step("finding planes"):
-            planes, rates = find_planes(topology, transport, ranks, own, sysman)
+            planes, rates = find_planes(topology, transport, own, sysman)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
     need = needed(values, topology, transport)
@@ -186,65 +186,6 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
     mesh = choose(topology, AttentionWork(shape.heads, shape.head_dim))
     return max(need.total for need in size_run(shape, topology, load, mesh))
-
-
-def find_planes(
-    topology: Topology, transport: Any, ranks: list[RankFacts], own: RankFacts, sysman: Sysman | str
-) -> tuple[dict[str, PlaneMap], list[list[float]]]:
-    """Every host's plane map: by its fabric ports, else by CCL_TOPO_COLOR, else by measured rates. All ranks call it;
-    rank 0's answer is whole."""
-    from cocodiff.cli.doctor.facts import name_nodes
-
-    told = told_planes(topology, own, sysman)
-    of_ranks = transport.gather_object((own.host, told)) or [(own.host, told)]
-    names = name_nodes([host for host, _ in of_ranks], [place.node for place in topology.places])
-    nodes: dict[str, list[int]] = {}
-    for rank, name in enumerate(names[: len(of_ranks)]):
-        nodes.setdefault(name, []).append(rank)
-    silent = [name for name, members in nodes.items() if of_ranks[members[0]][1] is None]
-    groups = transport.broadcast_object([nodes[name] for name in nodes] if silent else None)
-    rates: list[list[float]] = []
-    if groups is not None:
-        from cocodiff.cli.doctor.trials import pair_rates
-
-        rates = pair_rates(transport, groups)
-    if transport.rank:
-        return {}, []
-    maps = {}
-    for name, members in nodes.items():
-        found = of_ranks[members[0]][1] or measured_planes(topology, members, rates)
-        maps[name] = replace(found, first=members[0])
-    return maps, rates
-
-
-def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> PlaneMap | None:
-    """The planes that the system tells of, None where it is silent."""
-    from cocodiff.cli.doctor.facts import PlaneMap
-    from cocodiff.cli.doctor.planes import from_color, from_links
-    from cocodiff.cli.doctor.sysman import fabric_links
-
-    tiles = topology.machine.tiles
-    if not isinstance(sysman, str) and sysman.ports:
-        links, broken = fabric_links(sysman.ports, tiles)
-        return PlaneMap(
-            "Level Zero's fabric ports", from_links(len(sysman.addresses) * tiles, links), "", tuple(broken)
-        )
-    color = own.environment.get("CCL_TOPO_COLOR", "")
-    if "plane" in color:
-        try:
-            return PlaneMap("CCL_TOPO_COLOR", from_color(color))
-        except ValueError as error:
-            return PlaneMap("CCL_TOPO_COLOR", None, str(error))
-    return None
-
-
-def measured_planes(topology: Topology, members: list[int], rates: list[list[float]]) -> PlaneMap:
-    from cocodiff.cli.doctor.facts import MEASURED, PlaneMap
-    from cocodiff.cli.doctor.planes import from_rates
-
-    within = [[rates[a][b] for b in members] for a in members]
-    planes, why = from_rates(within, [topology.places[rank].card for rank in members])
-    return PlaneMap(MEASURED, planes, why)
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
-from cocodiff.cli.doctor.facts import MEASURED, Facts, Findings
+from cocodiff.cli.doctor.facts import MEASURED, Facts, Findings, PlaneMap, RankFacts, name_nodes
+from cocodiff.cli.doctor.sysman import Sysman, fabric_links
+from cocodiff.cli.doctor.trials import pair_rates
+from cocodiff.topology.machine import Topology
 
 FAST_PLANE = 1.25  # a plane's links are that many times as fast as the way into another plane
 
@@ -77,6 +82,52 @@ def from_rates(gb_s: Sequence[Sequence[float]], cards: Sequence[int]) -> tuple[t
     if len(whole) != len(joined):
         return None, f"measured rates ({slow:.3g} and {fast:.3g} GB/s) do not fall into planes"
     return planes, ""
+
+
+def find_planes(
+    topology: Topology, transport: Any, own: RankFacts, sysman: Sysman | str
+) -> tuple[dict[str, PlaneMap], list[list[float]]]:
+    """Every host's plane map: by its fabric ports, else by CCL_TOPO_COLOR, else by measured rates. All ranks call it;
+    rank 0's answer is whole."""
+    told = told_planes(topology, own, sysman)
+    of_ranks = transport.gather_object((own.host, told)) or [(own.host, told)]
+    names = name_nodes([host for host, _ in of_ranks], [place.node for place in topology.places])
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(names[: len(of_ranks)]):
+        nodes.setdefault(name, []).append(rank)
+    silent = [name for name, members in nodes.items() if of_ranks[members[0]][1] is None]
+    groups = transport.broadcast_object([nodes[name] for name in nodes] if silent else None)
+    rates = [] if groups is None else pair_rates(transport, groups)
+    if transport.rank:
+        return {}, []
+    maps = {}
+    for name, members in nodes.items():
+        found = of_ranks[members[0]][1] or measured_planes(topology, members, rates)
+        maps[name] = replace(found, first=members[0])
+    return maps, rates
+
+
+def told_planes(topology: Topology, own: RankFacts, sysman: Sysman | str) -> PlaneMap | None:
+    """The planes that the system tells of, None where it is silent."""
+    tiles = topology.machine.tiles
+    if not isinstance(sysman, str) and sysman.ports:
+        links, broken = fabric_links(sysman.ports, tiles)
+        return PlaneMap(
+            "Level Zero's fabric ports", from_links(len(sysman.addresses) * tiles, links), "", tuple(broken)
+        )
+    color = own.environment.get("CCL_TOPO_COLOR", "")
+    if "plane" in color:
+        try:
+            return PlaneMap("CCL_TOPO_COLOR", from_color(color))
+        except ValueError as error:
+            return PlaneMap("CCL_TOPO_COLOR", None, str(error))
+    return None
+
+
+def measured_planes(topology: Topology, members: list[int], rates: list[list[float]]) -> PlaneMap:
+    within = [[rates[a][b] for b in members] for a in members]
+    planes, why = from_rates(within, [topology.places[rank].card for rank in members])
+    return PlaneMap(MEASURED, planes, why)
 
 
 def check_planes(facts: Facts) -> Findings:
