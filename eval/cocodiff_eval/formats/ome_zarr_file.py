@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
