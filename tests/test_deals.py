@@ -14,10 +14,9 @@ from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.deal_choice import choose
 from cocodiff.planning.deal_prices import OUTPUT_CHANNELS, Pricer, Workload
 from cocodiff.planning.deals import Deal, deals_of
-from cocodiff.planning.layers import Case
+from cocodiff.planning.layers import Case, Recording
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.steps import Recording
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology

@@ -1,6 +1,6 @@
 """What each deal of the ranks would take: memory of the fullest rank, seconds of an image and of a whole job, bytes.
 
-Every set of ranks that shares a sequence is priced by recording it (`steps.py`), as if it were alone on the machine:
+Every set of ranks that shares a sequence is priced by recording it (`layers.py`), as if it were alone on the machine:
 replicas that share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the
 longer of them, and then each rank sends its branch's whole output to its partner in the other one. Sets of ranks that
 sit alike take alike and are recorded once.
@@ -22,11 +22,10 @@ from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.costs import state_sizes
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import Decisions
-from cocodiff.planning.layers import Case, kinds_of
+from cocodiff.planning.layers import Case, Recording, StepPlan, kinds_of
 from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
 from cocodiff.planning.roofline import roofline
 from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.steps import Recording, StepPlan
 from cocodiff.planning.traffic import Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments

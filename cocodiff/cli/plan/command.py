@@ -89,7 +89,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
         run_calibration(values, topology_of(values))
     elif values["paper"]:
-        from cocodiff_studies.paper.command import run_paper
+        from cocodiff_studies.paper.figures import run_paper
 
         run_paper(values)
     else:

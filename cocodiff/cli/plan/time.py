@@ -16,11 +16,10 @@ from cocodiff.planning.costs import CallKind, costs_of, state_sizes
 from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import as_file, decisions_of
-from cocodiff.planning.layers import SITES, Case
+from cocodiff.planning.layers import SITES, Case, Recording
 from cocodiff.planning.memory import misfit
 from cocodiff.planning.placement import table, worth_listing
 from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.steps import Recording
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, split_plan

@@ -1,4 +1,4 @@
-"""The CoCoDiff paper's figures, and the plan's for the same cases (docs/paper.md).
+"""`cocodiff plan --paper`: the CoCoDiff paper's figures beside what the plan says of the same cases (docs/paper.md).
 
 Three constants are fitted on Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
 card and all slower links reach. Everything else is predicted with them. Nothing is fitted to the predicted figures.
@@ -7,18 +7,22 @@ card and all slower links reach. Everything else is predicted with them. Nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from cocodiff.assemble import AttentionWork
-from cocodiff.config import Config
+from cocodiff.config import Config, load_machine
+from cocodiff.console.terminal import say
+from cocodiff.loading.model_shapes import load_shape
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.settings import write_document
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planning.costs import state_sizes
-from cocodiff.planning.layers import Case
+from cocodiff.planning.layers import Case, Recording, StepPlan
 from cocodiff.planning.memory import Load, ModelShape, largest_batch, size_run
 from cocodiff.planning.placement import choose
 from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.steps import Recording, StepPlan
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
@@ -192,3 +196,65 @@ def rows_of(paper: Paper, tell: Callable[[dict[str, Any]], None]) -> list[dict[s
 def mean(values: Iterable[float]) -> float | None:
     found = list(values)
     return sum(found) / len(found) if found else None
+
+
+# What is said and written ---------------------------------------------------------------------------------------------
+
+
+def run_paper(values: dict[str, Any]) -> None:
+    machine = load_machine(values["machine"])
+    output = OutputFolder(values["out"], values["overwrite"])
+    readings, lines = read_figure_11(machine)
+    say("\n".join(lines))
+    fit = readings["per rank", "flat_serial"]
+    paper = Paper(fit.constants.machine(machine), cache(load_shape))
+    say("\npredicted with these constants; the baseline read as one that serves one peer at a time (flat_serial) and")
+    say("as one that serves all at once (flat); ranks beyond the paper's degree of Ulysses, or the heads, are in rings")
+    say(f"{'':<66}{'paper':>22}{'flat_serial':>13}{'flat':>8}")
+    rows = rows_of(paper, say_row)
+    say("degrees of Ulysses in the paper: " + ", ".join(f"{degree} on {n} node(s)" for n, degree in DEGREES.items()))
+    plan = {
+        "schema": 1,
+        "constants": asdict(fit.constants),
+        "rows": rows,
+        "readings": [
+            {
+                "message_size": reading,
+                "baseline": baseline,
+                "rms": one.rms(figure_11(READINGS[reading][0], baseline)),
+                **asdict(one.constants),
+            }
+            for (reading, baseline), one in readings.items()
+        ],
+    }
+    with output.held(), output.writing():
+        write_document(output.open(), "plan.json", plan, values)
+        output.publish()
+    say(f"results: {output.final / 'plan.json'}")
+
+
+def say_row(row: dict[str, Any]) -> None:
+    shown = [shown_as(row[name], row["figure"] == "1") for name in BASELINES]
+    say(f"{row['what']:<66}{row['paper']:>22}{shown[0]:>13}{shown[1]:>8}")
+
+
+def read_figure_11(machine: Machine) -> tuple[dict[tuple[str, str], Any], list[str]]:
+    """The fit of every reading, and the table of the one that is taken."""
+    fits = {(reading, name): fit_figure_11(machine, reading, name) for reading in READINGS for name in BASELINES}
+    lines = [f"Figure 11 fitted with {', '.join(FITTED)} (of NICs as of Xe links), for every reading:"]
+    lines.append(f"{'message size':<26}{'baseline':<14}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
+    for (reading, name), fit in fits.items():
+        c = fit.constants
+        rms = fit.rms(figure_11(READINGS[reading][0], name))
+        lines.append(f"{reading:<26}{name:<14}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms:>8.0%}")
+    lines.append("taken: per rank, flat_serial")
+    lines.append(f"{'':<26}{'paper':>10}{'plan':>10}{'off by':>9}")
+    measured = figure_11(READINGS["per rank"][0], "flat_serial")
+    for name, one, seconds in zip(ABOUT_FIGURE_11, measured, fits["per rank", "flat_serial"].predicted, strict=True):
+        unit = 1.0 if one.over is not None else 1e3
+        lines.append(f"{name:<26}{one.value * unit:>10.2f}{seconds * unit:>10.2f}{seconds / one.value - 1:>9.0%}")
+    return fits, lines
+
+
+def shown_as(value: float | None, share: bool) -> str:
+    return "-" if value is None else f"{value:.0%}" if share else f"{value:.2f}"
