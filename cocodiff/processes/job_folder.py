@@ -17,7 +17,7 @@ YOUNG_S = 60.0  # a folder without that file may have just been made
 
 
 @contextlib.contextmanager
-def job_folder(prefix: str = PREFIX, ended: Callable[[Path], object] = str) -> Iterator[Path]:
+def job_folder(prefix: str = PREFIX, ended: Callable[[Path], object] = lambda _: None) -> Iterator[Path]:
     """A new folder for a job of this process and those it forks. Removes what killed jobs have left; ended: called with
     each of their folders before."""
     _clear_ended_jobs(Path(tempfile.gettempdir()), prefix, ended)
@@ -32,7 +32,7 @@ def job_folder(prefix: str = PREFIX, ended: Callable[[Path], object] = str) -> I
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear_ended_jobs(parent: Path, prefix: str = PREFIX, ended: Callable[[Path], object] = str) -> None:
+def _clear_ended_jobs(parent: Path, prefix: str = PREFIX, ended: Callable[[Path], object] = lambda _: None) -> None:
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
