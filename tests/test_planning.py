@@ -16,15 +16,7 @@ from cocodiff.planning.calibrate import AllToAll, Constants
 from cocodiff.planning.codec_choice import layer_s
 from cocodiff.planning.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planning.decisions import Decisions, without_seldom
-from cocodiff.planning.layers import (
-    Case,
-    Recording,
-    kinds_of,
-    kinds_of_steps,
-    of_kind,
-    record_layers,
-    recorded_kinds,
-)
+from cocodiff.planning.layers import Case, Recording, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.pricing import Pricing, cost_of
 from cocodiff.planning.program import COMPUTE, POST

@@ -1,5 +1,5 @@
-"""The layers of a model on all ranks, recorded: the engine's own strategies, and waits for the model's arithmetic. And a
-step of them: its time by simulation, its bytes by the strategies' own count."""
+"""The layers of a model on all ranks, recorded: the engine's own strategies, and waits for the model's arithmetic.
+And a step of them: its time by simulation, its bytes by the strategies' own count."""
 
 from __future__ import annotations
 
