@@ -140,5 +140,5 @@ def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstru
     rests = torch.cat([streams[place + room : end] for place, room, end in zip(places, rooms, ends_at, strict=False)])
     found = ops.stream_lengths(code_BLHW, cut, x_BLHD, found_N)
     if op == "decode_lossless":
-        ops.decode_lossless(code_BLHW, rests, found_N, found, ends[1], 0.75, cut)  # type: ignore[arg-type]
+        ops.decode_lossless(code_BLHW, rests, found_N, found, ends[1], 0.75, cut)
     return [found_N, ends[1].before]  # type: ignore[list-item]
