@@ -236,8 +236,9 @@ def test_verify_knows_it_and_plan_says_that_it_does_not(tmp_path):
     assert set(outcomes) == {"flat", "tapa", "v_first", "split", "split, chunks 2"}
     assert set(outcomes.values()) == {"exact"} and found.ok
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
-    with pytest.raises(UserError, match="the memory of a LatteTransformer3DModel is not known; known are SD3Tr"):
+    with pytest.raises(UserError, match="the memory of a LatteTransformer3DModel is not known; known are SD3Tr") as said:
         load_shape(str(tmp_path))
+    assert "; plan counts what attention exchanges, and its ranks transpose hidden states" in str(said.value)
 
 
 def pipeline(model: Any) -> Any:

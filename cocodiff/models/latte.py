@@ -214,5 +214,6 @@ FAMILY = Family(
     transformer="diffusers.LatteTransformer3DModel",
     adapter=LatteAdapter(),
     rows_per_image=2,  # classifier-free guidance puts both halves in one call
-    planned=False,
+    unplanned="plan counts what attention exchanges, and its ranks transpose hidden states instead, whose bytes "
+    "engine.bytes() tells and whose time bench latte",
 )
