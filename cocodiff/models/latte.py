@@ -143,8 +143,12 @@ class LatteModel:
         frames, places = self._ranks.segments
         shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
         x_BRCD = latents_BCFHW.new_empty(1).expand(*shape, LatteAdapter().heads(self._model)[1])
-        like = LazyQKV(*[lambda: x_BRCD] * 3, (frames,), places.tokens)
-        self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), like)
+
+        def like() -> Tensor:
+            return x_BRCD
+
+        qkv = LazyQKV(like, like, like, (frames,), places.tokens)
+        self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
     def _gather(self, x: Tensor) -> Tensor:
         """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
