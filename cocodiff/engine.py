@@ -347,10 +347,11 @@ class Engine(HasResults):
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
-        far ahead of another then: the first exchange needs them all."""
+        far ahead of another then: the first exchange needs them all. Where the family's shape is not planned, its
+        adapter has `check_room` do it."""
         ranks = self.sequence
         coding = ranks.strategy.coding
-        if self.size == 1 or not (coding.keeps_state or self._caches) or not ranks.segments:
+        if self.size == 1 or not (coding.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
             return
         call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
         if (ranks, ranks.segments, call) not in self._sized:
@@ -359,8 +360,8 @@ class Engine(HasResults):
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
-        """As `_check_memory`, for a model by a plan, of which no more is known than its current call: before the first
-        one of so many layers of a kind that keep something for a branch. qkv: of the first of them."""
+        """As `_check_memory`, for a model of which no more is known than its current call: before the first one of so
+        many layers of a kind that keep something for a branch. qkv: of the first of them."""
         key = self.sequence, qkv.segments, kind, self.counter.branch
         if self.strategy.coding.keeps_state and key not in self._sized:
             self._sized.add(key)

@@ -78,7 +78,8 @@ class SequenceRanks:
         from cocodiff.wire.transpose import Transposes
 
         assert self.strategy.exchange is not None, "one rank has nothing to transpose"
-        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early)
+        coding = None if self.config.codec == "none" else self.strategy.coding
+        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early, coding)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
         """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""

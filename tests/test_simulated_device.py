@@ -127,6 +127,7 @@ def test_forked_ranks_that_outnumber_devices_share_them_and_a_launchers_ranks_on
         assert free_memory(found[0], 4) == free_memory(found[0], 1) // 2 == free_memory(found[0], 3)
         assert place_rank(Launch("forked", 1, 2, 1, 2), "auto", "auto") == (found[1], "auto")
         assert place_rank(Launch("torchrun", 3, 4, 3, 4), "auto", "host") == (found[1], "host")
+        assert place_rank(Launch("mpi", 3, 4, 3, 4), "auto", "mpi-rma") == (found[1], "mpi-rma")
         with pytest.raises(OwnRankError, match="local rank 2 has no sim device: 2 found"):
             place_rank(Launch("torchrun", 2, 4, 2, 4), "auto", "auto")
 

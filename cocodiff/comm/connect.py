@@ -43,6 +43,7 @@ from cocodiff.errors import PeerLost, UserError
 
 log = logging.getLogger("cocodiff.comm")
 OVER_MPI = ("mpi", "mpi-rma")
+THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
 
 
 class _Meeting(NamedTuple):
@@ -63,12 +64,12 @@ def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.devic
     """A rank's device and what carries its messages, from the settings of these names. Ranks that were forked here see
     the same devices, so that auto is host where they outnumber these; what a launcher's ranks see may be each its own.
     """
-    in_turns = transport == "host" or (transport == "auto" and launch.kind == "forked")
+    in_turns = transport in THROUGH_HOST or (transport == "auto" and launch.kind == "forked")
     found = rank_device(device, launch.local_rank, in_turns)
     sharing = ranks_on_device(found, launch.local_size or 1) if in_turns else 1
     if sharing > 1 and launch.speaks:
         log.warning("up to %d ranks share a %s device: messages pass through the host's memory", sharing, found.type)
-    return found, "host" if sharing > 1 else transport
+    return found, "host" if sharing > 1 and transport == "auto" else transport
 
 
 def connect(
@@ -93,7 +94,7 @@ def connect(
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 
         return LoopbackTransport(LoopbackWorld(1), 0, device)
-    through_host = name == "host" or (name == "mpi-rma" and device.type != "cpu")  # windows are in the host's memory
+    through_host = name == "host" or (name in THROUGH_HOST and device.type != "cpu")
     carried = torch.device("cpu") if through_host else device  # what the messages are in: with host, copies
     name = _library(launch, name, carried)
     owns = name not in OVER_MPI and not dist.is_initialized()

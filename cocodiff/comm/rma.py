@@ -4,8 +4,9 @@ Every group has a window. There each rank keeps, for every peer, a ring of bytes
 counters: of the bytes that the peer has put there, and of those that it has taken out of its own ring for this rank. A
 sender puts a message, completes that at the target, and puts the first counter; the receiver finds it there, copies the
 message out and puts the second counter back. So a sender waits for nobody while the ring has room, and nothing is
-overwritten before it was read. What is longer than a ring goes two-sided, which both sides see by its size. Counters
-are 8 bytes and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
+overwritten before it was read. Before every message its length is put, so that a receiver which awaits another one says
+so. What is longer than a ring goes two-sided behind its length, which both sides see by its size. Counters are 8 bytes
+and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
 
 Puts that find no room, and receives, move on while any thread of the rank waits for any group, as MPI's own do.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.transport import Pending
@@ -46,12 +48,18 @@ DRAWBACKS = (  # from the third on this is two-sided MPI
 
 
 class Message:
-    """Bytes to or from a peer, uint8 [n]; done: how many have come or gone."""
+    """Bytes to or from a peer, uint8 [n]; done: how many have come or gone. length: where these bytes announce a
+    message, its bytes by this rank's account."""
 
-    __slots__ = ("bits", "done")
+    __slots__ = ("bits", "done", "length")
 
-    def __init__(self, bits: Any) -> None:
-        self.bits, self.done = bits, 0
+    def __init__(self, bits: Any, length: int = 0) -> None:
+        self.bits, self.done, self.length = bits, 0, length
+
+    @classmethod
+    def announcing(cls, length: int) -> Message:
+        """What goes before a message of so many bytes."""
+        return cls(np.array([length]).view(np.uint8), length)
 
     @property
     def is_through(self) -> bool:
@@ -61,10 +69,11 @@ class Message:
 class Peer:
     """Both directions between this rank and one peer, whose streams are of bytes: counts begin at 0 and only grow."""
 
-    def __init__(self, put: Callable[[Any, int], None], window: Any, number: int, counters: Any, ring: Any) -> None:
-        """put: bytes to a place in the peer's ring (0 and up) or of its counters (below). number: the peer's in its
-        group. counters, ring: here; int64 [2] and uint8 [n]."""
-        self.put, self._window, self.number, self._counters, self._ring = put, window, number, counters, ring
+    def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
+        """number: the peer's in its group. put: bytes to a place in the peer's ring (0 and up) or of its counters
+        (below). counters, ring: here; int64 [2] and uint8 [n]."""
+        self._group, self.number, self.put, self._counters, self._ring = group, number, put, counters, ring
+        self._window = group.window
         self.outgoing: deque[Message] = deque()
         self.incoming: deque[Message] = deque()
         self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # this rank's counts, for the peer
@@ -100,6 +109,8 @@ class Peer:
             message.done, read = message.done + size, read + size
             if message.is_through:
                 self.incoming.popleft()
+                if message.length and message.length != (came := int(message.bits.view(np.int64)[0])):
+                    raise self._group.refused(self.number, came, message.length)
         if read == self._read[0]:
             return False
         self._read[0] = read
@@ -157,22 +168,34 @@ class RmaGroup(MpiGroup):
         def put_there(bits: Any, at: int) -> None:
             put([bits, byte], number, at + (ring if at >= 0 else counters))
 
-        return Peer(put_there, self.window, number, self._counters[number], self._rings[number])
+        return Peer(self, number, put_there, self._counters[number], self._rings[number])
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         capacity, opened = self._rings.shape[1], []
         with self.lock:
             for listed, leaving in ((recvs, False), (sends, True)):
                 for tensor, peer in listed:
-                    if 0 < tensor.nbytes <= capacity:
-                        opened.append(Message(bits_of(tensor)))
+                    if tensor.nbytes:
+                        bits, length = bits_of(tensor), Message.announcing(tensor.nbytes)
+                        both = [length, Message(bits)] if tensor.nbytes <= capacity else [length]
                         of = self._peers[peer]
-                        (of.outgoing if leaving else of.incoming).append(opened[-1])
+                        (of.outgoing if leaving else of.incoming).extend(both)
+                        opened += both
             while self._send():
                 pass
             self._seen = b""
         large = [[(tensor, peer) for tensor, peer in listed if tensor.nbytes > capacity] for listed in (sends, recvs)]
         return _Transfer(self, opened, self._posted(*large), [*sends, *recvs])
+
+    def refused(self, peer: int, came: int, awaited: int) -> WrongMessage:
+        """Tells all ranks of a message of another length than this rank awaits, and returns the error."""
+        reason = (
+            f"received a message of {came} bytes from rank {self.ranks[peer]} where it awaited one of {awaited}, in a "
+            f"group of {len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}; trust no result: these "
+            "ranks do not make the same calls"
+        )
+        self.health.fail(reason)
+        return WrongMessage(self.ranks[self.index], f"failed: {reason}")
 
     def barrier(self) -> None:
         _Transfer(self, [], [self._communicator.Ibarrier()], []).wait()

@@ -58,7 +58,8 @@ def shape_of_folder(path: Path) -> ModelShape:
         if not hasattr(getattr(diffusers, kind, None), "from_config"):
             raise UserError(f"{path}: diffusers has no class {kind}: give a folder with a transformer of diffusers")
         known = ", ".join(family.class_name for family in families() if family.planned)
-        raise UserError(f"the memory of a {kind} is not known; known are {known}")
+        why = next((f"; {one.unplanned}" for one in families() if one.class_name == kind and one.unplanned), "")
+        raise UserError(f"the memory of a {kind} is not known; known are {known}{why}")
     try:
         with torch.device("meta"):
             model = family.import_transformer().from_config(config)

@@ -129,7 +129,7 @@ class Family:
     patch              latent pixels of a token's side; None: `patch_size` of the config
     text_tokens, rows_per_image, branches, unsharded_copies, gated_mlp
 
-    planned            whether `plan` knows what its ranks send and keep
+    unplanned          why `plan` does not know what its ranks send and keep; empty where it does
     """
 
     transformer: str
@@ -145,7 +145,11 @@ class Family:
     branches: int = 1
     unsharded_copies: int = 0
     gated_mlp: bool = False
-    planned: bool = True
+    unplanned: str = ""
+
+    @property
+    def planned(self) -> bool:
+        return not self.unplanned
 
     @property
     def class_name(self) -> str:

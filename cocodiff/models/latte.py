@@ -1,10 +1,11 @@
 """Latte: videos by blocks that attend within a frame (spatial) and blocks that attend across frames at each place
 (temporal), in turns. No attention is split: ranks have whole frames for spatial blocks and whole places for temporal
-ones, and between two blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4)."""
+ones, and between two blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4; coded)."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.checks import cache_on, check_not_compiled
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
@@ -33,7 +35,7 @@ from cocodiff.topology.segments import Segment
 FRAMES, PLACES = "frames", "places"
 SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number
 # Settings about what attention exchanges, and the only value that they can have where it exchanges nothing.
-WITHOUT = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none", "compile": False}
+WITHOUT = {"selection": "full", "arrival": "now", "step_cache": "none", "compile": False}
 
 
 class LatteAdapter(Adapter):
@@ -54,7 +56,7 @@ class LatteAdapter(Adapter):
         return {}
 
     def exchange_settings(self, settings: Any) -> Any:
-        for name, value in WITHOUT.items():
+        for name, value in (WITHOUT | ({"codec": "none"} if settings.codec == "auto" else {})).items():
             if getattr(settings, name) != value:
                 raise UserError(
                     f"{name} {getattr(settings, name)} is about attention's exchange, and LatteTransformer3DModel has "
@@ -63,6 +65,11 @@ class LatteAdapter(Adapter):
         if settings.ring not in (1, "auto"):
             raise UserError(
                 f"ring {settings.ring}: attention of LatteTransformer3DModel is not split between ranks; choose ring 1"
+            )
+        if settings.codec != "none" and settings.chunks not in (1, "auto"):
+            raise UserError(
+                f"chunks {settings.chunks}: what LatteTransformer3DModel transposes goes whole with codec "
+                f"{settings.codec}; choose chunks 1, or codec none"
             )
         return settings.with_(ring=1, chunks=1)
 
@@ -122,11 +129,26 @@ class LatteModel:
             if bound.arguments.get("enable_temporal_attentions", True):
                 chunks = self._host.config.chunks
                 slices = SLICES if chunks == "auto" else int(chunks)
-                self._call = LatteCall(ranks, len(latents_BCFHW), ranks.transposes(FRAMES, PLACES, slices, self._early))
+                self._check_room(latents_BCFHW)
+                transposes = ranks.transposes(FRAMES, PLACES, slices, self._early)
+                self._call = LatteCall(ranks, len(latents_BCFHW), transposes, self._host.counter.branch)
         try:
             return forward(*bound.args, **bound.kwargs)
         finally:
             self._call = None
+
+    def _check_room(self, latents_BCFHW: Tensor) -> None:
+        """For what codings keep: of the two transposes of a pair of blocks half of what they keep of the four tensors
+        of an attention call with frames as tokens and places as heads."""
+        frames, places = self._ranks.segments
+        shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
+        x_BRCD = latents_BCFHW.new_empty(1).expand(*shape, LatteAdapter().heads(self._model)[1])
+
+        def like() -> Tensor:
+            return x_BRCD
+
+        qkv = LazyQKV(like, like, like, (frames,), places.tokens)
+        self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
     def _gather(self, x: Tensor) -> Tensor:
         """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
@@ -144,7 +166,7 @@ class LatteModel:
             return forward(*args, **kwargs)
         # What the model adds to temporal tokens it adds to what stands for those that are on their way.
         positions = self._model.temp_pos_embed if temporal and not number else None
-        out = self._call.compute(temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
+        out = self._call.compute(number, temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
         last = temporal and number == len(self._model.temporal_transformer_blocks) - 1
         return self._call.arrived() if last else out
 
@@ -153,17 +175,21 @@ class LatteCall:
     """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones own frames and all
     places, temporal ones own places and all frames."""
 
-    def __init__(self, ranks: Any, batch: int, transposes: Any) -> None:
-        self._ranks, self._batch, self._transposes = ranks, batch, transposes
+    def __init__(self, ranks: Any, batch: int, transposes: Any, branch: int) -> None:
+        """branch: of guidance."""
+        self._ranks, self._batch, self._transposes, self._branch = ranks, batch, transposes, branch
         self._coming: Any = None  # the transpose whose result the next block takes; none before the first
 
-    def compute(self, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None) -> Tensor:
+    def compute(
+        self, block: int, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None
+    ) -> Tensor:
         """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
         what has the shape of the block's output, transposed, and no numbers."""
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
         layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
         self._ranks.transport.arrive(f"the transpose of {layer}")
-        coming, leaving = self._coming, self._transposes.transpose("back" if temporal else "forward", layer)
+        way, site = "back" if temporal else "forward", Site(f"{layer}.{block}", self._branch)
+        coming, leaving = self._coming, self._transposes.transpose(way, site)
         hidden, whole = given.pop("hidden_states"), None
         conditions = {name: self._split(x) for name, x in given.items() if isinstance(x, Tensor)}
         for number in range(own.cuts):
@@ -214,5 +240,6 @@ FAMILY = Family(
     transformer="diffusers.LatteTransformer3DModel",
     adapter=LatteAdapter(),
     rows_per_image=2,  # classifier-free guidance puts both halves in one call
-    planned=False,
+    unplanned="plan counts what attention exchanges, and its ranks transpose hidden states instead, whose bytes "
+    "engine.bytes() tells and whose time bench latte",
 )

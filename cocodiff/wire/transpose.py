@@ -4,13 +4,16 @@ rows for the heads; so every plan serves, and bytes follow from the same formula
 
 The two halves of a rank's memory are [B, R, C, D]: `rows` with its own rows R and all columns C, `columns` the other
 way round. They may lie in memory in any order but for D.
+
+With a coding a transpose is not cut into pieces: codings know the rows and heads of a call of attention. A transpose
+forward and the one back behind it are to them such a call, whose queries go there and whose output comes back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,8 +24,10 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target
 from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
 from cocodiff.wire.outgoing import CallEnd, Outgoing
+from cocodiff.wire.transfer import Transfer
 
 NAME = "x"  # of what is transposed, in the trace
 
@@ -130,18 +135,46 @@ class Transpose:
         return {Block(peer, own): x_BRCD[:, other.whole(peer, rows)] for peer in range(len(other.shares))}
 
 
+class CodedTranspose:
+    """As a `Transpose` of one slice, for the messages of a coding's call."""
+
+    def __init__(self, transfer: Transfer, way: str) -> None:
+        self._transfer, self._way = transfer, way
+
+    def give(self, x_BRCD: Tensor, number: int) -> None:
+        if self._way == "back":
+            self._here = self._transfer.back(x_BRCD)
+        else:
+            (self._here,) = self._transfer.wait(self._transfer.send(wait_next=True, q=x_BRCD)).values()
+
+    def take(self, number: int) -> Tensor:
+        return self._here
+
+
 class Transposes:
     """The transposes of one call: who has which rows and columns, in how many slices."""
 
     def __init__(
-        self, exchange: Exchange, rows: Sequence[int], columns: Sequence[int], slices: int, early: float
+        self,
+        exchange: Exchange,
+        rows: Sequence[int],
+        columns: Sequence[int],
+        slices: int,
+        early: float,
+        coding: Coding | None = None,
     ) -> None:
         """rows, columns: of every rank. slices: wanted of each, see `SharedGrid.cut`. early: of the slices that are to
         come, the fraction for which every slice is sent as soon as it was computed; for the others all is sent
-        behind the last one."""
-        self._exchange, self._early = exchange, early
-        self.grid = SharedGrid.cut(rows, columns, slices)
+        behind the last one. coding: of what travels; None for tensors as they are."""
+        self._exchange, self._early, self._coding = exchange, early, coding
+        self.grid = SharedGrid.cut(rows, columns, slices if coding is None else 1)
 
-    def transpose(self, way: str, layer: str) -> Transpose:
-        """Every rank makes the same ones in the same order; see `Transpose`."""
-        return Transpose(self._exchange, self.grid, way, layer, self._early)
+    def transpose(self, way: str, site: Any) -> Transpose | CodedTranspose:
+        """Every rank makes the same ones in the same order; see `Transpose`. site: which layer and guidance branch,
+        see `Coding.open`; of coded ones the way back belongs to the site of the way there."""
+        if self._coding is None:
+            return Transpose(self._exchange, self.grid, way, site.kind, self._early)
+        if way == "forward":
+            whole = self.grid.layout(range(1), range(1))
+            self._transfer = self._coding.open(self._exchange, whole, site)
+        return CodedTranspose(self._transfer, way)

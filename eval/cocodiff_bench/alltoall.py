@@ -181,7 +181,10 @@ def makers(
     def one_sided(name: str) -> Variant:
         from cocodiff.comm.rma import RmaTransport
 
-        return exchange_variant(name, values, topology, RmaTransport(transport.health), Trace(transport.rank))
+        over = RmaTransport(transport.health)
+        if over.drawback and not transport.rank:
+            say(f"{name}_rma: {over.drawback}")
+        return exchange_variant(name, values, topology, over, Trace(transport.rank))
 
     ours |= {variant: partial(one_sided, name) for variant, name in ONE_SIDED.items()}
     others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}

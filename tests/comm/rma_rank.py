@@ -1,4 +1,7 @@
-"""One rank of an MPI job, over windows: what the contract does not come to. Every rank of a small world runs `main`."""
+"""One rank of an MPI job, over windows: what the contract does not come to. Every rank of a small world runs `main`.
+
+With two numbers of bytes rank 1 sends rank 2 a message of the first, where rank 2 awaits one of the second.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,20 @@ import torch
 
 from cocodiff.comm import rma
 from cocodiff.comm.health import Health
+from cocodiff.comm.launch import detect
 from cocodiff.comm.rma import RmaTransport
+from cocodiff.comm.transport import Transport
+from cocodiff.config import Config
+from cocodiff.processes.ranks import run_ranks
+
+
+def disagree(transport: Transport, sent: int, awaited: int) -> None:
+    group = transport.group(range(transport.size))
+    sends = [(torch.zeros(sent, dtype=torch.uint8), 2)] if transport.rank == 1 else []
+    recvs = [(torch.zeros(awaited, dtype=torch.uint8), 1)] if transport.rank == 2 else []
+    transport.lane("plane").submit(lambda: group.send_recv(sends, recvs).wait()).wait()
+    transport.gather_object("done")
+    transport.broadcast_object("done")
 
 
 def main() -> int:
@@ -59,4 +75,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = [int(word) for word in sys.argv[1:]]
+    config = Config(transport="mpi-rma", device="cpu", timeout_s=20.0)
+    sys.exit(run_ranks(None, detect(), config, {}, lambda opened: disagree(opened, *sizes)) if sizes else main())

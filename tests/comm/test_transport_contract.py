@@ -48,6 +48,16 @@ def test_windows_hold_what_is_sent_early_and_what_is_large():
     assert done.stdout.count("windows hold") == 3
 
 
+@pytest.mark.parametrize(("sent", "awaited"), [(20, 12), (12, 3_000_000), (3_000_000, 3_000_001)])
+def test_windows_tell_of_a_message_of_another_length(sent: int, awaited: int) -> None:
+    """Among three ranks a message of 3 MB goes two-sided, behind its length."""
+    done = warm_mpiexec(3, PROGRAM.with_name("rma_rank.py"), str(sent), str(awaited))
+    assert done.returncode != 0
+    said = f"received a message of {sent} bytes from rank 1 where it awaited one of {awaited}, in a group of 3 ranks"
+    for speaker in ("[rank 0] rank 2 failed:", "[rank 1] rank 2 failed:", "[rank 2]"):
+        assert done.stderr.count(f"{speaker} {said}") == 1, done.stderr
+
+
 def test_a_bad_rank_is_not_overlooked(tmp_path):
     done = forked("forked-with-a-bad-rank", "gloo", folder=tmp_path, module="contract")
     assert done.returncode == 1

@@ -101,8 +101,7 @@ def test_the_contract_holds_for_tensors_of_the_device(device: torch.device) -> N
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", chosen([RANKS]))
 def test_processes_share_a_device(ranks: int, device: torch.device) -> None:
-    done = mpiexec(
-        ranks, __file__.replace("device/test_shared_device", "comm/contract"), "launched", f"host@{device.type}"
-    )
+    program, carriers = __file__.replace("device/test_shared_device", "comm/contract"), ("host", "mpi-rma")
+    done = mpiexec(ranks, program, "launched", *(f"{carrier}@{device.type}" for carrier in carriers))
     assert_succeeded(done)
     assert done.stdout.count("contract holds") == ranks

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import Noted
+from cocodiff.attention.calls import TENSORS, Noted
 from cocodiff.attention.lossless.state import NEEDED, LosslessStep, SiteState
 from cocodiff.attention.sites import End
 from cocodiff.comm.transport import Ranks
@@ -201,7 +201,8 @@ class LosslessCall(CodedCall):
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
             rests = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
-            self.noted_step.overflow(sum(rest.nbytes for rest in rests), self._bytes_of_whole())
+            whole_bytes = self._bytes_of_whole() * len(self.rooms) // len(TENSORS)
+            self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes)
             with self._trace.span("wait for rests", layer=self._layer):
                 self._coding.ranks.control.submit_inline(self._exchange_rests, sends, receives).wait()
 

@@ -70,8 +70,8 @@ class Lossless(SiteCoding[SiteState, LosslessStep]):
         call.number, call.factor = state.follows, state.factor * self.factor or None
         call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
         if call.codes and state.follows:
-            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS}
-            call.share = sum(call.rooms.values()) / (len(TENSORS) * 2 * head_dim)
+            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in state.sent}
+            call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
             call.noted = self.notes.of_call(like_BLHD.device, largest=True)
             call.noted.takers.append(state.take_notes)
         call.noted_step.add(bool(call.rooms), len(TENSORS) * call.share)
