@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
-from cocodiff_eval.fusing import Intervals, Mixture, choose_axes, fuse, weights_of
+from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.metrics import psnr_db
 from cocodiff_eval.smooth import LAPLACE, SOLVERS, Window, in_cells, linear
@@ -167,10 +167,11 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     method = next(name for name in figures if name in whole) if best else OWN
     intervals = Intervals.calibrated(found[method], spread_P if method == OWN else np.zeros_like(spread_P))
     rival = next((name for name in figures if name in METHODS), None)
-    wins = 0 if rival is None else _wins(found[OWN], found[rival], region_P)
+    sources = {(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces}
+    lead = None if rival is None else Lead.found(found[OWN], found[rival], region_P, len(sources))
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
-    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, wins, len({*region_P.tolist()}))
+    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead)
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:
@@ -191,12 +192,6 @@ def _fused(
         )
         weights_AP[:, inside] = learnt.weights({n: d[inside] for n, d in apart.items()}, int(inside.sum()))
     return (weights_AP * errors_AP).sum(axis=0), weights_AP
-
-
-def _wins(own_P: np.ndarray, other_P: np.ndarray, region_P: np.ndarray) -> int:
-    """In how many regions the first errs less."""
-    better = [np.square(own_P[region_P == r]).sum() < np.square(other_P[region_P == r]).sum() for r in {*region_P}]
-    return int(sum(better))
 
 
 def seen(values_P: np.ndarray) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from cocodiff_eval.formats.volume import format_shape
-from cocodiff_eval.fusing import Intervals, Mixture
+from cocodiff_eval.fusing import Intervals, Lead, Mixture
 from cocodiff_eval.hidden import Hidden, Survey, hide
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import SMALLEST_SIDE, Stack
@@ -58,8 +59,8 @@ class Volume:
 class Verdict:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
     the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
-    from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; wins: regions, of `of`,
-    in which the mean is better than the best method without a model. Without a test weights alone."""
+    from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; lead: of the mean over
+    the best method without a model. Without a test weights alone."""
 
     weights: Mapping[str, float]
     method: str = OWN
@@ -68,8 +69,7 @@ class Verdict:
     psnr_db: Mapping[str, float] | None = None
     intervals: Intervals | None = None
     mixture: Mixture | None = None
-    wins: int = 0
-    of: int = 0
+    lead: Lead | None = None
 
     @property
     def axes(self) -> dict[str, float]:
@@ -91,12 +91,19 @@ class Verdict:
         others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
         told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
         found = f"on {self.regions} hidden regions of this volume: {OWN} {figures[OWN]:.1f} dB, {told}"
-        if not others:
+        lead = self.lead
+        if lead is None:
             return f"{where}: {found}"
-        if figures[others[0]] > figures[OWN]:
+        ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
+        if lead.db < 0:
             remedy = f"{self.method} is written" if self.method != OWN else "--method best writes it"
-            return f"{where}: {others[0]} is better here than {OWN}, {remedy}: {found}"
-        return f"{where}: {found}; better than {others[0]} in {self.wins} of {self.of} regions"
+            where = f"{where}: {others[0]} is better here than {OWN}, {remedy}"
+            ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
+        told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
+        expected = "too few to tell what is so under the mask"
+        if math.isfinite(low):
+            expected = f"under the mask {low:.1f} to {high:.1f} dB are to be expected"
+        return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}"
 
     def weights_line(self, where: str) -> str:
         slices = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items() if axis in AXES)
@@ -105,7 +112,7 @@ class Verdict:
 
     def record(self, name: str, mask: str, where: str) -> dict[str, Any]:
         """For metrics.json."""
-        found = self.intervals
+        found, lead = self.intervals, self.lead
         return {
             "name": name,
             "mask": mask,
@@ -115,7 +122,9 @@ class Verdict:
             "hidden_regions": self.regions,
             "hidden_voxels": self.voxels,
             "hidden_psnr_db": None if self.psnr_db is None else {one: round(db, 3) for one, db in self.psnr_db.items()},
-            "better_in_regions": None if self.psnr_db is None else [self.wins, self.of],
+            "better_in_regions": [lead.wins, lead.of] if lead else None,
+            "lead_db": round(lead.db, 3) if lead else None,
+            "expected_lead_db": [round(lead.low, 3), round(lead.high, 3)] if lead and math.isfinite(lead.low) else None,
             "intervals": None
             if found is None
             else {"floor": found.floor, "factor_50": found.factors[0], "factor_90": found.factors[1]},

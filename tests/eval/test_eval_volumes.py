@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cocodiff_eval.fusing import Intervals, Mixture, choose_axes, dealt, fuse, quantile, weights_of
+from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
 from cocodiff_eval.hidden import Hidden, Survey, hide
 from cocodiff_eval.smooth import in_cells, laplace, linear, total_variation
 from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
@@ -124,6 +124,25 @@ def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool
         assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
     assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
     assert Intervals.unknown().radius(scale_P, 0.9).min() == np.inf
+
+
+def test_the_expected_lead_holds_that_of_another_mask() -> None:
+    """Regions whose leads scatter by 2 dB around one of 1.5 dB, and masks of two such parts."""
+    random, inside, clear = np.random.default_rng(0), [], []
+    region_P = np.repeat(np.arange(12) * 7, 50)
+    for _ in range(300):
+        own = random.normal(size=(14, 50))
+        other = random.normal(size=(14, 50)) * 10 ** (random.normal(1.5, 2, (14, 1)) / 20)
+        found = Lead.found(own[:12].ravel(), other[:12].ravel(), region_P, 2)
+        true = 10 * np.log10(np.square(other[12:]).sum() / np.square(own[12:]).sum())
+        inside.append(found.low <= true <= found.high)
+        clear.append(found.is_clear)
+        assert found.of == 12 and found.low < found.db < found.high
+    assert np.mean(inside) > 0.88 and np.mean(clear) < 0.3
+    sure = Lead.found(own[:12].ravel(), 2 * own[:12].ravel(), region_P, 1)
+    assert sure.db == pytest.approx(20 * np.log10(2)) and sure.is_clear and sure.wins == 12
+    few = Lead.found(own[:2].ravel(), 2 * own[:2].ravel(), region_P[:100], 1)
+    assert few.wins == 2 and not few.is_clear and few.low == -np.inf
 
 
 def test_linear_interpolates_along_its_axis() -> None:
