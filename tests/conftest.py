@@ -1,5 +1,6 @@
 """Makes the tests' helper modules importable from every folder of tests, and holds what many tests need."""
 
+import gc
 import importlib
 import os
 import signal
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """What libraries and tests have made so far stays, so the collector need not search it again and again: it would
+    for every few copies of a model."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

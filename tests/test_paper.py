@@ -7,13 +7,18 @@ from cocodiff_studies.paper.figures import READINGS, Paper, Run, figure_11, fit_
 
 from cocodiff.config import load_machine
 from cocodiff.loading.model_shapes import load_shape
+from cocodiff.planning.calibrate import Fit
 from cocodiff.planning.memory import ModelShape
 
 AURORA = load_machine("aurora")
 
 
-def test_figure_11_is_fitted_with_constants_that_are_possible():
-    fit = fit_figure_11(AURORA)
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_figure_11(AURORA)
+
+
+def test_figure_11_is_fitted_with_constants_that_are_possible(fit):
     assert fit.fitted == ("latency_us", "sibling", "plane")
     assert 0 < fit.constants.plane == fit.constants.nic < fit.constants.sibling < 1
     assert 50 < fit.constants.latency_us < 500
@@ -34,9 +39,9 @@ def test_a_message_size_of_a_pair_is_beyond_the_links():
     assert fit_figure_11(AURORA, "per pair").constants.sibling > 4
 
 
-def test_cases_are_planned_with_the_calibrated_machine():
+def test_cases_are_planned_with_the_calibrated_machine(fit):
     toy = ModelShape("toy", heads=24, head_dim=128, joint_layers=2, parameters=10**6, text_tokens=24)
-    paper = Paper(fit_figure_11(AURORA).constants.machine(AURORA), lambda name: toy)
+    paper = Paper(fit.constants.machine(AURORA), lambda name: toy)
     run = Run("toy", 512, 1)
     assert paper.fits(run)
     assert paper.batch(Run("toy", 512, 1, None)) == 32
