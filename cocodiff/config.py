@@ -51,8 +51,8 @@ class Config:
     ring: int | str = setting(
         "auto",
         "ranks of a ring, in which keys and values go round; 1: Ulysses alone, at most a rank for each attention head; "
-        "auto: 1 if heads suffice, else the fastest by prediction; token or streaming: the fastest of 2 or more of that "
-        "ring_kind",
+        "auto: 1 if heads suffice, else the fastest by prediction; token or streaming: the fastest of 2 or more, of "
+        "that ring_kind",
         choices=("auto", "token", "streaming"),
         least=1,
         wanted="the ranks of a ring, 1 for none, or auto",

@@ -34,6 +34,7 @@ WAYS = {
     "tapa in chunks": {"exchange": "tapa", "chunks": 2},
     "ring": {"exchange": "tapa", "ring": 2},
     "token ring": {"exchange": "tapa", "ring": 3, "ring_kind": "token"},
+    "streaming ring": {"exchange": "tapa", "ring": 3, "ring_kind": "streaming"},
     "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
 }
 

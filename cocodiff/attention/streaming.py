@@ -39,7 +39,7 @@ def head_runs(nodes: int, heads: int) -> int:
     return min(heads, -(-PIECES // nodes))
 
 
-class Piece(NamedTuple):
+class QueryPiece(NamedTuple):
     """Queries of one node's members for some heads. of: the member of that node in this one's place. to: the member of
     another node that attends to this one's queries meanwhile. Both are this one where the node is its own."""
 
@@ -50,8 +50,8 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class InFlight:
-    """What the lane's jobs of one call have posted and not waited for, and what has been merged of each run of heads."""
+class PiecesInFlight:
+    """What the lane's jobs of one call have posted and not waited for, and what is merged of each run of heads."""
 
     queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
@@ -59,7 +59,7 @@ class InFlight:
 
 
 class Streaming(Ring):
-    """One rank's place among the ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
+    """One rank's place among ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
 
     def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
         """As `Ring`."""
@@ -72,12 +72,14 @@ class Streaming(Ring):
         at = [(place + n) % within for n in range(within)]
         self._peers = [nodes[node][n] for n in at]
         self._nodes = [
-            Piece([nodes[of][n] for n in at], nodes[of][place], nodes[to][place], slice(None))
+            QueryPiece([nodes[of][n] for n in at], nodes[of][place], nodes[to][place], slice(None))
             for of, to in (((node - n) % len(nodes), (node + n) % len(nodes)) for n in range(len(nodes)))
         ]
         # Communicators of their own for parts and for what crosses nodes: on accelerators messages of one follow one
-        # another.
-        self._back, self._across = (transport.group(self._ranks.ranks) for _ in range(2))
+        # another. All ranks make as many.
+        self._back = transport.group(self._ranks.ranks)
+        crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
+        self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
 
     def attend(
         self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
@@ -86,7 +88,7 @@ class Streaming(Ring):
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), mask_in_rank_order(qkv, layouts[self.group]))
         rows, pieces = [sum(layout.rows) for layout in layouts], self.pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
-        step = partial(self._step, InFlight(), pieces, rows, layer)
+        step = partial(self._step, PiecesInFlight(), pieces, rows, layer)
         coming = self._lane.submit(step, 0, own, None)
         part: Partial | None = None
         for number, piece in enumerate(pieces, 1):
@@ -101,7 +103,7 @@ class Streaming(Ring):
             _, merged = last.wait()
         return torch.cat([part.out_BLHD for part in merged], 2).to(q_BSGD.dtype)
 
-    def pieces(self, heads: int) -> list[Piece]:
+    def pieces(self, heads: int) -> list[QueryPiece]:
         """Of a call, node by node, the own one first."""
         runs = head_runs(len(self._nodes), heads)
         at = [slice(heads * n // runs, heads * (n + 1) // runs) for n in range(runs)]
@@ -109,8 +111,8 @@ class Streaming(Ring):
 
     def _step(
         self,
-        flight: InFlight,
-        pieces: Sequence[Piece],
+        flight: PiecesInFlight,
+        pieces: Sequence[QueryPiece],
         rows: Sequence[int],
         layer: str,
         number: int,
@@ -118,7 +120,8 @@ class Streaming(Ring):
         part: Partial | None,
     ) -> tuple[Tensor | None, list[Partial]]:
         """A job of the lane: gathers the queries of piece `number`, with those of the next crossing nodes, and reduces
-        the part that piece `number - 2` has given. Returns the queries, and after the last piece what is merged, run of heads by run of heads."""
+        the part that piece `number - 2` has given. Returns the queries, and after the last piece what is merged of each
+        run of heads."""
         with self._trace.span("streaming", LANE, layer):
             reducing = None if part is None else self._reduce(part, pieces[number - 2], rows)
             if number + 1 < len(pieces):
@@ -137,13 +140,13 @@ class Streaming(Ring):
                 self._merge(flight.merged[heads.start], arrived)
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
-    def _cross(self, flight: InFlight, piece: Piece, own_BSGD: Tensor, rows: Sequence[int]) -> None:
+    def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]) -> None:
         if piece.of != self.group:
             there = own_BSGD.new_empty(len(own_BSGD), rows[piece.of], *own_BSGD.shape[2:])
             flight.queries.append((self._post(self._across, [(own_BSGD, piece.to)], [(there, piece.of)]), there))
 
     def _gather(
-        self, flight: InFlight, piece: Piece, own_BSGD: Tensor, rows: Sequence[int]
+        self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]
     ) -> tuple[Pending, list[Tensor]]:
         """Queries of the piece's node, of which this rank has those of its own place, from and to all peers."""
         here_BSGD = own_BSGD
@@ -158,7 +161,7 @@ class Streaming(Ring):
         )
         return gathering, [here_BSGD, *others]
 
-    def _reduce(self, part: Partial, piece: Piece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
+    def _reduce(self, part: Partial, piece: QueryPiece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
         """Starts to exchange what the rank's keys gave to the piece's queries for what its peers' keys gave to those of
         the own place: parts to be merged, the own one first."""
         of_members = [rows[member] for member in piece.members]
@@ -172,7 +175,9 @@ class Streaming(Ring):
         )
         return self._post(self._back, sends, recvs), [ours, *came]
 
-    def _merge_node(self, flight: InFlight, piece: Piece, reducing: Pending, parts: Sequence[Partial]) -> None:
+    def _merge_node(
+        self, flight: PiecesInFlight, piece: QueryPiece, reducing: Pending, parts: Sequence[Partial]
+    ) -> None:
         """Merges a node's parts, and sends the sum to where its queries are from."""
         reducing.wait()
         merged: Partial | None = None

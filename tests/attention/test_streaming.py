@@ -74,8 +74,8 @@ def test_the_price_has_the_bytes_that_are_sent_by_link(topology, more, data):
     [("aurora", 24, 2, "usp"), ("aurora", 12, 12, "topology"), ("local", 6, 3, "usp"), ("aurora", 24, 24, "topology")],
 )
 def test_counted_bytes_equal_the_formula(machine, size, ring, placement):
-    """Of a ring of R ranks on N nodes, all with S rows of h heads: (R - 1) (2 u + 4 B) h S, of which (N - 1) (2 u + 4 B)
-    h S between nodes, for queries and parts, which have a float32 sum; and Ulysses' formula, 4 u h (S - L)."""
+    """Of a ring of R ranks on N nodes, all with S rows of h heads: (R - 1) (2 u + 4 B) h S for queries and parts, which
+    have a float32 sum, of it (N - 1) (2 u + 4 B) h S between nodes; and Ulysses' formula, 4 u h (S - L)."""
     topology = topology_of(machine, size)
     mesh = Mesh.build(topology, ring, placement, kind="streaming")
     image, heads, u = 3 * size, 2 * size // ring, B * D * 2
