@@ -31,7 +31,7 @@ from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 
-PIECES = 4  # of a call at least, where a rank has as many heads: one is attended to while others travel
+PIECES = 8  # of a call at least, where a rank has as many heads: one is attended to while others travel
 
 
 def head_runs(nodes: int, heads: int) -> int:
