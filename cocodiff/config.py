@@ -58,10 +58,11 @@ class Config:
         wanted="the ranks of a ring, 1 for none, or auto",
     )
     ring_kind: str = setting(
-        "keys",
+        "auto",
         "what travels in a ring: keys (with their values, round), token (queries round, partial outputs the other way "
-        "back) or streaming (queries to all at once, and partial outputs back, merged on each node)",
-        choices=RINGS,
+        "back), streaming (queries to all at once, and partial outputs back, merged on each node) or auto (keys unless "
+        "another is predicted to be clearly faster)",
+        choices=lambda: (*RINGS, "auto"),
     )
     placement: str = setting(
         "auto",
@@ -223,6 +224,8 @@ class Config:
         if self.ring in RINGS:
             object.__setattr__(self, "ring_kind", self.ring)
             object.__setattr__(self, "ring", "auto")
+        if self.ring_kind == "auto" and self.chunks != 1:
+            object.__setattr__(self, "ring_kind", "keys")
         if self.ring_kind != "keys" and self.chunks != 1:
             raise UserError(
                 f"ring_kind {self.ring_kind} sends whole queries, chunks {self.chunks} attends to some of them at a "

@@ -287,15 +287,25 @@ def choose(
     kind: str = "keys",
 ) -> Mesh:
     """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
-    alone, a ring is only looked at on machines whose file tells the tiles' rate.
+    alone, a ring is only looked at on machines whose file tells the tiles' rate, and of kind auto only keys go round
+    on machines whose file does not tell all rates.
 
     prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
     """
     if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses, kind)) is not None:
         return plain
+    if kind == "auto":
+        kinds = ["keys"] if topology.machine.missing_rates else RINGS
+        found = [price(choose(topology, work, ring, placement, prefer_ulysses, kind), work) for kind in kinds]
+        return first_of_the_fastest(found).mesh
     defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement, kind)]
-    fastest = min(one.seconds for one in defaults)
-    return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
+    return first_of_the_fastest(defaults).mesh
+
+
+def first_of_the_fastest(found: Sequence[Priced]) -> Priced:
+    """The first that none is predicted to beat clearly."""
+    fastest = min(one.seconds for one in found)
+    return next(one for one in found if GAIN * one.seconds <= fastest)
 
 
 def worth_listing(topology: Topology, work: AttentionWork, chosen: Mesh) -> list[list[Priced]]:

@@ -152,7 +152,7 @@ def mesh_without_ring(
     speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate; not with
     another kind than keys, which asks for a ring. Raises UserError as `meshes`."""
     known = topology.machine.device.bf16_tflop_s > 0
-    auto = ring == "auto" and (kind == "keys" or topology.size == 1)
+    auto = ring == "auto" and (kind in ("keys", "auto") or topology.size == 1)
     if ring == 1 or (auto and topology.size <= heads and (prefer_ulysses or not known)):
         return meshes(topology, heads, 1)[0]
     return None
