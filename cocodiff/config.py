@@ -51,15 +51,18 @@ class Config:
     ring: int | str = setting(
         "auto",
         "ranks of a ring, in which keys and values go round; 1: Ulysses alone, at most a rank for each attention head; "
-        "auto: 1 if heads suffice, else the fastest by prediction; token: the fastest of 2 or more, ring_kind token",
-        choices=("auto", "token"),
+        "auto: 1 if heads suffice, else the fastest by prediction; token or streaming: the fastest of 2 or more, of "
+        "that ring_kind",
+        choices=("auto", "token", "streaming"),
         least=1,
         wanted="the ranks of a ring, 1 for none, or auto",
     )
     ring_kind: str = setting(
-        "keys",
-        "what goes round a ring: keys (with their values), or token (queries, and partial outputs the other way back)",
-        choices=RINGS,
+        "auto",
+        "what travels in a ring: keys (with their values, round), token (queries round, partial outputs the other way "
+        "back), streaming (queries to all at once, and partial outputs back, merged on each node) or auto (keys unless "
+        "another is predicted to be clearly faster)",
+        choices=lambda: (*RINGS, "auto"),
     )
     placement: str = setting(
         "auto",
@@ -218,13 +221,15 @@ class Config:
     def __post_init__(self) -> None:
         for name, record in settings_of(type(self)).items():
             object.__setattr__(self, name, record.checked(getattr(self, name)))
-        if self.ring == "token":
+        if self.ring in RINGS:
+            object.__setattr__(self, "ring_kind", self.ring)
             object.__setattr__(self, "ring", "auto")
-            object.__setattr__(self, "ring_kind", "token")
-        if self.ring_kind == "token" and self.chunks != 1:
+        if self.ring_kind == "auto" and self.chunks != 1:
+            object.__setattr__(self, "ring_kind", "keys")
+        if self.ring_kind != "keys" and self.chunks != 1:
             raise UserError(
-                f"ring_kind token sends whole queries round, chunks {self.chunks} attends to some of them at a time: "
-                f"choose chunks 1 or ring_kind keys"
+                f"ring_kind {self.ring_kind} sends whole queries, chunks {self.chunks} attends to some of them at a "
+                f"time: choose chunks 1 or ring_kind keys"
             )
         if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
             raise UserError("schedule list needs ratios: one stable fraction for each step")

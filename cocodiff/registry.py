@@ -19,7 +19,11 @@ EXCHANGES = {
 # The setting `order`: in which order an attention call projects, sends and computes.
 ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.attention.ulysses:v_first"}
 # The setting `ring_kind`: what goes round the ranks of a ring.
-RINGS = {"keys": "cocodiff.attention.ring:Ring", "token": "cocodiff.attention.token_ring:TokenRing"}
+RINGS = {
+    "keys": "cocodiff.attention.ring:Ring",
+    "token": "cocodiff.attention.token_ring:TokenRing",
+    "streaming": "cocodiff.attention.streaming:Streaming",
+}
 # The setting `selection`: what is sent in place of whole tensors.
 CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
 # The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one

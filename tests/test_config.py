@@ -46,7 +46,7 @@ def test_overrides_go_on_top_of_a_preset():
         (lambda: Config(ring="atuo"), ("ring is 'atuo'", "give the ranks of a ring")),
         (lambda: Config(placement="topologie"), ("unknown placement 'topologie'", "did you mean topology?", "usp")),
         (lambda: load_machine("auorra"), ("unknown machine 'auorra'", "did you mean aurora?", ".yaml file")),
-        (lambda: load_machine("absent.yaml"), ("absent.yaml does not exist", "aurora, local, local-6x2")),
+        (lambda: load_machine("absent.yaml"), ("absent.yaml does not exist", "aurora, cpu-cluster, local, local-6x2")),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(make, parts):

@@ -51,7 +51,12 @@ def test_equals_one_process(family, world, height, width, text, batch, dtype, pl
 
 @pytest.mark.parametrize(
     ("size", "ring", "placement", "kind"),
-    [(12, 3, "usp", "keys"), (12, 6, "usp", "token"), pytest.param(24, 2, "auto", "keys", marks=LARGE)],
+    [
+        (12, 3, "usp", "keys"),
+        (12, 6, "usp", "token"),
+        (24, 12, "usp", "streaming"),
+        pytest.param(24, 2, "auto", "keys", marks=LARGE),
+    ],
 )
 def test_on_nodes_of_aurora(size, ring, placement, kind):
     case = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")

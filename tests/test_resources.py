@@ -9,14 +9,13 @@ import pytest
 import yaml
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy
+from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config
 from cocodiff.guidance.parts import GuidanceParts
 from cocodiff.kernels import Kernels
 from cocodiff.sequence import SequenceRanks
-from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
 
@@ -36,8 +35,7 @@ def test_a_rank_has_as_many_as_the_table_says(
 ) -> None:
     config = Config(steps=4, **yaml.safe_load("{" + settings.strip(" `") + "}"))
     topology, made = topology_of("local", 8, 4), Counter[int]()
-    ring, plain = 1 if config.ring == "auto" else int(config.ring), LoopbackTransport.group
-    mesh = Mesh.build(topology, ring, kind=config.ring_kind)
+    mesh, plain = mesh_of(config, topology, AttentionWork(8)), LoopbackTransport.group
 
     def group(transport: LoopbackTransport, ranks: tuple[int, ...]) -> object:
         made[transport.rank] += 1

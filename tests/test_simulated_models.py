@@ -40,7 +40,7 @@ AXES = (
     tuple(CODINGS),
     ("now", "displaced", "adaptive"),
     (1, 2),  # chunks
-    (1, 2),  # ranks of a ring; less than 0: of a token ring
+    (1, 2),  # ranks of a ring, and its kind where it is not of keys
     tuple(CALLS),
     (None, 2),  # ranks on a node
 )
@@ -67,10 +67,10 @@ FURTHER = [
     (4, "split", "v_first", "v_major", "now", 2, 1, "unguided", 2),
     (4, "split", "v_first", "lossless", "now", 2, 1, "unguided", 2),
     (3, "tapa", "v_first", "lossless", "displaced", 1, 1, "unguided", None),
-    # Token rings: of all ranks, on two nodes, beside an exchange.
-    (3, "flat", "joint", "whole", "now", 1, -3, "unguided", None),
-    (4, "flat", "joint", "whole", "now", 1, -4, "unguided", 2),
-    (4, "tapa", "v_first", "v_major", "now", 1, -2, "two calls", None),
+    # Rings of other kinds: of all ranks, on two nodes, beside an exchange.
+    *((3, "flat", "joint", "whole", "now", 1, (3, kind), "unguided", None) for kind in ("token", "streaming")),
+    *((4, "flat", "joint", "whole", "now", 1, (4, kind), "unguided", 2) for kind in ("token", "streaming")),
+    *((4, "tapa", "v_first", "v_major", "now", 1, (2, kind), "two calls", None) for kind in ("token", "streaming")),
 ]
 CASES = [*covering_set(*AXES, fits=fits), *FURTHER]
 
@@ -109,8 +109,8 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     """The ranks, settings, family and calls of a step, for so long as the world is the case's."""
     size, exchange, order, coding, arrival, chunks, ring, kind, node = case
     family, calls, parts = CALLS[kind]
-    settings = {"exchange": exchange, "order": order, "arrival": arrival, "chunks": chunks, "ring": abs(ring)}
-    settings["ring_kind"] = "token" if ring < 0 else "keys"
+    settings = {"exchange": exchange, "order": order, "arrival": arrival, "chunks": chunks}
+    settings["ring"], settings["ring_kind"] = ring if isinstance(ring, tuple) else (ring, "keys")
     model_of(family)  # once, before there are threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))

@@ -20,7 +20,6 @@ from cocodiff.models.tokens import image_and_text
 from cocodiff.planning import automatic
 from cocodiff.planning.placement import by_degree
 from cocodiff.registry import CODINGS, COSTS, ORDERS
-from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 from cocodiff.wire.coding import Moment
@@ -34,6 +33,7 @@ WAYS = {
     "tapa in chunks": {"exchange": "tapa", "chunks": 2},
     "ring": {"exchange": "tapa", "ring": 2},
     "token ring": {"exchange": "tapa", "ring": 3, "ring_kind": "token"},
+    "streaming ring": {"exchange": "tapa", "ring": 3, "ring_kind": "streaming"},
     "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
 }
 
@@ -55,7 +55,7 @@ def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
     """Every rank's output and bytes of a second call, with rows as they are dealt to all ranks."""
     config, topology = Config(steps=3, **settings), topology_of("local", SIZE, 3)
     rows = Layout.build(topology, SEGMENTS, HEADS).row_slices
-    mesh = Mesh.build(topology, config.ring if config.ring != "auto" else 1, kind=config.ring_kind)
+    mesh = mesh_of(config, topology, AttentionWork(HEADS))
 
     def work(transport):
         trace, own = Trace(transport.rank), [x[:, rows[transport.rank]] for x in tensors()]

@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from cocodiff.attention.streaming import head_runs
 from cocodiff.errors import UserError
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.planning.costs import Cell, StateSizes
+from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
@@ -34,6 +36,7 @@ STREAMS = 6  # the residual stream, attention's output, and what normalisation a
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
 RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
+PIECE = 7  # of streaming, for the rows of a piece: its queries and the next one's, put together; two parts; both ways
 TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on their way, three here and three from here
 
 
@@ -245,7 +248,8 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
     """
     mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
-    attention += TOKENS if mesh.ring > 1 and mesh.kind == "token" else 0
+    if mesh.ring > 1 and mesh.kind != "keys":
+        attention += TOKENS if mesh.kind == "token" else streamed(mesh, shape.heads)
     hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
     stages = [attention, 1 + max(2, gates) * hidden]
     if shape.parallel_layers:
@@ -262,6 +266,14 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
     kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
     numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
     return [int(count * load.batch * load.itemsize) for count in numbers]
+
+
+def streamed(mesh: Mesh, heads: int) -> int:
+    """Tensors of the size of a rank's share that streaming attention has beside a ring's, without the four blocks that
+    it does not pass on."""
+    nodes = rounds_of(mesh)[0].shape[0]
+    pieces = nodes * min(head_runs(nodes, held) for held in mesh.heads(heads))
+    return -(-PIECE * mesh.ring // pieces) + 1 - 4
 
 
 def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:

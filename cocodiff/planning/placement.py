@@ -17,8 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cocodiff.assemble import AttentionWork
+from cocodiff.attention.streaming import head_runs
 from cocodiff.attention.token_ring import LAG
 from cocodiff.planning.traffic import Traffic, Wires, busiest_node
+from cocodiff.registry import RINGS
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
 from cocodiff.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
@@ -73,7 +75,7 @@ class Priced:
     moves_s: tuple[float, ...]
     compute_s: float
     stages: InStages | None = None
-    tokens: TokenMoves | None = None
+    queries: TokenMoves | StreamMoves | None = None
 
     @property
     def node_bytes(self) -> int:
@@ -91,8 +93,8 @@ class Priced:
         a_block = self.compute_s / self.mesh.ring
         if self.stages is not None:
             return self.stages.seconds(a_block, self.moves_s)
-        if self.tokens is not None:
-            return self.ulysses_s + self.tokens.seconds(a_block)
+        if self.queries is not None:
+            return self.ulysses_s + self.queries.seconds(a_block)
         return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
 
 
@@ -113,9 +115,10 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
             for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
                 traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
     around = Around(mesh, layouts, 2 * work.cell, wires)
-    messages, tokens = [ulysses, around.all], None
-    if mesh.kind == "token" and mesh.ring > 1:
-        in_ring, tokens = token_ring(mesh, layouts, work, wires)
+    messages, queries = [ulysses, around.all], None
+    if mesh.kind != "keys" and mesh.ring > 1:
+        of_kind = token_ring if mesh.kind == "token" else streaming
+        in_ring, queries = of_kind(mesh, layouts, work, wires)
         messages = [ulysses, *in_ring]
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
@@ -131,7 +134,7 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
         around.moves_s,
         compute_s,
         stages_of(mesh, layouts[0], work, own, others),
-        tokens,
+        queries,
     )
 
 
@@ -209,6 +212,53 @@ def token_ring(
     return [queries.all, parts, keys.all], TokenMoves((*queries.moves_s, 0.0), tuple(parts_s), keys.moves_s)
 
 
+class StreamMoves(NamedTuple):
+    """Seconds of streaming attention's messages: to gather a piece's queries on a node, to reduce what they give there,
+    and to cross nodes with either. blocks: what a piece takes to attend to, in `a_block`s."""
+
+    blocks: float
+    pieces: int
+    gather_s: float
+    reduce_s: float
+    cross_s: float
+
+    def seconds(self, a_block: float) -> float:
+        """Of all pieces, in the order of `streaming.py`: while one is attended to, the next is gathered, the part of
+        the one before is reduced, and others cross nodes. a_block: attention to a rank's keys with a rank's queries."""
+        at = self.gather_s
+        for number in range(self.pieces):
+            here_s = self.gather_s * (number + 1 < self.pieces) + self.reduce_s * (number > 0)
+            at += max(a_block * self.blocks, here_s, 2 * self.cross_s)
+        return at + self.reduce_s + self.cross_s
+
+
+def streaming(
+    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires
+) -> tuple[list[Traffic], StreamMoves]:
+    """All messages of a call in streaming attention, and the seconds of a piece's."""
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    gather, reduce, cross = (Traffic(wires) for _ in range(3))
+    part_cell = work.cell + SUM_BYTES * work.batch
+    for slot, grid in enumerate(rounds_of(mesh)):
+        heads, members_NM = layouts[0].heads[slot], np.array(grid.members).reshape(grid.shape[0], -1)
+        ranks_NM = ranks_GU[members_NM, slot]
+        rows_NM = rows_G[members_NM]
+        for step in range(1, ranks_NM.shape[1]):  # to each other rank of the node, with all nodes' queries
+            peers_NM, sizes_M = np.roll(ranks_NM, step, 1), heads * rows_NM.sum(0)
+            gather.send(ranks_NM.ravel(), peers_NM.ravel(), np.tile(work.cell * sizes_M, len(ranks_NM)))
+            reduce.send(ranks_NM.ravel(), peers_NM.ravel(), np.tile(part_cell * np.roll(sizes_M, step), len(ranks_NM)))
+        for step in range(1, len(ranks_NM)):
+            peers_NM = np.roll(ranks_NM, step, 0)
+            cross.send(ranks_NM.ravel(), peers_NM.ravel(), (heads * work.cell * rows_NM).ravel())
+            cross.send(ranks_NM.ravel(), peers_NM.ravel(), (heads * part_cell * np.roll(rows_NM, step, 0)).ravel())
+    nodes, within = ranks_NM.shape
+    pieces = nodes * head_runs(nodes, min(layouts[0].heads))
+    gather_s, reduce_s = ((one.seconds() / pieces + MESSAGE_S) * (within > 1) for one in (gather, reduce))
+    cross_s = (cross.seconds() / 2 / pieces + MESSAGE_S) * (nodes > 1)
+    moves = StreamMoves(mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
+    return [gather, reduce, cross], moves
+
+
 def best_of_degree(priced: Sequence[Priced]) -> Priced:
     """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
     of all nodes, then the least time."""
@@ -237,24 +287,36 @@ def choose(
     kind: str = "keys",
 ) -> Mesh:
     """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
-    alone, a ring is only looked at on machines whose file tells the tiles' rate.
+    alone, a ring is only looked at on machines whose file tells the tiles' rate, and of kind auto only keys go round
+    on machines whose file does not tell all rates.
 
     prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
     """
     if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses, kind)) is not None:
         return plain
+    if kind == "auto":
+        kinds = ["keys"] if topology.machine.missing_rates else RINGS
+        found = [price(choose(topology, work, ring, placement, prefer_ulysses, kind), work) for kind in kinds]
+        return first_of_the_fastest(found).mesh
     defaults = [of_degree[0] for of_degree in by_degree(topology, work, ring, placement, kind)]
-    fastest = min(one.seconds for one in defaults)
-    return next(one.mesh for one in defaults if GAIN * one.seconds <= fastest)
+    return first_of_the_fastest(defaults).mesh
+
+
+def first_of_the_fastest(found: Sequence[Priced]) -> Priced:
+    """The first that none is predicted to beat clearly."""
+    fastest = min(one.seconds for one in found)
+    return next(one for one in found if GAIN * one.seconds <= fastest)
 
 
 def worth_listing(topology: Topology, work: AttentionWork, chosen: Mesh) -> list[list[Priced]]:
-    """All meshes as by `by_degree`; of token rings those that are predicted to be faster than any other ring as long,
-    and the chosen one."""
-    keys, tokens = (by_degree(topology, work, kind=kind) for kind in ("keys", "token"))
+    """All meshes as by `by_degree`; of rings of another kind than keys those that are predicted to be faster than any
+    other ring of keys as long, and the chosen one."""
+    keys, *others = (by_degree(topology, work, kind=kind) for kind in RINGS)
     fastest = {of_degree[0].mesh.ring: min(one.seconds for one in of_degree) for of_degree in keys}
     faster = [
-        [one for one in of_degree if one.mesh == chosen or one.seconds < fastest[one.mesh.ring]] for of_degree in tokens
+        [one for one in of_degree if one.mesh == chosen or one.seconds < fastest[one.mesh.ring]]
+        for of_kind in others
+        for of_degree in of_kind
     ]
     return sorted([*keys, *filter(None, faster)], key=lambda of_degree: of_degree[0].mesh.ring)
 
@@ -266,7 +328,7 @@ def table(priced: Sequence[Sequence[Priced]], chosen: Mesh) -> list[str]:
     for one in (p for of_degree in priced for p in of_degree):
         mesh = one.mesh
         name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
-        name += ", token" if mesh.kind == "token" else ""
+        name += "" if mesh.kind == "keys" else f", {mesh.kind}"
         heads = "-".join(map(str, sorted({min(one.heads), max(one.heads)})))
         megabytes = [f"{count / 1e6:.2f}" for count in (*(one.bytes[link] for link in LINK_CLASSES), one.busiest_node)]
         taken = "<- taken" if mesh == chosen else ""

@@ -122,8 +122,8 @@ class Mesh:
 def meshes(
     topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[Mesh]:
-    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kind
-    token with ring auto those that have a ring.
+    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kinds
+    other than keys with ring auto those that have a ring.
 
     Raises UserError for a ring that these ranks and heads do not allow.
     """
@@ -135,7 +135,7 @@ def meshes(
             f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
         )
     found: dict[frozenset[tuple[int, ...]], Mesh] = {}
-    if kind == "token" and size > 1:
+    if kind != "keys" and size > 1:
         fitting = fitting[fitting[0] == 1 :]
     for degree in fitting if ring == "auto" else [int(ring)]:
         for name in PLACEMENTS if placement == "auto" else (placement,):
@@ -150,9 +150,9 @@ def mesh_without_ring(
 ) -> Mesh | None:
     """Ulysses alone, where that is asked for or takes no comparison: with ring auto where heads allow it, for what
     speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate; not with
-    kind token, which asks for a ring. Raises UserError as `meshes`."""
+    another kind than keys, which asks for a ring. Raises UserError as `meshes`."""
     known = topology.machine.device.bf16_tflop_s > 0
-    auto = ring == "auto" and (kind == "keys" or topology.size == 1)
+    auto = ring == "auto" and (kind in ("keys", "auto") or topology.size == 1)
     if ring == 1 or (auto and topology.size <= heads and (prefer_ulysses or not known)):
         return meshes(topology, heads, 1)[0]
     return None

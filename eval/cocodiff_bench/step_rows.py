@@ -43,6 +43,7 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "guidance split chunks": {"exchange": "split", "chunks": 2, "guidance_parallel": 2},
     "ring": {"exchange": "flat", "ring_kind": "keys"},
     "token ring": {"exchange": "flat", "ring_kind": "token"},
+    "streaming": {"exchange": "flat", "ring_kind": "streaming"},
 }
 CODECS = ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}

@@ -1,0 +1,202 @@
+"""Streaming attention: keys and values stay, every rank attends to its own with the queries of all, and what that gives
+is reduced to the rank that each query is of (Song, Distributed streaming attention, section 3.3).
+
+The paper gathers queries and reduces with all-reduces of maxima, sums and outputs. Here a rank gets only what comes of
+its own queries, and the reduction is a tree: queries cross to the same place of every other node once and are gathered
+there, what they give is merged on that node, and one part a node comes back. So links between nodes carry a ring's
+bytes, and a call takes a few rounds of messages in place of one for each rank. It goes in pieces, some heads of the
+queries of one node each: while a rank attends to one, the next is gathered and those before it are reduced.
+
+What a node gives is merged in the order of its ranks, own rank first, and nodes in the order of the pieces, so nothing
+depends on which message is early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cocodiff.attention.local import Keys, Partial
+from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.ring import LANE, Ring
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.comm.transport import Group, Pending, Ranks
+from cocodiff.routes.rounds import rounds_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+
+PIECES = 8  # of a call at least, where a rank has as many heads: one is attended to while others travel
+
+
+def head_runs(nodes: int, heads: int) -> int:
+    """Runs of heads that the queries of each node are cut into."""
+    return min(heads, -(-PIECES // nodes))
+
+
+class QueryPiece(NamedTuple):
+    """Queries of one node's members for some heads. of: the member of that node in this one's place. to: the member of
+    another node that attends to this one's queries meanwhile. Both are this one where the node is its own."""
+
+    members: Sequence[int]
+    of: int
+    to: int
+    heads: slice
+
+
+@dataclass
+class PiecesInFlight:
+    """What the lane's jobs of one call have posted and not waited for, and what is merged of each run of heads."""
+
+    queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
+    parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
+    merged: dict[int, Partial] = field(default_factory=dict)
+
+
+class Streaming(Ring):
+    """One rank's place among ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
+
+    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+        """As `Ring`."""
+        super().__init__(mesh, transport, *more)
+        grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]
+        within = len(grid.members) // grid.shape[0]
+        nodes = [grid.members[n : n + within] for n in range(0, len(grid.members), within)]
+        node, place = divmod(grid.members.index(self.group), within)
+        # Own place first, so that a rank begins with others' messages in an order of its own.
+        at = [(place + n) % within for n in range(within)]
+        self._peers = [nodes[node][n] for n in at]
+        self._nodes = [
+            QueryPiece([nodes[of][n] for n in at], nodes[of][place], nodes[to][place], slice(None))
+            for of, to in (((node - n) % len(nodes), (node + n) % len(nodes)) for n in range(len(nodes)))
+        ]
+        # Communicators of their own for parts and for what crosses nodes: on accelerators messages of one follow one
+        # another. All ranks make as many.
+        self._back = transport.group(self._ranks.ranks)
+        crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
+        self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
+
+    def attend(
+        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
+    ) -> Tensor:
+        """As `Ring.attend`."""
+        keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), mask_in_rank_order(qkv, layouts[self.group]))
+        rows, pieces = [sum(layout.rows) for layout in layouts], self.pieces(q_BSGD.shape[2])
+        own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
+        step = partial(self._step, PiecesInFlight(), pieces, rows, layer)
+        coming = self._lane.submit(step, 0, own, None)
+        part: Partial | None = None
+        for number, piece in enumerate(pieces, 1):
+            with self._trace.span("wait for q", layer=layer):
+                q_BLGD, _ = coming.wait()
+                assert q_BLGD is not None, "each piece has queries"
+            coming = self._lane.submit(step, number, own, part)
+            part = self._local.part(q_BLGD, *(x[:, :, piece.heads] for x in keys[:2]), keys.mask_B11S)
+        with self._trace.span("wait for parts", layer=layer):
+            last = self._lane.submit(step, len(pieces) + 1, own, part)
+            coming.wait()
+            _, merged = last.wait()
+        return torch.cat([part.out_BLHD for part in merged], 2).to(q_BSGD.dtype)
+
+    def pieces(self, heads: int) -> list[QueryPiece]:
+        """Of a call, node by node, the own one first."""
+        runs = head_runs(len(self._nodes), heads)
+        at = [slice(heads * n // runs, heads * (n + 1) // runs) for n in range(runs)]
+        return [node._replace(heads=run) for node in self._nodes for run in at]
+
+    def _step(
+        self,
+        flight: PiecesInFlight,
+        pieces: Sequence[QueryPiece],
+        rows: Sequence[int],
+        layer: str,
+        number: int,
+        own: Sequence[Tensor],
+        part: Partial | None,
+    ) -> tuple[Tensor | None, list[Partial]]:
+        """A job of the lane: gathers the queries of piece `number`, with those of the next crossing nodes, and reduces
+        the part that piece `number - 2` has given. Returns the queries, and after the last piece what is merged of each
+        run of heads."""
+        with self._trace.span("streaming", LANE, layer):
+            reducing = None if part is None else self._reduce(part, pieces[number - 2], rows)
+            if number + 1 < len(pieces):
+                self._cross(flight, pieces[number + 1], own[number + 1], rows)
+            gathering, queries = None, list[Tensor]()
+            if number < len(pieces):
+                gathering, queries = self._gather(flight, pieces[number], own[number], rows)
+            if reducing is not None:
+                self._merge_node(flight, pieces[number - 2], *reducing)
+            if gathering is not None:
+                gathering.wait()
+            through = number > len(pieces)
+            while len(flight.parts) > (not through):
+                sent, arrived, heads = flight.parts.popleft()
+                sent.wait()
+                self._merge(flight.merged[heads.start], arrived)
+            return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
+
+    def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]) -> None:
+        if piece.of != self.group:
+            there = own_BSGD.new_empty(len(own_BSGD), rows[piece.of], *own_BSGD.shape[2:])
+            flight.queries.append((self._post(self._across, [(own_BSGD, piece.to)], [(there, piece.of)]), there))
+
+    def _gather(
+        self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]
+    ) -> tuple[Pending, list[Tensor]]:
+        """Queries of the piece's node, of which this rank has those of its own place, from and to all peers."""
+        here_BSGD = own_BSGD
+        if piece.of != self.group:
+            crossed, here_BSGD = flight.queries.popleft()
+            crossed.wait()
+        B, _, *more = own_BSGD.shape
+        others = [own_BSGD.new_empty(B, rows[member], *more) for member in piece.members[1:]]
+        peers = self._peers[1:]
+        gathering = self._post(
+            self._ranks, [(here_BSGD, peer) for peer in peers], list(zip(others, peers, strict=True))
+        )
+        return gathering, [here_BSGD, *others]
+
+    def _reduce(self, part: Partial, piece: QueryPiece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
+        """Starts to exchange what the rank's keys gave to the piece's queries for what its peers' keys gave to those of
+        the own place: parts to be merged, the own one first."""
+        of_members = [rows[member] for member in piece.members]
+        ours, *theirs = (
+            Partial(*(x.contiguous() for x in cut)) for cut in zip(*(x.split(of_members, 1) for x in part), strict=True)
+        )
+        came = [Partial(*map(torch.empty_like, ours)) for _ in theirs]
+        sends, recvs = (
+            [(x, peer) for peer, tensors in zip(self._peers[1:], parts, strict=True) for x in tensors]
+            for parts in (theirs, came)
+        )
+        return self._post(self._back, sends, recvs), [ours, *came]
+
+    def _merge_node(
+        self, flight: PiecesInFlight, piece: QueryPiece, reducing: Pending, parts: Sequence[Partial]
+    ) -> None:
+        """Merges a node's parts, and sends the sum to where its queries are from."""
+        reducing.wait()
+        merged: Partial | None = None
+        for part in parts:
+            merged = self._merge(merged, part)
+        assert merged is not None, "a rank has a part of its own"
+        if piece.of == self.group:
+            flight.merged[piece.heads.start] = merged
+            return
+        leaving = Partial(merged.out_BLHD.to(parts[0].out_BLHD.dtype), merged.lse_BLH)
+        mine = flight.merged[piece.heads.start]
+        arriving = Partial(leaving.out_BLHD.new_empty(mine.out_BLHD.shape), torch.empty_like(mine.lse_BLH))
+        sent = self._post(self._across, [(x, piece.of) for x in leaving], [(x, piece.to) for x in arriving])
+        flight.parts.append((sent, arriving, piece.heads))
+
+    def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Iterable[tuple[Tensor, int]]) -> Pending:
+        """Messages to and from members of the ring."""
+        for x, member in sends:
+            link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
+            for purpose in ("attention", "whole"):
+                self._trace.count(link, x.nbytes, purpose)
+        return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
