@@ -96,7 +96,8 @@ class Streaming(Ring):
                 q_BLGD, _ = coming.wait()
                 assert q_BLGD is not None, "each piece has queries"
             coming = self._lane.submit(step, number, own, part)
-            part = self._local.part(q_BLGD, *(x[:, :, piece.heads] for x in keys[:2]), keys.mask_B11S)
+            k_BSGD, v_BSGD = (x[:, :, piece.heads] for x in (keys.k_BSHD, keys.v_BSHD))
+            part = self._local.part(q_BLGD, k_BSGD, v_BSGD, keys.mask_B11S)
         with self._trace.span("wait for parts", layer=layer):
             last = self._lane.submit(step, len(pieces) + 1, own, part)
             coming.wait()

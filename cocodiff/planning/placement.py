@@ -9,7 +9,7 @@ to rank meshes, not to tell seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -115,11 +115,11 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
             for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
                 traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
     around = Around(mesh, layouts, 2 * work.cell, wires)
-    messages, queries = [ulysses, around.all], None
-    if mesh.kind != "keys" and mesh.ring > 1:
-        of_kind = token_ring if mesh.kind == "token" else streaming
-        in_ring, queries = of_kind(mesh, layouts, work, wires)
-        messages = [ulysses, *in_ring]
+    queries: TokenMoves | StreamMoves | None = None
+    in_ring = [around.all]
+    if mesh.ring > 1 and mesh.kind in OF_QUERIES:
+        in_ring, queries = OF_QUERIES[mesh.kind](mesh, layouts, work, wires)
+    messages = [ulysses, *in_ring]
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
     sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
@@ -257,6 +257,13 @@ def streaming(
     cross_s = (cross.seconds() / 2 / pieces + MESSAGE_S) * (nodes > 1)
     moves = StreamMoves(mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
     return [gather, reduce, cross], moves
+
+
+# Messages of a call and their seconds in rings of the registry's `RINGS` where queries travel.
+OF_QUERIES: dict[str, Callable[..., tuple[list[Traffic], TokenMoves | StreamMoves]]] = {
+    "token": token_ring,
+    "streaming": streaming,
+}
 
 
 def best_of_degree(priced: Sequence[Priced]) -> Priced:

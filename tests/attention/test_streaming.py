@@ -106,7 +106,7 @@ def test_prices_on_a_node_of_aurora():
 def test_auto_takes_it_where_it_is_predicted_to_be_clearly_faster():
     """In rings of a plane or a node. On a card's two tiles, where no rates are known, and in chunks keys go round."""
     work = AttentionWork(24)
-    assert choose(topology_of("aurora", 24), work, 6, kind="auto").kind == "streaming"
+    assert choose(topology_of("aurora", 24), work, 24, kind="auto").kind == "streaming"
     assert choose(topology_of("aurora", 48), work, kind="auto").kind == "keys"
     assert choose(topology_of("aurora", 12), work, 12, kind="auto").kind == "streaming"
     assert choose(topology_of("aurora", 12), work, 2, "topology", kind="auto").kind == "keys"
