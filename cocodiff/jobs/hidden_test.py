@@ -171,7 +171,8 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     lead = None if rival is None else Lead.found(found[OWN], found[rival], region_P, len(sources))
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
-    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead)
+    cut = any(one.hidden.cut for one in rounds)
+    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut)
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:

@@ -20,6 +20,7 @@ from cocodiff.errors import UserError, check_choice
 AUTO = "auto"
 OWN = "cocodiff"  # what is written, beside methods without a model
 ALONE = "the model alone"  # its axes without the methods that have none
+CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
 LEAST, MOST = 12, 32  # tested slices along each axis
 
@@ -60,7 +61,7 @@ class Verdict:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
     the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
     from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; lead: of the mean over
-    the best method without a model. Without a test weights alone."""
+    the best method without a model; cut: see `Hidden`. Without a test weights alone."""
 
     weights: Mapping[str, float]
     method: str = OWN
@@ -70,6 +71,7 @@ class Verdict:
     intervals: Intervals | None = None
     mixture: Mixture | None = None
     lead: Lead | None = None
+    cut: bool = False
 
     @property
     def axes(self) -> dict[str, float]:
@@ -91,9 +93,10 @@ class Verdict:
         others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
         told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
         found = f"on {self.regions} hidden regions of this volume: {OWN} {figures[OWN]:.1f} dB, {told}"
+        kind = CUT if self.cut else ""
         lead = self.lead
         if lead is None:
-            return f"{where}: {found}"
+            return f"{where}: {found}{kind}"
         ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
         if lead.db < 0:
             remedy = f"{self.method} is written" if self.method != OWN else "--method best writes it"
@@ -103,7 +106,7 @@ class Verdict:
         expected = "too few to tell what is so under the mask"
         if math.isfinite(low):
             expected = f"under the mask {low:.1f} to {high:.1f} dB are to be expected"
-        return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}"
+        return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}{kind}"
 
     def weights_line(self, where: str) -> str:
         slices = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items() if axis in AXES)

@@ -47,10 +47,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Regions that are hidden, and for each axis the numbers of the slices along it that are tested, ascending."""
+    """Regions that are hidden, and for each axis the numbers of the slices along it that are tested, ascending. cut:
+    whether regions are smaller than the parts of the mask that they are of, which makes the test too kind."""
 
     pieces: tuple[Piece, ...]
     tested: dict[str, tuple[int, ...]]
+    cut: bool = False
 
     @property
     def grid(self) -> tuple[np.ndarray, ...]:
@@ -165,16 +167,19 @@ def hide(survey: Survey, slices: int, seed: int) -> tuple[Hidden, ...]:
     """
     rng = np.random.default_rng(seed)
     best: list[list[Piece]] = []
+    uncut: set[Box] = set()
     for part in (1, 2, 4, 8):
         boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
+        uncut = uncut or {*boxes}
         found = _rounds(survey, boxes, weights, rng) if boxes else []
         best = found if sum(map(len, found)) > sum(map(len, best)) else best
         placed = {(piece.source, piece.shape) for some in found for piece in some}
         share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
         if sum(map(len, best)) >= ENOUGH and share >= PLACED:
             break
+    cut = any((piece.source, piece.shape) not in uncut for pieces in best for piece in pieces)
     fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
-    return tuple(Hidden(pieces, _tested(pieces, max(LEAST, slices // len(fine)), rng)) for pieces in fine)
+    return tuple(Hidden(pieces, _tested(pieces, max(LEAST, slices // len(fine)), rng), cut) for pieces in fine)
 
 
 def _rounds(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[list[Piece]]:

@@ -9,6 +9,8 @@ from cocodiff_eval.hidden import Hidden, Survey, hide
 from cocodiff_eval.smooth import in_cells, laplace, linear, total_variation
 from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
 
+from cocodiff.jobs.volume import Verdict
+
 SHAPE = (20, 24, 28)
 SLICES = {"z": lambda volume, n: volume[n], "y": lambda volume, n: volume[:, n], "x": lambda volume, n: volume[:, :, n]}
 
@@ -248,6 +250,19 @@ def test_a_large_volume_is_surveyed_in_cells() -> None:
     assert survey.masked_ZYX[:, 0, 0].nonzero()[0].tolist() == [3, 4]
     found = hide(survey, 8, seed=0)
     assert found and all(piece.shape[1:] == (20, 16) for one in found for piece in one.pieces)
+
+
+@pytest.mark.parametrize(("sides", "cut"), [((8, 10), False), ((24, 26), True)])
+def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(sides: tuple[int, int], cut: bool) -> None:
+    """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
+    mask_ZYX = np.zeros(BIG, bool)
+    mask_ZYX[:, 22 - sides[0] // 2 : 22 + sides[0] // 2, 24 - sides[1] // 2 : 24 + sides[1] // 2] = True
+    survey = Survey.of(np.random.default_rng(0).random(BIG).__getitem__, mask_ZYX.__getitem__, BIG)
+    rounds = hide(survey, 8, seed=0)
+    assert rounds and all(one.cut == cut for one in rounds)
+    lead = Lead(1.0, 0.5, 1.5, 3, 3)
+    told = Verdict({"z": 1.0}, psnr_db={"cocodiff": 21.0, "biharmonic": 20.0}, lead=lead, cut=cut).line("scan")
+    assert ("these regions are smaller" in told) == cut
 
 
 def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
