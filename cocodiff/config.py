@@ -58,7 +58,7 @@ class Config:
         wanted="the ranks of a ring, 1 for none, or auto",
     )
     ring_kind: str = setting(
-        "auto",
+        "keys",
         "what travels in a ring: keys (with their values, round), token (queries round, partial outputs the other way "
         "back), streaming (queries to all at once, and partial outputs back, merged on each node) or auto (keys unless "
         "another is predicted to be clearly faster)",

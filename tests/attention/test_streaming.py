@@ -111,7 +111,7 @@ def test_auto_takes_it_where_it_is_predicted_to_be_clearly_faster():
     assert choose(topology_of("aurora", 12), work, 12, kind="auto").kind == "streaming"
     assert choose(topology_of("aurora", 12), work, 2, "topology", kind="auto").kind == "keys"
     assert choose(topology_of("local", 12), work, 12, kind="auto").kind == "keys"
-    assert Config(ring=12, chunks=2).ring_kind == "keys"
+    assert Config(ring=12, ring_kind="auto", chunks=2).ring_kind == "keys"
 
 
 def test_it_is_chosen_where_it_is_asked_for():

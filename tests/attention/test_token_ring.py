@@ -222,7 +222,7 @@ def outputs_of(kind: str, lossy: dict[str, Any]) -> list[Tensor]:
 
 
 def test_its_spellings():
-    assert Config(ring="token") == Config(ring_kind="token") and Config().ring_kind == "auto"
+    assert Config(ring="token") == Config(ring_kind="token") and Config().ring_kind == "keys"
     assert Config(ring=4, ring_kind="token").ring == 4
     for chunks in (2, "auto"):
         with pytest.raises(
