@@ -17,7 +17,7 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, LocalAttention, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.comm.transport import LanePending, Ranks
+from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.kernels import Kernels, views
 from cocodiff.routes.rounds import Move, visits_of
 from cocodiff.topology.axes import Mesh
@@ -99,17 +99,22 @@ class Ring:
         B, _, G, D = here.k_BSGD.shape
         shape = (B, rows, G, D)
         incoming = KeysValues(*views(buffer[: 2 * math.prod(shape)], [shape, shape]))
-        link = self.mesh.topology.link_class(self.rank, self._rank_of[onward.to])
-        to, before = self._index_of[onward.to], self._index_of[onward.before]
 
         def exchange(here: KeysValues, incoming: KeysValues) -> KeysValues:
             with self._trace.span("kv ring", LANE, layer):
-                for purpose in ("attention", "whole"):
-                    self._trace.count(link, sum(tensor.nbytes for tensor in here), purpose)
-                self._ranks.send_recv([(x, to) for x in here], [(x, before) for x in incoming]).wait()
+                sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
+                self._post(self._ranks, sends, recvs).wait()
                 return incoming
 
         return self._lane.submit(exchange, here, incoming)
+
+    def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
+        """Starts messages to and from members of the ring, and counts what is sent."""
+        for x, member in sends:
+            link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
+            for purpose in ("attention", "whole"):
+                self._trace.count(link, x.nbytes, purpose)
+        return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
 
     def _merge(self, merged: Partial | None, part: Partial) -> Partial:
         """The first part, in float32, is what the others are added to."""

@@ -14,7 +14,7 @@ depends on which message is early.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from cocodiff.attention.local import Keys, Partial
 from cocodiff.attention.masks import mask_in_rank_order
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.comm.transport import Group, Pending, Ranks
+from cocodiff.comm.transport import Pending, Ranks
 from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
@@ -193,11 +193,3 @@ class Streaming(Ring):
         arriving = Partial(leaving.out_BLHD.new_empty(mine.out_BLHD.shape), torch.empty_like(mine.lse_BLH))
         sent = self._post(self._across, [(x, piece.of) for x in leaving], [(x, piece.to) for x in arriving])
         flight.parts.append((sent, arriving, piece.heads))
-
-    def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Iterable[tuple[Tensor, int]]) -> Pending:
-        """Messages to and from members of the ring."""
-        for x, member in sends:
-            link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
-            for purpose in ("attention", "whole"):
-                self._trace.count(link, x.nbytes, purpose)
-        return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))

@@ -135,11 +135,8 @@ class TokenRing(Ring):
             return Came([] if on is None else on.incoming, parts, next_keys)
 
     def _send_recv(self, group: Group, way: Passing) -> Pending:
-        link = self.mesh.topology.link_class(self.rank, self._rank_of[way.move.to])
-        for purpose in ("attention", "whole"):
-            self._trace.count(link, sum(x.nbytes for x in way.outgoing), purpose)
-        to, before = self._index_of[way.move.to], self._index_of[way.move.before]
-        return group.send_recv([(x, to) for x in way.outgoing], [(x, before) for x in way.incoming])
+        sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
+        return self._post(group, sends, recvs)
 
     def _part(self, q_BLGD: Tensor, queries_of: int, keys: Keys, keys_of: int) -> Partial:
         """Attention of a group's queries to a group's keys."""
