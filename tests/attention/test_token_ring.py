@@ -74,6 +74,10 @@ def delayed(transport: LoopbackTransport, chance: random.Random) -> None:
     transport.group = group  # type: ignore[method-assign]
 
 
+BY_KIND = pytest.mark.parametrize("kind", ["token", "streaming"])  # of what rings of queries hold alike
+
+
+@BY_KIND
 @given(
     topology=topologies(largest=12),
     more=st.integers(0, 30),
@@ -86,16 +90,17 @@ def delayed(transport: LoopbackTransport, chance: random.Random) -> None:
     data=st.data(),
 )
 @examples(40, exhaustive=200)
-def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, data):
-    mesh = data.draw(st.sampled_from(meshes(topology, heads, kind="token")))
+def test_equals_attention_to_all_tokens(kind, topology, more, text, heads, masked, exchange, order, dtype, data):
+    mesh = data.draw(st.sampled_from(meshes(topology, heads, kind=kind)))
     image = topology.size + more
     mask = torch.rand(B, text, generator=torch.Generator().manual_seed(more)) < 0.5 if masked and text else None
     check_exact(mesh, tensors(image, text, heads, dtype), text, mask, exchange=exchange, order=order)
 
 
+@BY_KIND
 @pytest.mark.parametrize(("machine", "size", "ring"), [("aurora", 24, 24), ("aurora", 24, 8), ("local", 13, 13)])
-def test_larger_worlds(machine, size, ring):
-    check_exact(Mesh.build(topology_of(machine, size), ring, kind="token"), tensors(size + 9, 5, 3, torch.float32), 5)
+def test_larger_worlds(machine, size, ring, kind):
+    check_exact(Mesh.build(topology_of(machine, size), ring, kind=kind), tensors(size + 9, 5, 3, torch.float32), 5)
 
 
 def check_exact(mesh: Mesh, whole: list[Tensor], text: int, mask: Tensor | None = None, **settings: str) -> None:
@@ -113,20 +118,22 @@ def check_exact(mesh: Mesh, whole: list[Tensor], text: int, mask: Tensor | None 
         assert (out_BLHD - truth[:, rows_of(mesh.topology, rank, image, text)]).abs().max() <= allowed
 
 
+@BY_KIND
 @pytest.mark.parametrize(("machine", "size", "ring"), [("local", 7, 7), ("aurora", 24, 24), ("local-6x2", 24, 8)])
-def test_bits_do_not_depend_on_what_is_early(machine, size, ring):
-    mesh = Mesh.build(topology_of(machine, size), ring, kind="token")
+def test_bits_do_not_depend_on_what_is_early(machine, size, ring, kind):
+    mesh = Mesh.build(topology_of(machine, size), ring, kind=kind)
     whole = tensors(size + 3, 4, 5, torch.bfloat16)
     first, *others = (attend(mesh, whole, 4, late=late) for late in (0, 1, 2))
     for other in others:
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, other, strict=True))
 
 
+@BY_KIND
 @given(topology=topologies(largest=12), more=st.integers(0, 30), data=st.data())
 @examples(15, exhaustive=60)
-def test_the_price_has_the_bytes_that_are_sent_by_link(topology, more, data):
+def test_the_price_has_the_bytes_that_are_sent_by_link(kind, topology, more, data):
     """With groups of one rank, or flat, whose messages are priced as they are sent."""
-    mesh = data.draw(st.sampled_from(meshes(topology, 6, kind="token")))
+    mesh = data.draw(st.sampled_from(meshes(topology, 6, kind=kind)))
     whole = tensors(topology.size + more, 3, 6, torch.bfloat16)
     counted = [sent for _, sent in attend(mesh, whole, 3, exchange="flat")]
     work = AttentionWork(6, D, image_and_text(topology.size + more, 3), B)
@@ -188,6 +195,7 @@ def test_a_token_ring_is_chosen_where_it_is_asked_for():
     assert choose(topology_of("local", 1), work, kind="token").ring == 1
 
 
+@BY_KIND
 @pytest.mark.parametrize(
     "lossy",
     [
@@ -196,10 +204,10 @@ def test_a_token_ring_is_chosen_where_it_is_asked_for():
         {"arrival": "displaced", "exchange": "flat"},
     ],
 )
-def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy):
+def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy, kind):
     """As a ring of keys, up to rounding: both pass on whole what the Ulysses part has brought."""
 
-    for keys, tokens in zip(outputs_of("keys", lossy), outputs_of("token", lossy), strict=True):
+    for keys, tokens in zip(outputs_of("keys", lossy), outputs_of(kind, lossy), strict=True):
         torch.testing.assert_close(tokens, keys, rtol=0, atol=1e-2 if "codec" in lossy else 1e-5)
 
 
