@@ -2,7 +2,7 @@
 
 Until the watch is open (`health.py`) a rank that never comes is a wait without end inside MPI_Init. Ranks of one host
 leave their process numbers in a folder of the job's, so that the others see which of them died, were stopped or never
-came. Who looks is a process of its own, this file run as a program: MPI_Init lets no other Python thread run. So this
+came; one that is ended for what it saw leaves that there first, for those that look later. Who looks is a process of its own, this file run as a program: MPI_Init lets no other Python thread run. So this
 file imports nothing but the standard library.
 """
 
@@ -31,7 +31,8 @@ LOOK_S = 0.25
 
 
 class Presence:
-    """The process numbers of a job's ranks on this host, each in a file of its rank's name."""
+    """The process numbers of a job's ranks on this host, each in a file of its rank's name; behind that of a rank that
+    is ended by its watching process stands why."""
 
     def __init__(self, folder: Path, rank: int, local_ranks: int) -> None:
         """folder: the job's own, in one that belongs to this user alone. local_ranks: the job's ranks on this host."""
@@ -57,9 +58,16 @@ class Presence:
                 return
             self._clear_ended_jobs()
             self.folder.mkdir(exist_ok=True)
-            whole = self.folder / f".{self.rank}"
-            whole.write_text(str(os.getpid()))
-            whole.rename(self.folder / str(self.rank))
+            self._write(str(os.getpid()))
+
+    def first_reason(self, process: int, reason: str) -> str:
+        """Why a rank of this host was ended before, else `reason`. Leaves that behind this rank's process number, for
+        those that look later; to be called before it is ended."""
+        reason = next((word for _, word in self._entries().values() if word), reason)
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                self._write(f"{process} {reason}")
+        return reason
 
     def withdraw(self) -> None:
         with contextlib.suppress(OSError):
@@ -69,7 +77,7 @@ class Presence:
     def faults(self) -> dict[int, str]:
         """The ranks of this host that died or are stopped, and which of the two."""
         found = {}
-        for rank, process in sorted(self._processes().items()):
+        for rank, (process, _) in sorted(self._entries().items()):
             state = _state(process)
             if state in ("", "Z", "X"):
                 found[rank] = "died before the ranks had met"
@@ -79,20 +87,25 @@ class Presence:
 
     def absent(self) -> str:
         """Who is missing, in words."""
-        there = sorted(self._processes())
+        there = sorted(self._entries())
         if len(there) < self.local_ranks:
             return f"of this host's {self.local_ranks} ranks there are {', '.join(map(str, there)) or 'none'}"
         return (
             f"all {self.local_ranks} ranks of this host are there: one of them hangs, or one of another host is missing"
         )
 
-    def _processes(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _write(self, content: str) -> None:
+        whole = self.folder / f".{self.rank}"
+        whole.write_text(content)
+        whole.rename(self.folder / str(self.rank))
+
+    def _entries(self) -> dict[int, tuple[int, str]]:
+        found: dict[int, tuple[int, str]] = {}
         with contextlib.suppress(OSError):
             if self._is_ours():
                 for path in self.folder.iterdir():
                     if path.name.isdigit():
-                        found[int(path.name)] = int(path.read_text())
+                        found[int(path.name)] = _parsed(path)
         return found
 
     def _is_ours(self) -> bool:
@@ -103,8 +116,13 @@ class Presence:
         """Removes what jobs that were killed have left."""
         for job in self.folder.parent.iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if job != self.folder and not any(_state(int(path.read_text())) for path in job.iterdir()):
+                if job != self.folder and not any(_state(_parsed(path)[0]) for path in job.iterdir()):
                     shutil.rmtree(job)
+
+
+def _parsed(path: Path) -> tuple[int, str]:
+    process, _, word = path.read_text().partition(" ")
+    return int(process), word
 
 
 def _state(process: int) -> str:
@@ -147,6 +165,7 @@ def watch_start(
             reason = f"the ranks did not meet within {start_s:g} s in {call}"
             reason += f"; {presence.absent()}" if presence is not None else ""
         if reason:
+            reason = presence.first_reason(process, reason) if presence is not None else reason
             os.write(2, f"cocodiff: {f'[rank {rank}] ' if rank else ''}{reason}\n".encode())
             os.kill(process, signal.SIGKILL)
             return

@@ -26,10 +26,10 @@ WAITS = """
     from cocodiff.comm.health import Limits
     from cocodiff.comm.presence import Presence, limited_start
 
-    folder, ranks, start_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    presence = Presence(folder, 0, ranks)
+    folder, ranks, start_s, rank = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    presence = Presence(folder, rank, ranks)
     presence.announce()
-    with limited_start(Limits(timeout_s=1.0, start_s=start_s), 0, presence, "MPI_Init"):
+    with limited_start(Limits(timeout_s=1.0, start_s=start_s), rank, presence, "MPI_Init"):
         print("waits", flush=True)
         time.sleep(60)
 """
@@ -46,6 +46,10 @@ JOINS = """
     except PeerLost as error:
         sys.exit(str(error))
 """
+
+
+def waiting_rank(folder: Path, ranks: int, start_s: float, rank: int = 0) -> subprocess.Popen[str]:
+    return started(WAITS, folder, ranks, start_s, rank)
 
 
 def started(program: str, *words: object, **environment: object) -> subprocess.Popen[str]:
@@ -81,32 +85,47 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_ranks_of_this_host_that_never_came_are_named(folder: Path) -> None:
-    code, said = end_of(started(WAITS, folder, 3, 1.0))
+    code, said = end_of(waiting_rank(folder, 3, 1.0))
     assert code == -signal.SIGKILL
     assert "[rank 0] the ranks did not meet within 1 s in MPI_Init; of this host's 3 ranks there are 0" in said
 
 
 def test_a_rank_that_hangs_in_the_meeting_is_ended(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
     (folder / "1").write_text(str(sibling.pid))
-    code, said = end_of(started(WAITS, folder, 2, 1.0))
+    code, said = end_of(waiting_rank(folder, 2, 1.0))
     assert code == -signal.SIGKILL and "all 2 ranks of this host are there: one of them hangs" in said
 
 
 def test_a_stopped_rank_is_named_before_the_limit(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
     (folder / "1").write_text(str(sibling.pid))
     sibling.send_signal(signal.SIGSTOP)
-    code, said = end_of(started(WAITS, folder, 2, 60.0))
+    code, said = end_of(waiting_rank(folder, 2, 60.0))
     assert code == -signal.SIGKILL and "[rank 0] rank 1 has been stopped for 1 s" in said
 
 
 def test_a_rank_that_died_is_named_at_once(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
     (folder / "1").write_text(str(sibling.pid))
-    waiting = started(WAITS, folder, 2, 60.0)
+    waiting = waiting_rank(folder, 2, 60.0)
     assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
     sibling.kill()
     sibling.wait()
     code, said = end_of(waiting)
     assert code == -signal.SIGKILL and "[rank 0] rank 1 died before the ranks had met" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(signal.SIGKILL, "rank 1 died before the ranks had met"), (signal.SIGSTOP, "rank 1 has been stopped for 1 s")],
+)
+def test_a_late_rank_names_the_one_that_others_were_ended_for(
+    folder: Path, sibling: subprocess.Popen[bytes], fault: signal.Signals, said: str
+) -> None:
+    (folder / "1").write_text(str(sibling.pid))
+    sibling.send_signal(fault)
+    if fault == signal.SIGKILL:
+        sibling.wait()
+    for rank in (0, 2):  # each begins when the one before it is dead
+        assert end_of(waiting_rank(folder, 3, 60.0, rank)) == (-signal.SIGKILL, f"cocodiff: [rank {rank}] {said}\n")
 
 
 def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder: Path, tmp_path: Path) -> None:
