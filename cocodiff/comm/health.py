@@ -229,6 +229,8 @@ class Watch(Health):
         selector.register(line.socket, selectors.EVENT_READ, rank)
         try:
             line.send(welcome=True)
+            if isinstance(self._lost, PeerLost):  # before this rank came
+                line.send(lost=self._lost.rank, reason=self._lost.reason)
         except OSError:
             return  # the next look at it tells that it is gone
         self._hear_all(rank, line.waiting_messages(), selector)
@@ -289,7 +291,7 @@ class Watch(Health):
         os._exit(1)
 
     def _listen(self, selector: selectors.BaseSelector, admission: Admission | None) -> None:
-        last_round = time.monotonic()
+        last_round, until = time.monotonic(), time.monotonic() + self.limits.start_s
         with selector:
             while selector.get_map() and not self._ended:
                 try:
@@ -305,7 +307,7 @@ class Watch(Health):
                         self._hear_all(key.data, self._lines[key.data].receive(), selector)
                 if admission is not None:
                     admission.expire()
-                    if not admission.missing or self._lost is not None:
+                    if not admission.missing or (self._lost is not None and last_round > until):
                         admission.close()
                         admission = None
                 self._check_silence(selector, last_round)

@@ -121,6 +121,21 @@ def test_a_rank_that_is_lost_during_the_start_is_named_before_the_limit():
     contexts[0].__exit__(None, None, None)
 
 
+def test_a_rank_that_comes_late_names_the_one_that_was_lost_before():
+    contexts, ports = [], []
+
+    def meet(port: int) -> None:
+        ports.append(port)
+        contexts.append(process_rank(1, 3, port, 20.0))
+        process = contexts[0].__enter__()
+        time.sleep(1.0)  # it joins
+        process.kill()
+
+    errors = open_all(range(1), 3, meet=meet) + open_all(range(2, 3), 3, port=ports[0])
+    assert [str(error) for error in errors] == ["rank 1 died: its connection closed"] * 2
+    contexts[0].__exit__(None, None, None)
+
+
 def test_no_rank_0_to_join():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
