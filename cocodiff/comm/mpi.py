@@ -1,7 +1,8 @@
 """MPI as transport, through mpi4py: for CPU tensors, where a job has MPI anyway.
 
 MPI libraries make no progress in the background, so a lane's thread sits in the wait and polls. It sleeps between
-polls: with more ranks than cores a spinning wait starves the rank it waits for.
+polls: with more ranks than cores a spinning wait starves the rank it waits for. MPI takes a shorter message than
+awaited without a word, and of a longer one it names no rank, so lengths are compared when messages have come.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.transport import Group, Pending
@@ -72,18 +74,19 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
 
 
 class _Requests:
-    def __init__(self, mpi: Any, requests: list[Any], health: Health, kept: list[Tensor]) -> None:
-        self._test_all, self._requests, self._health, self._kept = mpi.Request.Testall, requests, health, kept
+    def __init__(self, group: MpiGroup, requests: list[Any], recvs: list[tuple[Tensor, int]], kept: list[Any]) -> None:
+        """requests: first those of `recvs`, in their order. kept: tensors that live until then."""
+        self._group, self._requests, self._recvs, self._kept = group, requests, recvs, kept
 
     def wait(self) -> None:
         if self._requests:
-            wait_until(lambda: self._test_all(self._requests), self._health)
-        self._requests, self._kept = [], []
+            self._group.complete(self._requests, self._recvs)
+        self._requests, self._recvs, self._kept = [], [], []
 
 
 class MpiGroup(Group):
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
-        self._mpi, self._communicator, self._health = mpi, communicator, health
+        self._mpi, self._communicator, self.health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()
 
     def _buffer(self, tensor: Tensor) -> list[Any]:
@@ -94,10 +97,36 @@ class MpiGroup(Group):
         return requests + [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        return _Requests(self._mpi, self._posted(sends, recvs), self._health, [t for t, _ in sends + recvs])
+        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+        return _Requests(self, self._posted(sends, recvs), recvs, sends)
+
+    def complete(self, requests: list[Any], recvs: list[tuple[Tensor, int]]) -> None:
+        """Waits for requests, of which the first are those of `recvs`. Raises WrongMessage where one of these came with
+        another length."""
+        statuses = [self._mpi.Status() for _ in recvs]
+        try:
+            wait_until(lambda: self._mpi.Request.Testall(requests, statuses), self.health)
+        except self._mpi.Exception:
+            for status, (tensor, peer) in zip(statuses, recvs, strict=False):
+                if self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE:
+                    raise self.refused(peer, f"more than {tensor.nbytes}", tensor.nbytes) from None
+            raise
+        for status, (tensor, peer) in zip(statuses, recvs, strict=False):  # the library appends those of sends
+            if (came := status.Get_count(self._mpi.BYTE)) != tensor.nbytes:
+                raise self.refused(peer, came, tensor.nbytes)
+
+    def refused(self, peer: int, came: int | str, awaited: int) -> WrongMessage:
+        """Tells all ranks of a message of another length than this rank awaits, in bytes, and returns the error."""
+        reason = (
+            f"received a message of {came} bytes from rank {self.ranks[peer]} where it awaited one of {awaited}, in a "
+            f"group of {len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}; trust no result: these "
+            "ranks do not make the same calls"
+        )
+        self.health.fail(reason)
+        return WrongMessage(self.ranks[self.index], f"failed: {reason}")
 
     def barrier(self) -> None:
-        _Requests(self._mpi, [self._communicator.Ibarrier()], self._health, []).wait()
+        _Requests(self, [self._communicator.Ibarrier()], [], []).wait()
 
 
 class MpiTransport(LaneOwner):

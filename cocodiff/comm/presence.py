@@ -2,8 +2,8 @@
 
 Until the watch is open (`health.py`) a rank that never comes is a wait without end inside MPI_Init. Ranks of one host
 leave their process numbers in a folder of the job's, so that the others see which of them died, were stopped or never
-came; one that is ended for what it saw leaves that there first, for those that look later. Who looks is a process of its own, this file run as a program: MPI_Init lets no other Python thread run. So this
-file imports nothing but the standard library.
+came. Who looks is a process of its own, this file run as a program: MPI_Init lets no other Python thread run. So this
+file imports nothing but the standard library. Before it ends its rank it leaves there why, for those that look later.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.transport import Pending
@@ -153,7 +152,7 @@ class RmaGroup(MpiGroup):
     ) -> None:
         super().__init__(mpi, communicator, ranks, transport.health)
         self.window, self.turn, self.lock = window, transport.turn, threading.Lock()
-        self.health, self.probe, self.test_all = transport.health, communicator.Iprobe, mpi.Request.Testall
+        self.probe, self.test_all = communicator.Iprobe, mpi.Request.Testall
         memory, size = np.frombuffer(window.tomemory(), dtype=np.uint8), len(ranks)
         memory[:] = 0  # the first use of a page takes long
         self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
@@ -186,16 +185,6 @@ class RmaGroup(MpiGroup):
             self._seen = b""
         large = [[(tensor, peer) for tensor, peer in listed if tensor.nbytes > capacity] for listed in (sends, recvs)]
         return _Transfer(self, opened, self._posted(*large), [*sends, *recvs])
-
-    def refused(self, peer: int, came: int, awaited: int) -> WrongMessage:
-        """Tells all ranks of a message of another length than this rank awaits, and returns the error."""
-        reason = (
-            f"received a message of {came} bytes from rank {self.ranks[peer]} where it awaited one of {awaited}, in a "
-            f"group of {len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}; trust no result: these "
-            "ranks do not make the same calls"
-        )
-        self.health.fail(reason)
-        return WrongMessage(self.ranks[self.index], f"failed: {reason}")
 
     def barrier(self) -> None:
         _Transfer(self, [], [self._communicator.Ibarrier()], []).wait()

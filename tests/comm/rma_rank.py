@@ -1,6 +1,7 @@
 """One rank of an MPI job, over windows: what the contract does not come to. Every rank of a small world runs `main`.
 
-With two numbers of bytes rank 1 sends rank 2 a message of the first, where rank 2 awaits one of the second.
+With a transport and two numbers of bytes rank 1 sends rank 2 a message of the first, where rank 2 awaits one of the
+second.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sizes = [int(word) for word in sys.argv[1:]]
-    config = Config(transport="mpi-rma", device="cpu", timeout_s=20.0)
-    sys.exit(run_ranks(None, detect(), config, {}, lambda opened: disagree(opened, *sizes)) if sizes else main())
+    if len(sys.argv) == 1:
+        sys.exit(main())
+    config, sizes = Config(transport=sys.argv[1], device="cpu", timeout_s=20.0), map(int, sys.argv[2:])
+    sys.exit(run_ranks(None, detect(), config, {}, lambda opened: disagree(opened, *sizes)))
