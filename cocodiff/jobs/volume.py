@@ -21,6 +21,7 @@ AUTO = "auto"
 OWN = "cocodiff"  # what is written, beside methods without a model
 ALONE = "the model alone"  # its axes without the methods that have none
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
+THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
 LEAST, MOST = 12, 32  # tested slices along each axis
 
@@ -196,7 +197,10 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
         raise UserError(
             "--quality chooses a setting slice by slice: it goes with --axes z alone, without --hidden_test"
         )
-    volume = Volume(axes, chosen, tested, Census.of(mask.reader, len(stack)), mask.reader)
+    census = Census.of(mask.reader, len(stack))
+    if chosen and census.through >= THROUGH * census.total:
+        axes, chosen = ("z",), False
+    volume = Volume(axes, chosen, tested, census, mask.reader)
     if axes == ("z",):
         return volume, mask
     if not volume.restores(axes):
