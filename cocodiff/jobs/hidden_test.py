@@ -128,7 +128,7 @@ def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.
 def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: bool) -> Verdict:
     """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
     what is written. best: whether that is the best method, of those that restore every hidden voxel."""
-    equal = Verdict(dict.fromkeys(volume.axes, 1 / len(volume.axes)))
+    equal = Verdict(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
     truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
     others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
@@ -182,7 +182,7 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
     cut = any(one.hidden.cut for one in rounds)
-    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut)
+    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind)
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:
