@@ -59,7 +59,7 @@ class Volume:
         slices = len(self.census.restorable("z")) or self.census.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         survey = Survey.of(read, self.read_mask, self.census.shape)
-        return hide(survey, min(MOST, max(LEAST, budget)), seed)
+        return hide(survey, min(MOST, max(LEAST, budget)), seed, self.axes)
 
 
 @dataclass(frozen=True)

@@ -150,14 +150,14 @@ def choose_axes(
     best: tuple[tuple[bool, int, float], dict[str, float]] | None = None
     for count in range(1, min(most, len(errors)) + 1):
         for axes in filter(allowed, combinations(errors, count)):
-            mixture, weights_A, mse = learnt({axis: errors[axis] for axis in axes} | dict(others))
+            mixture, weights_A, mse = learnt({axis: errors[axis] for axis in axes} | {**others})
             idle = bool((weights_A[:count] < LEAST_WEIGHT).any())
             worth = idle, count if idle else -count, mse
             if best is None or worth < best[0]:
                 best = worth, dict(zip(mixture.names, weights_A.tolist(), strict=True))
     assert best is not None, "a set of axes is allowed"
     kept = [name for name, weight in best[1].items() if name in {*errors, *apart} or weight >= LEAST_OTHER]
-    return learnt({name: (errors | dict(others))[name] for name in kept})[0]
+    return learnt({name: {**errors, **others}[name] for name in kept})[0]
 
 
 def dealt(samples: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -19,7 +19,7 @@ GENERATED = ("block", "center")
 GRID = 6
 NAN = float("nan")  # one object, as no two are equal
 HIDDEN_CELLS = 9  # of 36: a quarter of the slice
-FAR = 64  # slices that are looked at before and behind one
+FAR = 32  # slices that are looked at before and behind one
 
 
 @dataclass(frozen=True)

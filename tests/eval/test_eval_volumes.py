@@ -234,6 +234,11 @@ def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarra
         check_regions(found, mask_ZYX)
     if len(rounds) > 1:
         assert rounds[0].pieces != rounds[1].pieces
+    alone = hide(survey, 8, seed=3, along="z")  # slices along y and x cost nothing there
+    assert [one.pieces for one in alone] == [one.pieces for one in rounds]
+    for few, many in zip(rounds, alone, strict=True):
+        assert len(many.tested["z"]) == len(few.tested["z"])
+        assert all(len(many.tested[axis]) > 2 * len(few.tested[axis]) for axis in "yx")
 
 
 def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
