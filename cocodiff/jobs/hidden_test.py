@@ -10,8 +10,9 @@ import numpy as np
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
 from cocodiff_eval.hidden import Hidden
+from cocodiff_eval.masks import depth
 from cocodiff_eval.metrics import psnr_db
-from cocodiff_eval.smooth import LAPLACE, SOLVERS, Window, in_cells, linear
+from cocodiff_eval.smooth import SOLVERS, VARIATION, Window, in_cells, linear
 from cocodiff_eval.turned import AXES, Turned
 
 from cocodiff.jobs.volume import ALONE, OWN, Verdict, Volume, along
@@ -24,8 +25,8 @@ LINES: dict[str, tuple[str, int]] = {
 }
 BIHARMONIC = "biharmonic"
 APART = ", ends"  # added to a line's name: how far the known voxels at its ends are apart
-MEMBERS = (*LINES, LAPLACE)  # of the mean, beside the model's axes
-METHODS = (*MEMBERS, BIHARMONIC, *(name for name in SOLVERS if name != LAPLACE))
+MEMBERS = (*LINES, BIHARMONIC, VARIATION)  # of the mean, beside the model's axes
+METHODS = (*LINES, BIHARMONIC, *SOLVERS)
 SEEN = 0.5  # of the hidden voxels that a method has to restore at least, for its figure to be told
 ENOUGH = 3  # regions: with fewer, errors are those of weights that were learnt on the same voxels
 
@@ -48,7 +49,8 @@ class Tested:
     [z, y, x].
 
     own: of the model along each axis, in each sample, float64 [S, *grid]; others: of methods without a model, and ends
-    of lines; NaN where nothing was restored. truth: normalised; judged: which voxels of the grid are hidden.
+    of lines; NaN where nothing was restored. truth: normalised; judged: which voxels of the grid are hidden;
+    deep: how far each is from a known one, as of `depth`.
     """
 
     def __init__(self, hidden: Hidden, volume: Volume, task: Any) -> None:
@@ -59,6 +61,12 @@ class Tested:
         self.judged = judged_grid(hidden, volume)
         inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
         self.truth = np.stack([task.scale.normalise(task.stack.read(z)[inside]) for z in hidden.tested["z"]])
+
+        def unknown(index: int) -> np.ndarray:
+            return volume.read_mask(index) | hidden.mask("z", index, volume.read_mask)
+
+        slices = volume.census.shape[0]
+        self.deep = np.stack([depth(unknown, index, slices)[inside] for index in hidden.tested["z"]])
 
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
         """What was made of slices along an axis, each [slice, *grid without that axis]; without an axis [*grid]."""
@@ -120,7 +128,7 @@ def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.
 def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: bool) -> Verdict:
     """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
     what is written. best: whether that is the best method, of those that restore every hidden voxel."""
-    equal = Verdict(dict.fromkeys(volume.axes, 1 / len(volume.axes)))
+    equal = Verdict(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
     truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
     others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
@@ -165,14 +173,16 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     figures = {name: psnr_db(float(np.square(error_P).mean())) for name, error_P in found.items()}
     figures = dict(sorted(figures.items(), key=lambda one: -one[1]))
     method = next(name for name in figures if name in whole) if best else OWN
-    intervals = Intervals.calibrated(found[method], spread_P if method == OWN else np.zeros_like(spread_P))
+    deep_P = np.concatenate([one.deep[one.judged] for one in rounds])[common_P]
+    spread_P = spread_P if method == OWN else np.zeros_like(spread_P)
+    intervals = Intervals.calibrated(found[method], spread_P, deep_P)
     rival = next((name for name in figures if name in METHODS), None)
     sources = {(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces}
     lead = None if rival is None else Lead.found(found[OWN], found[rival], region_P, len(sources))
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
     cut = any(one.hidden.cut for one in rounds)
-    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut)
+    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind)
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:

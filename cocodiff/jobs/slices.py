@@ -147,7 +147,7 @@ class SliceJob(Job[Batch]):
         return {one: self.restorer.draw(batch, prepared, seen, one, leads) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
-        intervals = self.volumes.intervals(batch.task)
+        intervals = self.volumes.intervals(batch.task, batch.indices[place])
         return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of, intervals)
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:

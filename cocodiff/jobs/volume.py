@@ -21,6 +21,7 @@ AUTO = "auto"
 OWN = "cocodiff"  # what is written, beside methods without a model
 ALONE = "the model alone"  # its axes without the methods that have none
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
+THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
 LEAST, MOST = 12, 32  # tested slices along each axis
 
@@ -39,6 +40,11 @@ class Volume:
     census: Census
     read_mask: Callable[[int], np.ndarray]
 
+    @property
+    def kind(self) -> str:
+        """What it is called."""
+        return "volume" if self.census.shape[0] > 1 else "slice"
+
     def restores(self, axes: Sequence[str]) -> bool:
         """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
         return any(not self.census.full(axis).any() for axis in axes)
@@ -53,7 +59,7 @@ class Volume:
         slices = len(self.census.restorable("z")) or self.census.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         survey = Survey.of(read, self.read_mask, self.census.shape)
-        return hide(survey, min(MOST, max(LEAST, budget)), seed)
+        return hide(survey, min(MOST, max(LEAST, budget)), seed, self.axes)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Verdict:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
     the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
     from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; lead: of the mean over
-    the best method without a model; cut: see `Hidden`. Without a test weights alone."""
+    the best method without a model; cut: see `Hidden`; of: what was tested. Without a test weights alone."""
 
     weights: Mapping[str, float]
     method: str = OWN
@@ -72,6 +78,7 @@ class Verdict:
     mixture: Mixture | None = None
     lead: Lead | None = None
     cut: bool = False
+    of: str = "volume"
 
     @property
     def axes(self) -> dict[str, float]:
@@ -89,10 +96,10 @@ class Verdict:
         """What the user is told first."""
         figures = dict(self.psnr_db or {})
         if not figures:
-            return f"{where}: no region of this volume could be hidden: nothing is known of how good its restoration is"
+            return f"{where}: no region of this {self.of} could be hidden: nothing is known of how good it is restored"
         others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
         told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
-        found = f"on {self.regions} hidden regions of this volume: {OWN} {figures[OWN]:.1f} dB, {told}"
+        found = f"on {self.regions} hidden regions of this {self.of}: {OWN} {figures[OWN]:.1f} dB, {told}"
         kind = CUT if self.cut else ""
         lead = self.lead
         if lead is None:
@@ -182,8 +189,6 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     tested = deep and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
     if chosen and not tested:
         raise UserError(f"--axes {AUTO} chooses by hidden regions: leave --hidden_test away, or name the axes")
-    if tested and not deep:
-        raise UserError(f"--hidden_test: {stack.path} has {len(stack)} slice(s), and {SMALLEST_SIDE} are needed")
     if values["method"] != OWN and not tested:
         raise UserError(f"--method {values['method']} is found on hidden regions: it needs --hidden_test")
     if values["samples"] < len(axes) and not chosen:
@@ -196,7 +201,10 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
         raise UserError(
             "--quality chooses a setting slice by slice: it goes with --axes z alone, without --hidden_test"
         )
-    volume = Volume(axes, chosen, tested, Census.of(mask.reader, len(stack)), mask.reader)
+    census = Census.of(mask.reader, len(stack))
+    if chosen and census.through >= THROUGH * census.total and not census.full("z").any():
+        axes, chosen = ("z",), False
+    volume = Volume(axes, chosen, tested, census, mask.reader)
     if axes == ("z",):
         return volume, mask
     if not volume.restores(axes):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from cocodiff_eval.fusing import dealt
 from cocodiff_eval.hidden import Hidden
-from cocodiff_eval.smooth import Window
+from cocodiff_eval.masks import depth
+from cocodiff_eval.smooth import SOLVERS, Window
 from cocodiff_eval.turned import AXES, Restored, Turned
 
 from cocodiff.jobs.hidden_test import APART, LINES, METHODS, made_along, read_window
@@ -47,6 +48,10 @@ class VolumeFiles:
 
     def mask(self, task: int, axis: str, index: int) -> np.ndarray:
         return self.of[task].read_mask(index) if axis == "z" else self.turned(task, axis)[1].read(index)
+
+    def depth(self, task: int, index: int) -> np.ndarray:
+        """Of a slice along z, float64 [Y, X]: as of `masks.depth`."""
+        return depth(self.of[task].read_mask, index, self.of[task].census.shape[0])
 
     def restored(self, task: int, mode: str, axis: str, sample: int) -> Restored:
         """The file of a sample."""
@@ -96,7 +101,7 @@ class VolumeFiles:
         for name in others:
             values.append(without_model(name))
             seen_P = np.isfinite(values[-1])
-            if name in LINES:  # of a slice that is masked wholly nothing was written
+            if name not in SOLVERS:  # of a slice that is masked wholly nothing was written
                 seen_P &= ~census.full(made_along(name))[places[made_along(name)]]
             shares.append(np.where(seen_P, weights[name], 0.0))
             drawn.append(np.zeros(count))

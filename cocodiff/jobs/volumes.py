@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from cocodiff.jobs.session import Session
 
 FUSED_TOGETHER = 8  # slices along z in a batch
-TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,11 @@ class Volumes:
             return []
         return [*(BOUNDS if self.tested(task) else ()), *(kept_samples(self.samples) if self.keeps else ())]
 
-    def intervals(self, task: int) -> Intervals | None:
-        """Those of a volume that was tested."""
-        return (self.verdicts[task].intervals or Intervals.unknown()) if self.tested(task) else None
+    def intervals(self, task: int, index: int) -> Intervals | None:
+        """Those of a slice along z, of a volume that was tested."""
+        if not self.tested(task):
+            return None
+        return (self.verdicts[task].intervals or Intervals.unknown()).at(self.files.depth(task, index))
 
     @property
     def sizes(self) -> list[int]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 RIDGE = 0.1  # of the mean error: with few hidden voxels weights stay nearer to equal ones
+ALIKE = 0.5  # how much correlations of errors are drawn to their mean, for few regions show more than there is
 LEAST_WEIGHT = 0.02  # of an axis on average, below which it is not worth its samples
+LEAST_OTHER = 0.05  # of a method without a model, below which it is not worth its time
 STEPS = 4.0  # of an error's logarithm: voxels whose members' errors are within a quarter share their weights
-FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0)  # in root mean square errors, tried for the narrowest intervals
+FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in root mean square errors, tried for the best intervals
 SHARES = (0.5, 0.9)
 LEAD_SHARE, FEWEST = 0.95, 3  # of the ranges of leads, and the regions that it takes to know one
 
@@ -45,11 +48,16 @@ def fuse(
 def weights_of(products_AA: np.ndarray) -> np.ndarray:
     """The weights [A], none negative and 1 together, with which the mean of A estimates is expected to err least.
 
-    products_AA: the mean products of their errors, C. The sum of w_i w_j C_ij is smallest, with a tenth of C's mean
-    diagonal added to the diagonal.
+    products_AA: the mean products of their errors, C. The sum of w_i w_j C_ij is smallest, with correlations half way
+    to their mean (as Ledoit and Wolf 2004 shrink covariances), and a tenth of C's mean diagonal added to the diagonal.
     """
     count = len(products_AA)
-    ridged_AA = products_AA + np.eye(count) * max(RIDGE * float(np.trace(products_AA)) / count, 1e-20)
+    sizes_A = np.sqrt(np.maximum(np.diag(products_AA), 1e-20))
+    alike_AA = products_AA / np.outer(sizes_A, sizes_A)
+    mean = (alike_AA.sum() - count) / max(1, count * (count - 1))
+    alike_AA = (1 - ALIKE) * alike_AA + ALIKE * (mean + (1 - mean) * np.eye(count))
+    ridge = max(RIDGE * float(np.trace(products_AA)) / count, 1e-20)
+    ridged_AA = alike_AA * np.outer(sizes_A, sizes_A) + np.eye(count) * ridge
     kept = [*range(count)]
     while True:
         found = np.linalg.solve(ridged_AA[np.ix_(kept, kept)], np.ones(len(kept)))
@@ -129,22 +137,27 @@ def choose_axes(
 
     errors: of each axis at the same voxels, float64 [P]; most: so many axes at most; allowed: which sets of axes may be
     taken, at least one of them; others, apart: errors of members that are there in any case, and d as of
-    `Mixture.learnt`.
+    `Mixture.learnt`. Those without such a d, which take time, leave where they have a weight of less than .05.
     """
-    best: tuple[tuple[bool, int, float], Mixture] | None = None
-    apart = apart or {}
+    apart, others = apart or {}, others or {}
+
+    def learnt(taken: Mapping[str, np.ndarray]) -> tuple[Mixture, np.ndarray, float]:
+        """With the mean weight of each member, and the mean squared error."""
+        mixture, values_AP = Mixture.learnt(taken, apart), np.stack([*taken.values()])
+        weights_AP = mixture.weights(apart, values_AP.shape[1])
+        return mixture, weights_AP.mean(axis=1), float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
+
+    best: tuple[tuple[bool, int, float], dict[str, float]] | None = None
     for count in range(1, min(most, len(errors)) + 1):
         for axes in filter(allowed, combinations(errors, count)):
-            taken = {axis: errors[axis] for axis in axes} | dict(others or {})
-            mixture, values_AP = Mixture.learnt(taken, apart), np.stack([*taken.values()])
-            weights_AP = mixture.weights(apart, values_AP.shape[1])
-            mse = float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
-            idle = bool((weights_AP[:count].mean(axis=1) < LEAST_WEIGHT).any())
+            mixture, weights_A, mse = learnt({axis: errors[axis] for axis in axes} | {**others})
+            idle = bool((weights_A[:count] < LEAST_WEIGHT).any())
             worth = idle, count if idle else -count, mse
             if best is None or worth < best[0]:
-                best = worth, mixture
+                best = worth, dict(zip(mixture.names, weights_A.tolist(), strict=True))
     assert best is not None, "a set of axes is allowed"
-    return best[1]
+    kept = [name for name, weight in best[1].items() if name in {*errors, *apart} or weight >= LEAST_OTHER]
+    return learnt({name: {**errors, **others}[name] for name in kept})[0]
 
 
 def dealt(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -158,14 +171,19 @@ def dealt(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
 class Intervals:
     """Intervals around restored voxels that hold their truth with a given probability: mean - r to mean + r, with
     r = factor (spread + floor) in the units of the errors; spread counts where `by_spread`. factors: for each of
-    SHARES."""
+    SHARES. floor: of voxels that touch known ones, until `at` gives that of each."""
 
-    floor: float
+    floor: Any
     factors: tuple[float, float]
     by_spread: bool = True
 
     def radius(self, spread: np.ndarray, share: float) -> np.ndarray:
         return self.factors[SHARES.index(share)] * ((spread if self.by_spread else np.zeros_like(spread)) + self.floor)
+
+    def at(self, depth: np.ndarray) -> Intervals:
+        """For voxels that are so far from known ones: the floor grows with the square root of it, for squared errors
+        were found to grow in proportion to the distance. So regions that are cut tell of a mask that is deeper."""
+        return replace(self, floor=self.floor * np.sqrt(np.maximum(depth, 1.0)))
 
     @classmethod
     def unknown(cls) -> Intervals:
@@ -173,19 +191,21 @@ class Intervals:
         return cls(1.0, (math.inf, math.inf), False)
 
     @classmethod
-    def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray) -> Intervals:
+    def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
         """By split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018): factors are the quantiles of
         |error| / (spread + floor) of P voxels whose truth is known, so that of voxels like these the share lies inside.
-        The floor is the one of FLOORS whose intervals of 90 % are narrowest on average."""
+        The floor is the one of FLOORS whose intervals of 90 % have the least interval score, the width and 2 / .1 times
+        by how much they miss (Gneiting and Raftery 2007). depth_P: as of `at`."""
         errors_P, scale = np.abs(errors_P), max(math.sqrt(float(np.square(errors_P).mean())), 1e-9)
         by_spread = bool(spread_P.any())
-        floors = [part * scale for part in FLOORS] if by_spread else [scale]
-        found = [
-            cls(floor, (quantile(errors_P / (spread_P + floor), 0.5), quantile(errors_P / (spread_P + floor), 0.9)))
-            for floor in floors
-        ]
-        best = min(found, key=lambda one: float(one.radius(spread_P, 0.9).mean()))
-        return cls(best.floor, best.factors, by_spread)
+        found: list[tuple[float, Intervals]] = []
+        for part in FLOORS if by_spread else (1.0,):
+            tried = cls(part * scale / float(np.sqrt(np.maximum(depth_P, 1.0)).mean()), (1.0, 1.0), by_spread)
+            sizes_P = tried.at(depth_P).radius(spread_P, SHARES[0])
+            low, high = (quantile(errors_P / sizes_P, share) for share in SHARES)
+            missed_P = np.maximum(errors_P - high * sizes_P, 0.0) / (1 - SHARES[1])
+            found.append((float((high * sizes_P + missed_P).mean()), replace(tried, factors=(low, high))))
+        return min(found, key=lambda one: one[0])[1]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ of its own, so that few large regions in a small volume are still seen at many p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -23,6 +23,7 @@ COARSE = 128  # cells of a side
 REGIONS, ENOUGH = 24, 2
 ROUNDS, WANTED = 4, 12  # rounds at most, and regions in all after which there are no more
 LEAST = 6  # tested slices along each axis in a round
+UNPAID = 96  # along an axis that nothing is restored along: more voxels are judged at no cost
 PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
 TRIES = 16
 REPEATED = 0.1  # of the worth of a cell that no earlier round has hidden
@@ -155,9 +156,10 @@ class Survey:
         return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
 
 
-def hide(survey: Survey, slices: int, seed: int) -> tuple[Hidden, ...]:
+def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) -> tuple[Hidden, ...]:
     """Chooses rounds of a test, each with up to 24 regions, and `slices` tested slices along each axis in all of them,
-    but at least 6 in each; nothing where nothing can be hidden.
+    but at least 6 in each; nothing where nothing can be hidden. along: the axes that slices are restored along, as
+    others have 96 in each round.
 
     Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
     less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
@@ -179,7 +181,8 @@ def hide(survey: Survey, slices: int, seed: int) -> tuple[Hidden, ...]:
             break
     cut = any((piece.source, piece.shape) not in uncut for pieces in best for piece in pieces)
     fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
-    return tuple(Hidden(pieces, _tested(pieces, max(LEAST, slices // len(fine)), rng), cut) for pieces in fine)
+    counts = {axis: max(LEAST, slices // len(fine)) if axis in along else UNPAID for axis in AXES} if fine else {}
+    return tuple(Hidden(pieces, _tested(pieces, counts, rng), cut) for pieces in fine)
 
 
 def _rounds(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[list[Piece]]:
@@ -284,9 +287,9 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
     return Piece((source[0], source[1], source[2]), (target[0], target[1], target[2]), (sides[0], sides[1], sides[2]))
 
 
-def _tested(pieces: Sequence[Piece], slices: int, rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """Slices along each axis, evenly over what regions take of it from a random one on: the same number through each
-    stretch of them."""
+def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
+    """So many slices along each axis, evenly over what regions take of it from a random one on: the same number through
+    each stretch of them."""
     tested = {}
     for number, axis in enumerate(AXES):
         stretches: list[tuple[int, int]] = []
@@ -299,7 +302,7 @@ def _tested(pieces: Sequence[Piece], slices: int, rng: np.random.Generator) -> d
                 stretches.append((begin, end))
         chosen: set[int] = set()
         for begin, end in stretches:
-            count = min(max(1, slices // len(stretches)), end - begin)
+            count = min(max(1, slices[axis] // len(stretches)), end - begin)
             phase = rng.uniform(0, 1)
             chosen |= {begin + int((n + phase) * (end - begin) / count) for n in range(count)}
         tested[axis] = tuple(sorted(chosen))

@@ -19,6 +19,7 @@ GENERATED = ("block", "center")
 GRID = 6
 NAN = float("nan")  # one object, as no two are equal
 HIDDEN_CELLS = 9  # of 36: a quarter of the slice
+FAR = 32  # slices that are looked at before and behind one
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,22 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
     top, left = (round(side / 4) for side in shape)
     mask_YX[top : shape[0] - top, left : shape[1] - left] = True
     return mask_YX
+
+
+def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndarray:
+    """How far each masked voxel of slice `index` is from the nearest known one in its slice, or straight before or
+    behind it, in voxels; float64 [Y, X], 0 where it is known. read: a slice of the mask, of so many."""
+    from scipy.ndimage import distance_transform_edt
+
+    mask_YX = read(index)
+    found_YX = np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
+    for away in range(1, FAR):
+        if found_YX.max() <= away:
+            break
+        for other in {index - away, index + away} & {*range(slices)}:
+            known_YX = ~read(other)
+            found_YX[known_YX] = np.minimum(found_YX[known_YX], away)
+    return found_YX
 
 
 def nothing_masked(stack: Stack) -> Mask:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 CELL, REACH = 64, 32  # voxels of a side that are solved at once, and so many more around them
-TV_WEIGHT, TV_ROUNDS = 0.05, 20
+TV_WEIGHT, TV_ROUNDS, TV_INNER = 0.05, 20, 10
 Window = tuple[slice, slice, slice]
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -66,17 +66,19 @@ def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """From Laplace's continuation, Chambolle's denoising by turns with putting the known voxels back. float64."""
+    """From Laplace's continuation, Chambolle's denoising by turns with putting the known voxels back. float32, which
+    is twice as fast."""
     from skimage.restoration import denoise_tv_chambolle
 
-    restored = laplace(image01, mask)
+    restored = laplace(image01, mask).astype(np.float32)
     for _ in range(TV_ROUNDS):
-        restored = np.where(mask, denoise_tv_chambolle(restored, weight=TV_WEIGHT, max_num_iter=20), restored)
+        smoothed = denoise_tv_chambolle(restored, weight=TV_WEIGHT, max_num_iter=TV_INNER)
+        restored = np.where(mask, smoothed, restored)
     return restored
 
 
-LAPLACE = "Laplace in 3-D"
-SOLVERS: dict[str, Solver] = {LAPLACE: laplace, "total variation in 3-D": total_variation}
+LAPLACE, VARIATION = "Laplace in 3-D", "total variation in 3-D"
+SOLVERS: dict[str, Solver] = {LAPLACE: laplace, VARIATION: total_variation}
 
 
 def in_cells(

@@ -33,17 +33,21 @@ def turned_shape(shape: Shape, axis: str) -> Shape:
 @dataclass(frozen=True)
 class Census:
     """How many voxels of a mask [Z, Y, X] lie in each row (rows_ZY) and in each column (columns_ZX) of each slice along
-    z: int64, 8 Z (Y + X) bytes in all."""
+    z: int64, 8 Z (Y + X) bytes in all. through: how many lie on lines along z that are masked wholly."""
 
     rows_ZY: np.ndarray
     columns_ZX: np.ndarray
+    through: int
 
     @classmethod
     def of(cls, read: Callable[[int], np.ndarray], slices: int) -> Census:
         """read: a slice of the mask, boolean [Y, X]."""
-        found = [(mask_YX.sum(axis=1), mask_YX.sum(axis=0)) for mask_YX in map(read, range(slices))]
-        rows, columns = zip(*found, strict=True)
-        return cls(np.stack(rows), np.stack(columns))
+        rows, columns, through_YX = [], [], np.asarray(True)
+        for mask_YX in map(read, range(slices)):
+            rows.append(mask_YX.sum(axis=1))
+            columns.append(mask_YX.sum(axis=0))
+            through_YX = through_YX & mask_YX
+        return cls(np.stack(rows), np.stack(columns), int(through_YX.sum()) * slices)
 
     @property
     def shape(self) -> Shape:

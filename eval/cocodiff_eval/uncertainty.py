@@ -78,8 +78,9 @@ def coverage(
     count = moments01.count
     error = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
     if intervals is not None:
-        spread = moments01.deviation_YX[judged_YX]
-        return {name: float(np.mean(error <= intervals.radius(spread, share))) for name, share in COVERAGES.items()}
+        spread_YX = moments01.deviation_YX
+        radii = {name: intervals.radius(spread_YX, share)[judged_YX] for name, share in COVERAGES.items()}
+        return {name: float(np.mean(error <= radius)) for name, radius in radii.items()}
     deviation = moments01.deviation_YX[judged_YX] * math.sqrt(1 + 1 / count)
     return {
         name: float(np.mean(error <= float(student.ppf((1 + share) / 2, count - 1)) * deviation))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
 from cocodiff_eval.hidden import Hidden, Survey, hide
+from cocodiff_eval.masks import depth
 from cocodiff_eval.smooth import in_cells, laplace, linear, total_variation
 from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
 
@@ -107,8 +108,9 @@ def test_lines_count_where_their_ends_are_alike() -> None:
             best = float(np.square(fused_P).mean())
         else:
             assert np.ptp(weights_AP, axis=1).max() == 0 and best < float(np.square(fused_P).mean())
-    both = choose_axes({"z": errors["z"]}, 3, others={"line": errors["line"]}, apart={"line": apart_P})
-    assert both.names == ("z", "line")
+    alone = {"line": errors["line"], "useless": random.normal(size=4000) * 5, "useful": random.normal(size=4000) * 0.3}
+    all_three = choose_axes({"z": errors["z"]}, 3, others=alone, apart={"line": apart_P})
+    assert all_three.names == ("z", "line", "useful")
 
 
 @pytest.mark.parametrize("informative", [True, False])
@@ -116,16 +118,38 @@ def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool
     random = np.random.default_rng(0)
     scale_P = random.uniform(0.01, 0.2, 4000)
     errors_P = random.standard_t(3, 4000) * (scale_P if informative else 0.1)
-    found = Intervals.calibrated(errors_P[:2000], scale_P[:2000])
+    found = Intervals.calibrated(errors_P[:2000], scale_P[:2000], np.ones(2000))
     for share in (0.5, 0.9):
         inside = np.abs(errors_P[2000:]) <= found.radius(scale_P[2000:], share)
         assert inside.mean() == pytest.approx(share, abs=0.03)
-    flat = Intervals.calibrated(errors_P[:2000], np.zeros(2000))
+    flat = Intervals.calibrated(errors_P[:2000], np.zeros(2000), np.ones(2000))
     assert np.ptp(flat.radius(scale_P, 0.9)) == 0
     if informative:  # narrower on average than ones of one width
         assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
     assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
     assert Intervals.unknown().radius(scale_P, 0.9).min() == np.inf
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05])
+def test_intervals_of_shallow_regions_hold_deep_in_the_mask(spread: float) -> None:
+    random = np.random.default_rng(0)
+    depth_P = np.concatenate([random.uniform(1, 6, 4000), random.uniform(10, 24, 4000)])
+    errors_P, spread_P = random.normal(size=8000) * 0.1 * np.sqrt(depth_P), np.full(8000, spread)
+    found = Intervals.calibrated(errors_P[:4000], spread_P[:4000], depth_P[:4000]).at(depth_P[4000:])
+    for share in (0.5, 0.9):
+        inside = np.abs(errors_P[4000:]) <= found.radius(spread_P[4000:], share)
+        assert inside.mean() == pytest.approx(share, abs=0.04)
+
+
+def test_depth_is_how_far_the_nearest_known_voxel_is() -> None:
+    mask_ZYX = np.zeros((12, 20, 24), bool)
+    mask_ZYX[3:10, 4:16, 5:20] = True
+    mask_ZYX[7] = True  # a whole slice: known are those before and behind it alone
+    found_ZYX = np.stack([depth(mask_ZYX.__getitem__, index, len(mask_ZYX)) for index in range(len(mask_ZYX))])
+    assert (found_ZYX[~mask_ZYX] == 0).all() and found_ZYX[5, 4, 5] == 1 and found_ZYX[7, 0, 0] == 1
+    assert found_ZYX[6, 9, 12] == 4 and found_ZYX[3, 9, 12] == 1 and found_ZYX[5, 6, 12] == 3
+    every = np.ones((5, 4, 4), bool)
+    assert np.isfinite(depth(every.__getitem__, 2, 5)).all()
 
 
 def test_the_expected_lead_holds_that_of_another_mask() -> None:
@@ -210,6 +234,11 @@ def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarra
         check_regions(found, mask_ZYX)
     if len(rounds) > 1:
         assert rounds[0].pieces != rounds[1].pieces
+    alone = hide(survey, 8, seed=3, along="z")  # slices along y and x cost nothing there
+    assert [one.pieces for one in alone] == [one.pieces for one in rounds]
+    for few, many in zip(rounds, alone, strict=True):
+        assert len(many.tested["z"]) == len(few.tested["z"])
+        assert all(len(many.tested[axis]) > 2 * len(few.tested[axis]) for axis in "yx")
 
 
 def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
