@@ -40,7 +40,7 @@ class Restored:
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
     spread              standard deviation of the samples, float32, in the volume's units; None for a single one
     low_90, high_90     ends of the intervals that hold 90 % of the truth, by a test on hidden regions of this volume;
-                        None where none could be hidden
+                        None without one: of fewer than 16 slices it is made with hidden_test=True
     samples             each restoration by itself
     verdict             how good this and methods without a model were on hidden regions, in words; None without a test
     metrics             what metrics.json holds
