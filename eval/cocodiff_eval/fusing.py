@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -173,7 +172,7 @@ class Intervals:
     r = factor (spread + floor) in the units of the errors; spread counts where `by_spread`. factors: for each of
     SHARES. floor: of voxels that touch known ones, until `at` gives that of each."""
 
-    floor: Any
+    floor: float | np.ndarray
     factors: tuple[float, float]
     by_spread: bool = True
 

@@ -72,9 +72,9 @@ def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndar
     for away in range(1, FAR):
         if found_YX.max() <= away:
             break
-        for other in {index - away, index + away} & {*range(slices)}:
-            known_YX = ~read(other)
-            found_YX[known_YX] = np.minimum(found_YX[known_YX], away)
+        for other in (index - away, index + away):
+            if 0 <= other < slices:
+                found_YX = np.where(read(other), found_YX, np.minimum(found_YX, away))
     return found_YX
 
 
