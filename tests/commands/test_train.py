@@ -12,6 +12,7 @@ import tifffile
 from launching import with_options
 from safetensors.numpy import load_file
 from scipy.ndimage import gaussian_filter
+from train_few import FEWER
 from warm import forked
 
 from cocodiff.cli.main import main
@@ -38,7 +39,7 @@ def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is kept after four of six updates."""
-    for name, value in {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2, "LEAST_APART": 4}.items():
+    for name, value in FEWER.items():
         monkeypatch.setattr(training, name, value)
 
 
@@ -91,7 +92,8 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
 @pytest.mark.processes
 def test_ranks_train_together(scan: Path, tmp_path: Path) -> None:
     words = ["--iterations", "2", "--batch", "2", "--patches", "8", "--quiet", "--ranks", "2", "--anew"]
-    done = forked("train", "--input", scan / "scan.tif", *words, "--out", tmp_path / "model", folder=tmp_path)
+    given = ("train", "--input", scan / "scan.tif", *words, "--out", tmp_path / "model")
+    done = forked(*given, folder=tmp_path, module="train_few")
     assert done.returncode == 0, done.stderr
     weights = load_file(tmp_path / "model" / WEIGHTS)
     assert all(np.isfinite(one).all() for one in weights.values())
