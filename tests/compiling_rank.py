@@ -1,7 +1,4 @@
-"""One of two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause.
-
-compiling_rank.py STALL_S
-"""
+"""One of two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause. Argument: STALL_S."""
 
 import sys
 import time
@@ -9,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo  # once, before ranks are forked
 from tiny_models import flux_inputs, flux_transformer
 
 from cocodiff import compiling
@@ -39,10 +37,6 @@ def work(config: Config, transport: Any) -> None:
         print(engine.compiled)
 
 
-def main(stall_s: str) -> int:
-    config = Config(transport="gloo", device="cpu", timeout_s=LOST_S, stall_timeout_s=float(stall_s))
+def main() -> int:
+    config = Config(transport="gloo", device="cpu", timeout_s=LOST_S, stall_timeout_s=float(sys.argv[1]))
     return run_ranks(2, detect(), config, {}, partial(work, config), lambda: "")
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
