@@ -1,4 +1,5 @@
-"""One of two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause. Argument: STALL_S."""
+"""Two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause. Argument: how long ranks
+may keep others waiting."""
 
 import sys
 import time
