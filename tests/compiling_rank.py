@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # once, before ranks are forked
 from tiny_models import flux_inputs, flux_transformer
 
 from cocodiff import compiling

@@ -9,6 +9,6 @@ FEWER = {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2, "LEAST_APART": 4}
 
 
 def main() -> int:
-    for name, value in FEWER.items():
+    for name, value in (FEWER | {"HELD_OUT": 34}).items():  # the loss is taken of 32 at a time
         setattr(training, name, value)
     return cocodiff()
