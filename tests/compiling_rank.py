@@ -1,7 +1,5 @@
-"""One of two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause.
-
-compiling_rank.py STALL_S
-"""
+"""Two forked ranks of a compiled model, of which rank 1 compiles for SECONDS without a pause. Argument: how long ranks
+may keep others waiting."""
 
 import sys
 import time
@@ -39,10 +37,6 @@ def work(config: Config, transport: Any) -> None:
         print(engine.compiled)
 
 
-def main(stall_s: str) -> int:
-    config = Config(transport="gloo", device="cpu", timeout_s=LOST_S, stall_timeout_s=float(stall_s))
+def main() -> int:
+    config = Config(transport="gloo", device="cpu", timeout_s=LOST_S, stall_timeout_s=float(sys.argv[1]))
     return run_ranks(2, detect(), config, {}, partial(work, config), lambda: "")
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

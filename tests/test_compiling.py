@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
-from launching import TESTS, python
 from planned_models import PLANNED
 from test_engine_families import with_lora
 from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_inputs, sd3_transformer
 from torch import Tensor, nn
+from warm import forked
 
 from cocodiff import compiling
 from cocodiff.agreement import tensors_in
@@ -309,9 +309,9 @@ def test_a_part_of_a_block_is_refused(alone):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stall_s", [60, 2])
-def test_a_rank_that_compiles_for_long_is_waited_for(stall_s):
+def test_a_rank_that_compiles_for_long_is_waited_for(stall_s, tmp_path):
     """Longer than ranks may be silent; as long as they may keep others waiting."""
-    done = python(TESTS / "compiling_rank.py", str(stall_s))
+    done = forked(stall_s, folder=tmp_path, module="compiling_rank")
     if stall_s == 60:
         assert done.returncode == 0 and done.stdout.startswith("compiled "), done
     else:

@@ -55,6 +55,7 @@ def work(fault: str, transport: Any) -> None:
         return
     for _ in range(1000):
         transport.gather_object(transport.rank)
+        transport.health.check()  # a rank that puts its part and waits for nobody would go on to the last one
         time.sleep(0.05)
 
 

@@ -12,6 +12,7 @@ import tifffile
 from launching import with_options
 from safetensors.numpy import load_file
 from scipy.ndimage import gaussian_filter
+from train_few import FEWER
 from warm import forked
 
 from cocodiff.cli.main import main
@@ -19,7 +20,7 @@ from cocodiff.demo_model.training import flow
 from cocodiff.jobs import training
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-FEW = ("--iterations", "30", "--batch", "2", "--patches", "40", "--quiet")
+FEW = ("--iterations", "6", "--batch", "2", "--patches", "40", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2}.items():
+    """A checkpoint is kept after four of six updates."""
+    for name, value in FEWER.items():
         monkeypatch.setattr(training, name, value)
 
 
@@ -50,7 +52,7 @@ def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.Cap
     assert train(scan, tmp_path / "model", "--anew") == 0
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "model" / "training.json").read_text())
-    assert [row["step"] for row in found["losses"]] == [0, 25, 30]
+    assert [row["step"] for row in found["losses"]] == [0, 4, 6]
     assert f"{found['psnr_db']['after']:.2f} dB, before {found['psnr_db']['before']:.2f} dB" in said
     assert (tmp_path / "model" / "training.png").stat().st_size > 1000
     outputs = []
@@ -69,7 +71,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     advance = training.Trainer.advance
 
     def stopping(trainer: training.Trainer) -> None:
-        if trainer.run.step == 28:
+        if trainer.run.step == 5:
             raise KeyboardInterrupt
         advance(trainer)
 
@@ -77,7 +79,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
         stopped.setattr(training.Trainer, "advance", stopping)
         assert train(scan, tmp_path / "parts") == 130
     assert train(scan, tmp_path / "parts") == 2
-    assert "25 of 30 steps" in capsys.readouterr().err
+    assert "4 of 6 steps" in capsys.readouterr().err
     assert train(scan, tmp_path / "parts", "--resume", "--seed", "1") == 2
     assert "seed: 0 there, 1 now" in capsys.readouterr().err
     assert train(scan, tmp_path / "parts", "--resume") == 0
@@ -90,7 +92,8 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
 @pytest.mark.processes
 def test_ranks_train_together(scan: Path, tmp_path: Path) -> None:
     words = ["--iterations", "2", "--batch", "2", "--patches", "8", "--quiet", "--ranks", "2", "--anew"]
-    done = forked("train", "--input", scan / "scan.tif", *words, "--out", tmp_path / "model", folder=tmp_path)
+    given = ("train", "--input", scan / "scan.tif", *words, "--out", tmp_path / "model")
+    done = forked(*given, folder=tmp_path, module="train_few")
     assert done.returncode == 0, done.stderr
     weights = load_file(tmp_path / "model" / WEIGHTS)
     assert all(np.isfinite(one).all() for one in weights.values())
