@@ -77,8 +77,8 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return restored
 
 
-LAPLACE, VARIATION = "Laplace in 3-D", "total variation in 3-D"
-SOLVERS: dict[str, Solver] = {LAPLACE: laplace, VARIATION: total_variation}
+VARIATION = "total variation in 3-D"
+SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, VARIATION: total_variation}
 
 
 def in_cells(
