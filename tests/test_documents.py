@@ -8,8 +8,6 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md"), (ROOT / "cocodiff").rglob("*.md")))
 CODE = ("cocodiff", "eval", "sycl_kernels", "configs", "launch", "tests")
@@ -43,23 +41,22 @@ def resolves(path: Path, link: str) -> bool:
     return target.exists() and (not anchor or (target.suffix == ".md" and anchor in anchors(target)))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_lines_end_at_120_characters(path):
-    shown = [line if line.startswith("|") else re.sub(r"\]\([^)]*\)", "]", line) for line in prose(path)]
-    long = [number for number, line in enumerate(shown, 1) if len(line) > LONGEST and not line.startswith("|")]
-    assert long == []
+def test_lines_end_at_120_characters():
+    """Without the targets of links; tables may be wider."""
+    lines = [(path.name, number, line) for path in DOCUMENTS for number, line in enumerate(prose(path), 1)]
+    shown = [(name, number, re.sub(r"\]\([^)]*\)", "]", line)) for name, number, line in lines if line[:1] != "|"]
+    assert [(name, number) for name, number, line in shown if len(line) > LONGEST] == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_resolve(path):
-    inner = [link for link in links(path) if not re.match(r"\w+:", link)]
-    assert [link for link in inner if not resolves(path, link)] == []
+def test_links_resolve():
+    inner = [(path, link) for path in DOCUMENTS for link in links(path) if not re.match(r"\w+:", link)]
+    assert [(path.name, link) for path, link in inner if not resolves(path, link)] == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_that_documents_name_exist(path):
-    named = re.findall(rf"`((?:{'|'.join(CODE)}|docs)/[\w./*+-]+)`", path.read_text())
-    assert [name for name in named if not list(ROOT.glob(name))] == []
+def test_files_that_documents_name_exist():
+    pattern = re.compile(rf"`((?:{'|'.join(CODE)}|docs)/[\w./*+-]+)`")
+    named = [(path.name, name) for path in DOCUMENTS for name in pattern.findall(path.read_text())]
+    assert [(page, name) for page, name in named if not list(ROOT.glob(name))] == []
 
 
 def test_documents_that_the_code_names_exist():
