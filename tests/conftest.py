@@ -17,15 +17,32 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="whole products of worlds, and more examples")
+    parser.addoption("--full", action="store_true", help="every test, whole products of worlds, and more examples")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What only repeats a behaviour in further worlds is left out without --all."""
-    if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
+    """Without --full, what is marked `full` is left out, and all but some cases of what is marked `sample`."""
+    if config.getoption("--full"):
+        return
+    cases: dict[tuple[pytest.Item | None, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    taken = {one for of_function in cases.values() for one in sample(of_function)}
+    sampled = {one for of_function in cases.values() for one in of_function}
+    left_out = {item for item in items if item.get_closest_marker("full")} | (sampled - taken)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
+
+
+def sample(cases: list[Any]) -> list[Any]:
+    """As many of a test's cases as its marker says; each in turn brings the most values of parameters that are new."""
+    most, chosen, seen = cases[0].get_closest_marker("sample").args[0], [], set()
+    values = {case: {*case.callspec.indices.items()} for case in cases if not case.get_closest_marker("full")}
+    while values and len(chosen) < most:
+        chosen.append(max(values, key=lambda case: len(values[case] - seen)))
+        seen |= values.pop(chosen[-1])
+    return chosen
 
 
 def pytest_collection_finish() -> None:
@@ -45,9 +62,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run side by side, each worker keeps to a core of its own."""
-    settings.register_profile("exhaustive")
-    if config.getoption("--all"):
-        settings.load_profile("exhaustive")
+    settings.register_profile("full")
+    if config.getoption("--full"):
+        settings.load_profile("full")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -90,6 +90,7 @@ def add_lora(model: Any, targets: list[str] | None = None) -> Any:
     return model.eval()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lora_on_every_linear_layer(family, size):

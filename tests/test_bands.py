@@ -82,6 +82,7 @@ def check(found: Tensor, plain: Tensor, truth: Tensor) -> None:
     assert error <= allowed, f"error {error:.3e} to the truth, {allowed:.3e} allowed"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "size", "dtype"), covering(tuple(KINDS), (1, 2, 3, 4), (torch.float32, torch.bfloat16))
 )
@@ -117,6 +118,7 @@ def test_pictures_of_some_size_have_one_process_bits():
         assert torch.equal(found, plain)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "frames", "smaller"),

@@ -87,6 +87,7 @@ def on_ranks(size: int, model: nn.Module, inputs: dict[str, Any], **settings: An
     return of_ranks[0][0], [said for _, said in of_ranks]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "size"), [("flux", 2), ("sd3", 1)])
 def test_compiled_a_model_gives_the_same_up_to_rounding(family, size):
     model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
@@ -122,6 +123,7 @@ def four_steps(family: str, branches: int) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "by_user"), [*((name, False) for name in SETTINGS), *((name, True) for name in BY_USER)]
 )
@@ -239,8 +241,9 @@ def test_a_pipeline_with_a_lora(no_compiler):
 SOME = ("wan", "helios", "z-image")  # the last two cut tokens inside of blocks, and give a list
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED]
 )
 @pytest.mark.parametrize("by_user", [False, True])
 def test_models_by_a_plan(name, by_user, no_compiler):
@@ -307,6 +310,7 @@ def test_a_part_of_a_block_is_refused(alone):
 # A rank that compiles for long ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("stall_s", [60, 2])
 def test_a_rank_that_compiles_for_long_is_waited_for(stall_s, tmp_path):

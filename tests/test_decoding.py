@@ -41,6 +41,7 @@ def random_vae(name: str) -> Any:
 SIDES = ((5, 7), (8, 8), (14, 20), (11, 27), (4, 33))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["sd3", "flux2", "qwen"])
 def test_tiles_of_all_ranks_are_one_process_with_tiling(name, size):

@@ -36,6 +36,7 @@ def check_world(case: Case, expected: Expected, size: int, machine: str = "local
     check_ranks(of_ranks, expected, case.family)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("name", "size"),
     all_but(
@@ -54,6 +55,7 @@ def test_one_rank_has_one_process_bits(expected):
         assert all(torch.equal(output, expected[name].plain) for output in outputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("machine", "size"), [("aurora", 12), ("local-6x2", 24), ("local", 5), ("local", 7)])
 def test_other_machines(machine, size, expected):
     case = Case(38, 5, 5, 7, dtype=torch.bfloat16) if size == 24 else CASES["38 heads, dual"]
@@ -68,7 +70,7 @@ def test_other_machines(machine, size, expected):
     size=st.sampled_from((2, 3, 4)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(6, exhaustive=30)
+@examples(6, full=30)
 def test_any_token_counts(height, width, text, batch, size, dtype):
     case = Case(5, height, width, text, batch, dual=(0,), dtype=dtype)
     check_world(case, Expected.of(case), size)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
     batch=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(2, exhaustive=12)
+@examples(2, full=12)
 def test_equals_one_process(family, size, height, width, text, batch, dtype):
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)
     expected = Expected.of(case)
@@ -38,6 +38,7 @@ def test_equals_one_process(family, size, height, width, text, batch, dtype):
     check_ranks(of_ranks, expected, family)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "size"), all_but([("flux", 24), *((family, 7) for family in FAMILIES)], FAMILIES, (7, 24))
 )

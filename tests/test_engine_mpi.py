@@ -7,12 +7,13 @@ from warm_ranks import warm_mpiexec
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
         (4, ["local", "auto auto", "2 usp"]),
         (12, ["aurora", "auto auto"]),
-        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.exhaustive) for n in (2, 5)),
+        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.full) for n in (2, 5)),
     ],
     ids=["4, also in a mesh", "12", "2", "5"],
 )

@@ -63,6 +63,7 @@ def restored(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
         ).images
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "size"), all_but([("flux", 12), ("fill", 12), *((name, 3) for name in PIPELINES)], PIPELINES, (3, 12))
 )

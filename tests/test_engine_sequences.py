@@ -168,6 +168,7 @@ def check_sequence(family: str, seed: int, known: dict[Any, torch.Tensor | None]
             assert one is None or torch.equal(image, one), key
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen"])
 def test_every_image_has_the_bits_of_a_fresh_engine(family):
     known: dict[Any, torch.Tensor | None] = {}
@@ -230,14 +231,14 @@ def test_lossless_images_have_the_bits_of_whole_ones_with_a_scheduler_of_second_
     check_lossless("sd3", 1, heun=True)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_hundred_lossless_sequences(family):
     for seed in range(1, 26):
         check_lossless(family, seed)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_hundred_sequences(family):
     known: dict[Any, torch.Tensor | None] = {}

@@ -45,6 +45,7 @@ def guiding(name: str) -> tuple[Any, dict[str, Any]]:
     return pipe, arguments
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "size"),
     all_but([("sd3", 4), ("sd3", 12), ("flux", 2), ("klein", 6), ("qwen", 4), ("qwen", 12)], GUIDED, (2, 4, 6, 12)),

@@ -115,7 +115,7 @@ def test_equals_one_process_in_more_slices_than_all_have_frames(exchange):
     check_equals_one_process(3, (7, 8), torch.float32, 2, (exchange, 1), (exchange, 5))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "dtype"), all_but([], (2, 4, 12), TYPES))
 def test_equals_one_process_with_every_exchange_and_slicing(size, dtype):
     check_equals_one_process(size, (13, 12), dtype, 2, *product(EXCHANGES, (1, 2, 4, "auto")))
@@ -356,6 +356,7 @@ def test_sides_that_nothing_divides():
     assert side.own(2, range(1, 2)) == slice(2, 4) and side.whole(2, range(1, 2)) == slice(7, 9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("size", "exchange", "chunks", "codec"),
     [(2, "flat", 1, "none"), (3, "tapa", 2, "none"), (4, "split", 2, "none"), (3, "split", 1, "int8")],

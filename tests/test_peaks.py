@@ -92,6 +92,7 @@ def middle_rank(size: int) -> Any:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("case", "ranks"),
     # Of videos each number of frames on each number of ranks once, and each architecture as well.

@@ -84,18 +84,20 @@ def check_equals_one_process(case: Planned, size: int, names: Sequence[str] = ()
             assert torch.equal(of_ranks[0][0][number], of_ranks[0][1][number])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PLANNED)
 def test_equals_one_process_on_three_ranks(name):
     check_equals_one_process(PLANNED[name], 3)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", [name for name in PLANNED if "," not in name])
 def test_equals_one_process(name, size):
     check_equals_one_process(PLANNED[name], size)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("name", PLANNED)
 def test_equals_one_process_on_twelve_ranks(name):
     check_equals_one_process(PLANNED[name], 12, [*SETTINGS])
@@ -293,6 +295,7 @@ def test_verify_tries_every_exact_setting():
     assert "2  tapa, ring 2     exact" in str(found) and str(found).endswith("WanTransformer3DModel: exact")
 
 
+@pytest.mark.full
 def test_verify_catches_the_plan_that_diffusers_has_for_ltx_2():
     case = PLANNED["ltx-2"]
     model = case.model()
@@ -374,9 +377,10 @@ def six_calls(case: Planned) -> list[dict[str, Any]]:
 SOME = ("wan", "hunyuan 1.5", "z-image")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED if "," not in name],
 )
 def test_what_the_table_says_of_codec_displacement_and_guidance(name):
     """Each does something, all ranks end with the same bits, and what is lossy is close to what one process gives."""
@@ -401,7 +405,7 @@ def test_what_the_table_says_of_codec_displacement_and_guidance(name):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED if "," not in name],
 )
 def test_what_the_table_says_of_caches(name):
     """All but the first of each branch's calls are cached, and all ranks end with one process's values."""
@@ -425,12 +429,10 @@ def test_what_the_table_says_of_caches(name):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in (*SOME, "flux") else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in (*PLANNED, *FAMILIES)
-    ],
+    [name if name in (*SOME, "flux") else pytest.param(name, marks=pytest.mark.full) for name in (*PLANNED, *FAMILIES)],
 )
 def test_what_the_table_says_of_compiled_blocks_and_caches_verify_finds(name):
     if name in FAMILIES:

@@ -163,6 +163,7 @@ def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
 # The command line -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path, ranks):
@@ -201,6 +202,7 @@ def doctor(tmp_path: Any, module: str) -> tuple[Any, dict[str, list[tuple[str, s
     return done, found, document["facts"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_path):
     """How much is hidden here depends on who else computes, so its exit code is not looked at."""
@@ -217,6 +219,7 @@ def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_pa
     assert str(tmp_path / "d" / "doctor.json") in done.stdout and "no event orders" not in done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("left_out", "said"), [("send", SENT_EARLY), ("wait", READ_EARLY)])
 def test_doctor_says_which_order_of_messages_and_streams_is_broken(simulated, tmp_path, monkeypatch, left_out, said):

@@ -130,12 +130,13 @@ def check(simulated: Any, case: tuple[Any, ...], **devices: Any) -> None:
         assert torch.equal(outputs, expected[0])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
     check(simulated, case)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_same_with_operations_that_start_late(simulated, case, seed):

@@ -80,6 +80,7 @@ def check_same_bits(of_ranks: list[Any]) -> tuple[torch.Tensor, dict[str, int]]:
 SIZES = [*((name, 2) for name in PIPELINES), *(("Wan 2.2", size) for size in (1, 4, 12)), ("TI2V, image", 12)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_equals_one_process(name, size):
     pipe = made(name)
@@ -91,6 +92,7 @@ def test_equals_one_process(name, size):
         assert not torch.equal(plain, latents_of(pipe, guidance_scale_2=3.0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bf16_errs_at_most_twice_as_much_as_one_process(size, tmp_path):
     """Against the same weights in fp32, over the boundary: with what diffusers keeps in fp32 as it loads a model."""
@@ -114,6 +116,7 @@ def test_two_parts_of_the_ranks_compute_a_branch_each(name, size):
     assert sent["guidance"] > 0 and (sent["attention"] > 0) == (size > 2)
 
 
+@pytest.mark.full
 def test_a_lossless_codec_keeps_the_bits_across_the_boundary():
     pipe = made("Wan 2.2").to(torch.bfloat16)
     whole, sent = check_same_bits(on_ranks(4, pipe, preset="split"))
@@ -124,6 +127,7 @@ def test_a_lossless_codec_keeps_the_bits_across_the_boundary():
 CODED, DISPLACED, AHEAD = {"preset": "coded"}, {"arrival": "displaced"}, {"preset": "ahead", "tau": 1.0}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("settings", "guidance"), [(CODED, 1), (CODED, 2), (DISPLACED, 1), (AHEAD, 1)])
 def test_each_expert_begins_anew(settings, guidance):
     """Its first call gets everything whole and in time, and nothing is kept for the other one any more; the last steps

@@ -33,6 +33,7 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_wheel_in_a_bare_environment_restores_an_image(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheel", ROOT, cwd=tmp_path)

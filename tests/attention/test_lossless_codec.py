@@ -70,6 +70,7 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
     return [(sent, whole_sent, coding) for (_, sent, coding), (_, whole_sent, _) in zip(coded, whole, strict=True)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("how", "kind"),
     [*((how, "curves") for how in ROUTES), *((how, "odd") for how in ROUTES[1::2])],
@@ -94,6 +95,7 @@ def test_numbers_of_32_bits_travel_whole():
         assert not coding.bytes_held()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
 def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
     """The first part has room for the widths alone: all planes come as rests, over every route."""
@@ -131,21 +133,21 @@ def random_world(draw: random.Random, sizes: Sequence[int]) -> None:
         same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_random_worlds():
     draw = random.Random(0)
     for _ in range(150):
         random_world(draw, (2, 3, 4, 5, 8, 12))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_random_worlds_of_many_ranks():
     draw = random.Random(1)
     for _ in range(12):
         random_world(draw, (16, 23, 24))
 
 
-@pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.full)])
 def test_two_nodes_of_ranks_give_the_same_bits(machine):
     """24, most of whose blocks are smaller than a tile, and on two nodes with what is passed on over their NICs."""
     world = Data(24, heads=24, image=31, channels=16, batch=1, machine=machine, dtype=torch.bfloat16, kind="jumps")

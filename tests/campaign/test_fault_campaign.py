@@ -30,12 +30,13 @@ def test_the_rank_that_received_a_wrong_message_says_so_itself(folder: Path) -> 
     assert len(lines) == 1 and "received other bytes than rank 1 sent to it" in lines[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "numbers",
     [
         pytest.param(SAMPLE, id="sample"),
         *(
-            pytest.param(range(first, first + BLOCK), id=f"from {first}", marks=pytest.mark.exhaustive)
+            pytest.param(range(first, first + BLOCK), id=f"from {first}", marks=pytest.mark.full)
             for first in range(0, CASES, BLOCK)
         ),
     ],

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.processes
 SAMPLE, ALL = 44, 1000
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
-    "number", [*range(SAMPLE), *(pytest.param(one, marks=pytest.mark.exhaustive) for one in range(SAMPLE, ALL))]
+    "number", [*range(SAMPLE), *(pytest.param(one, marks=pytest.mark.full) for one in range(SAMPLE, ALL))]
 )
 def test_a_generated_input_ends_right(number: int) -> None:
     found = run_case(0, None, number)

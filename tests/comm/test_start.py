@@ -155,6 +155,7 @@ def environment_of(rank: int) -> dict[str, object]:
     return {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
+@pytest.mark.full
 def test_peers_that_never_come_are_named_without_an_agent() -> None:
     alone = started(JOINS, **environment_of(0))
     lost = started(JOINS, **environment_of(2))

@@ -48,6 +48,7 @@ def test_windows_hold_what_is_sent_early_and_what_is_large():
     assert done.stdout.count("windows hold") == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", ["mpi", "mpi-rma"])
 @pytest.mark.parametrize(("sent", "awaited"), [(20, 12), (12, 3_000_000), (3_000_000, 3_000_001)])
 def test_mpi_tells_of_a_message_of_another_length(transport: str, sent: int, awaited: int) -> None:

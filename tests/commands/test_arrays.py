@@ -61,6 +61,7 @@ def test_the_example_of_the_pages_runs() -> None:
     assert "hidden regions of this volume" in done.stdout and "% of the truth between" in done.stdout
 
 
+@pytest.mark.full
 def test_other_arrays_give_the_same_bits(volume: np.ndarray, mask: np.ndarray, tmp_path: Path) -> None:
     stored = zarr.create_array(str(tmp_path / "a.zarr"), shape=volume.shape, chunks=(2, 24, 40), dtype=volume.dtype)
     stored[:] = volume
@@ -96,6 +97,7 @@ def test_each_chunk_is_read_once(volume: np.ndarray, chunks: tuple[Any, ...], tm
     assert (array.decoded, array.largest) == (volume.size, 2 * 24 * 40)
 
 
+@pytest.mark.full
 def test_replicas_of_several_ranks_restore_axes() -> None:
     volume = np.random.default_rng(0).integers(1000, 60000, (16, 20, 24), dtype=np.uint16)
     mask = np.zeros(volume.shape, bool)
@@ -138,6 +140,7 @@ def test_a_rank_that_dies_is_named(volume: np.ndarray, mask: np.ndarray, monkeyp
     assert lost.value.rank == 1
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_nothing(
     volume: np.ndarray, mask: np.ndarray, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_our_variants_alone_on_two_ranks(tmp_path):
     assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "text"), [("wan", 7), ("qwen-image", 6)])
 def test_other_models_beside_diffusers_own(tmp_path, model, text):
     """Wan's text is attended to by each token alone, so its tokens need not be split."""
@@ -86,6 +87,7 @@ def test_other_models_beside_diffusers_own(tmp_path, model, text):
     assert "2 blocks, 4 heads of 32, 2x4x4 image" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scale", "codecs"), [(None, ["none"]), (1, ["none"]), (1e9, ["int2"])])
 def test_codec_auto_goes_by_the_emulated_links(monkeypatch, capsys, scale, codecs):
     """Where links are slow beside a host's arithmetic codes pay; at the machine file's rates they do not."""

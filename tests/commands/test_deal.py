@@ -36,6 +36,7 @@ def configs(tmp_path: Path) -> Path:
     return index_of(tmp_path / "sd3", "StableDiffusion3Pipeline", **ENCODER)
 
 
+@pytest.mark.full
 def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, capsys):
     out = configs.parent / "out"
     words = ["generate", "--model", configs, "--prompt", "a", "b", "c", "--ranks", 12, "--out", out, "--dry-run"]
@@ -55,6 +56,7 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, 
     assert " for each of 3 call(s) of the pipeline, " in shown and " images an hour" in shown
 
 
+@pytest.mark.full
 def test_a_dry_run_of_slices(tmp_path, capsys):
     out, files = str(tmp_path / "out"), [str(path) for path in SAMPLES]
     assert main(["inpaint", "--input", *files, "--ranks", "12", "--out", out, "--dry_run"]) == 0

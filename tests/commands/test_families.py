@@ -68,6 +68,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Path, name: str) -> None:
     result_YX = tifffile.imread(restored / name / "images" / "scan_hole_tapa.tif")

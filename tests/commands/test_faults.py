@@ -94,6 +94,7 @@ def test_a_rank_killed_before_the_ranks_have_met_ends_the_run(slice_file: Path, 
     run.assert_nothing_left(ranks)
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(slice_file: Path, tmp_path: Path) -> None:
     run = Run(slice_file, tmp_path, "--ranks", str(RANKS)).ready()
     ranks = run.ranks()
@@ -103,6 +104,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(slice_file: Path, tmp_p
     run.assert_nothing_left(ranks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victims", [(1,), (0, 1, 2)], ids=["one", "all"])
 def test_ranks_that_are_stopped_right_after_the_fork_end_the_run(
     slice_file: Path, tmp_path: Path, victims: tuple[int, ...]
@@ -196,6 +198,7 @@ def test_a_rank_that_a_library_aborts_shows_what_it_said(tmp_path: Path) -> None
     assert "rank 0 was killed by SIGABRT; " in done.stderr and "a library's line" in done.stderr
 
 
+@pytest.mark.full
 def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -206,6 +209,7 @@ def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkey
     assert len([line for line in done.stderr.splitlines() if line.startswith("cocodiff: [rank 1] rank 0 ")]) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ending", "exchange", "said"),
     [

@@ -89,6 +89,7 @@ def alone(pipe: Any, **arguments: Any) -> np.ndarray:
     return np.rint(image * 255).astype(int)
 
 
+@pytest.mark.full
 def test_noise_of_each_step_is_the_same_in_every_mode(made: Path) -> None:
     """By a scheduler that draws it from torch's global generator: exact modes give the same bits."""
     rows = json.loads((made / "noisy" / "metrics.json").read_text())["images"]

@@ -87,6 +87,7 @@ def frames(path: Path) -> np.ndarray:
     return found.astype(int)
 
 
+@pytest.mark.sample(1)
 def test_some_ranks_make_the_videos_of_diffusers_pipelines(made: Path) -> None:
     image = Image.open(made / "first.png").convert("RGB")
     expected = {"image_flat": alone(made, "two"), "image_tapa": alone(made, "two")}
@@ -110,6 +111,7 @@ def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Path
     assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
 
 
+@pytest.mark.full
 def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) -> None:
     out, bounds = tmp_path / "out", ("--quality", "50dB", "--quality_slices", "1", "--ranks", "2")
     done = forked(*words(made, "text", out), *RUNS["text"][:3], *RUNS["text"][-4:], *bounds, folder=tmp_path)

@@ -103,6 +103,7 @@ def result(partial: Path) -> Path:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("word", "damages"),
     [

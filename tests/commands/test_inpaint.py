@@ -248,6 +248,7 @@ def test_a_mask_file_with_its_truth_is_judged(restore: Restore, tmp_path: Path) 
     assert row["psnr_db"] > 0 and row["baseline"]["psnr_db"] > 0
 
 
+@pytest.mark.full
 def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -> None:
     """The embedded model's pipeline: over 80 dB inside the mask in fp32, and quiet but for our own lines."""
     image = noise((96, 96), np.float32)

@@ -48,6 +48,7 @@ def single(request_words: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return tifffile.imread(out / "images/scan_block_tapa.tif")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("launcher", "ranks"), [("mpiexec", 2), ("torchrun", 2)])
 def test_a_launcher_gives_the_restoration_of_one_process(
     request_words: list[str], single: np.ndarray, tmp_path: Path, launcher: str, ranks: int
@@ -59,7 +60,7 @@ def test_a_launcher_gives_the_restoration_of_one_process(
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     """All ranks have the results of all ranks after the block, and the engine can be entered again."""
     text = clip_text()
@@ -87,6 +88,7 @@ def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("transport", "fault"), [("mpi", "exception"), ("mpi", "killed"), ("mpi-rma", "killed"), ("gloo", "killed")]
 )
@@ -98,7 +100,8 @@ def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fau
         assert done.stderr.count(f"[rank {survivor}] rank 1 {reason}") == 1
 
 
-@pytest.mark.parametrize("transport", ["mpi", "mpi-rma", pytest.param("gloo", marks=pytest.mark.exhaustive)])
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["mpi", "mpi-rma", pytest.param("gloo", marks=pytest.mark.full)])
 def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
     assert done.returncode != 0
@@ -106,6 +109,7 @@ def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
         assert done.stderr.count(f"[rank {survivor}] rank 1 left the run") == 1, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "error"), [("uncaught", "RuntimeError: the disk is on fire"), ("exit", "SystemExit: 3")]
 )
@@ -117,6 +121,7 @@ def test_a_script_that_ends_on_one_rank_ends_on_all(fault: str, error: str) -> N
     assert done.stdout.count("said before") == RANKS - 1
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
     done = mpiexec(RANKS, FAULTY, "killed at the start", "mpi", timeout_s=60)
     assert done.returncode != 0
@@ -124,6 +129,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
         assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["mpi", "mpi-rma"])
 def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "sleeps", transport, timeout_s=60)
@@ -133,7 +139,7 @@ def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(transport: str) -> 
     assert "[rank 1] the other ranks have given this one up" in done.stderr
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.full)])
 def test_ranks_started_differently_are_refused_under_mpiexec(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "settings", transport)
     assert done.returncode != 0

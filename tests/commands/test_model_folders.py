@@ -95,6 +95,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHT
     return write
 
 
+@pytest.mark.sample(1)
 def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None:
     for kind, words in {"sd3": [], "flux": [], "encoders": ["--prompt", "a tooth"]}.items():
         run = [
@@ -112,6 +113,7 @@ def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None
         assert main([*map(str, run), "--out", str(tmp_path / kind)]) == 0
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [INDEX, TRANSFORMER, VAE, SCHEDULER])
 @pytest.mark.parametrize("content", ["{", "[]", "null", '"a"', b"\xff\xfe", "[" * 10**5, '{"a": ' + "9" * 5000 + "}"])
 def test_files_that_are_no_json_object(refused: Callable[..., str], name: str, content: str | bytes) -> None:
@@ -126,6 +128,7 @@ def test_files_that_are_pipes_or_gone(refused: Callable[..., str], tmp_path: Pat
     assert name.split("/")[0] in refused("sd3", lambda folder: (folder / name).unlink())
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     "key", ["sample_size", "patch_size", "in_channels", "num_attention_heads", "joint_attention_dim"]
 )
@@ -134,6 +137,7 @@ def test_sizes_that_no_transformer_has(refused: Callable[..., str], key: str, va
     assert f"{TRANSFORMER}: {key} is {value!r}: a whole number" in refused("sd3", setting(TRANSFORMER, key, value))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("kind", "name", "key", "value", "said"),
     [

@@ -260,6 +260,7 @@ def test_help_names_every_benchmark(capsys):
     assert sorted(line.partition(": ")[2].split(", ")) == sorted(KINDS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", ["inpaint", "generate", "sweep", "bench", "doctor.command"])
 def test_cores_are_shared_before_libraries_are_imported(module):
     """Which count the cores when they are imported: how many ranks share them is known once the options are read."""

@@ -57,6 +57,7 @@ def killed_while_writing(out: str, finished: bool) -> None:
         os._exit(1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("finished", [False, True])
 def test_the_next_start_clears_what_a_killed_one_left_but_no_finished_results(tmp_path, exists, finished):

@@ -129,6 +129,7 @@ def test_a_model_of_a_folder_and_of_a_file(plan, tmp_path):
 TOY = "name: toy\nheads: 24\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\ntext_tokens: 24\n"
 
 
+@pytest.mark.full
 def test_times_of_a_preset_and_of_all_side_by_side(plan, tmp_path):
     (tmp_path / "toy.yaml").write_text(TOY)
     words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "10", "--preset", "tapa")
@@ -230,6 +231,7 @@ def test_memory_alone(plan):
     assert "time" not in plan("--memory", "--model", "sd3.5")[0]
 
 
+@pytest.mark.full
 def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_path):
     """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates."""
     topology = topology_of("aurora", 12)
@@ -254,6 +256,7 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_pa
     assert again.links.plane_gb_s == pytest.approx(15 * 0.8, rel=0.05) and again.planes == topology.machine.planes
 
 
+@pytest.mark.full
 def test_calibration_says_what_it_cannot_know(plan, tmp_path):
     """Messages so large that no latency shows, on links that are so many times slower: the file of the machine that the
     emulated one stands for has the rates of `--machine` again."""

@@ -68,6 +68,7 @@ def test_a_fault_while_publishing_says_where_the_results_are(tmp_path: Path, fau
         assert len(done.stderr.splitlines()) == 1 and "report.html is in the way" in last
 
 
+@pytest.mark.full
 def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path: Path) -> None:
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a full disk: needs root and unshare, to mount a small one")

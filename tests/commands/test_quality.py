@@ -178,6 +178,7 @@ def test_the_record_names_what_was_tried_and_every_slice_below_the_bound() -> No
     assert found["changes"] == read_ladder()[found["setting"]]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_bounded_run_checks_and_tightens_and_goes_on_after_a_kill_to_the_same_bits(tmp_path: Path) -> None:
     """The first two slices show nothing, and any setting restores them: the checks choose."""

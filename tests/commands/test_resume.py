@@ -41,6 +41,7 @@ def words(scan: Path, out: Path, *more: Any, presets: tuple[str, ...] = ("cocodi
     return [str(word) for word in ("inpaint", "--input", scan, "--out", out, *fixed, *more)]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_killed_job_goes_on_with_other_replicas_to_the_same_bits(scan: Path, tmp_path: Path) -> None:
     done = forked(*words(scan, tmp_path / "whole", "--ranks", 2), folder=tmp_path)
@@ -116,6 +117,7 @@ def test_a_run_that_ended_badly_goes_on_only_as_it_began(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path: Path) -> None:
     """One bundled slice, and replicas that make some of its samples each; killed between, and gone on with by fewer."""

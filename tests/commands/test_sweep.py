@@ -120,6 +120,7 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {"results.jsonl", "sweep.yaml", "pareto.png", "report.html"}
 
 
+@pytest.mark.full
 def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
     """First in two replicas, which write lines of their own, then in one."""
     out = folder / "killed"

@@ -48,6 +48,7 @@ def train(scan: Path, out: Path, *words: Any) -> int:
     return main(["train", *with_options([*map(str, given)], *map(str, words))])
 
 
+@pytest.mark.sample(1)
 def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(scan, tmp_path / "model", "--anew") == 0
     said = capsys.readouterr().out
@@ -64,6 +65,7 @@ def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.Cap
     assert outputs[0].shape == outputs[1].shape and (outputs[0] != outputs[1]).any()
 
 
+@pytest.mark.full
 def test_a_stopped_training_goes_on_to_the_same_bits(
     scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

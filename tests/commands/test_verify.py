@@ -47,6 +47,7 @@ def test_a_class_without_a_plan(tmp_path, capsys):
     assert shown.endswith("ChromaTransformer2DModel: runs with none of these settings\n")
 
 
+@pytest.mark.full
 def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
     pipe = sd3_pipeline()
     pipe.save_pretrained(tmp_path / "sd3")
@@ -59,6 +60,7 @@ def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
     assert "SD3Transformer2DModel: 2 calls" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_both_experts_of_a_pipeline_are_compared():
     pipe = wan_pipeline()
     pipe.set_progress_bar_config(disable=True)

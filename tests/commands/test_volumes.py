@@ -53,6 +53,7 @@ def image(out: Path, end: str, mask: str = "holes", name: str = "scan") -> np.nd
     return np.asarray(tifffile.imread(out / "images" / f"{name}_{mask}_tapa{end}.tif"))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, tmp_path: Path) -> None:
     """By default, of several samples of a volume; killed between, and gone on with in two replicas."""
@@ -130,6 +131,7 @@ def test_the_mean_along_axes_is_that_of_the_samples(folder: Path, tmp_path: Path
     assert "volumes" not in json.loads((tmp_path / "one" / "metrics.json").read_text())
 
 
+@pytest.mark.full
 def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path) -> None:
     assert main(words(folder, tmp_path / "out", "--samples", 2, mask="slab")) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
@@ -142,6 +144,7 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
     assert np.delete(restored, [8, 9, 10], axis=0).tobytes() == np.delete(original, [8, 9, 10], axis=0).tobytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mask", "methods"),
     [("lines", "holes", ["linear across z"]), ("noise", "slab", ["Laplace in 3-D", "total variation in 3-D"])],
@@ -164,6 +167,7 @@ def test_the_best_method_is_written(
     assert restored[~hidden].tobytes() == original[~hidden].tobytes()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("slices", ["3:4", "0:5", ""])
 def test_a_mask_that_is_the_same_in_every_slice_is_tested_along_z(folder: Path, tmp_path: Path, slices: str) -> None:
     """Also of one slice, and of fewer than other axes need, where it is asked for; of many by default."""

@@ -81,12 +81,14 @@ def test_bfloat16_and_other_sizes() -> None:
     assert np.isfinite(restore(pipeline, images_NHW, masks_NHW)).all()
 
 
+@pytest.mark.full
 def test_loading_says_nothing() -> None:
     code = "from cocodiff.demo_model import load_pipeline; load_pipeline()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "" and done.stderr == "", done.stderr
 
 
+@pytest.mark.full
 def test_training_runs_and_repeats_itself(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train.train(tmp_path / name, seed=3, iterations=2, images=4)
@@ -99,6 +101,7 @@ def test_training_runs_and_repeats_itself(tmp_path: Path) -> None:
     demo_model.load_pipeline(weights=tmp_path / "a")
 
 
+@pytest.mark.full
 def test_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "SAVED_EVERY", 1)
     train.train(tmp_path / "whole", seed=3, iterations=2, images=4)

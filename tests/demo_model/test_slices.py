@@ -37,6 +37,7 @@ def test_zoom_below_1_is_refused() -> None:
         slices.make_slice(0, 0.5)
 
 
+@pytest.mark.full
 def test_training_never_reaches_the_held_out_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

@@ -45,6 +45,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.full
 def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
     paths = {"COCODIFF_CACHE": str(tmp_path), "PATH": str(tmp_path), "CXX": ""}
     environment = {name: value for name, value in os.environ.items() if name != "COCODIFF_KERNELS"} | paths
@@ -148,6 +149,7 @@ def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
     assert cache_folder(runtime) != cache_folder(other)
 
 
+@pytest.mark.full
 def test_the_library_outlives_the_environment_that_built_it(sycl_on_cpu, tmp_path):
     """It is kept beside the user's other caches, and another environment's libsycl serves it as well."""
     runtime, _ = runtime_and_folder()
@@ -194,6 +196,7 @@ print(ops.library.compute_units, main > 5 * sum(spent.values()))
 """
 
 
+@pytest.mark.full
 def test_a_rank_of_one_thread_runs_kernels_on_it_and_keeps_no_other_core_busy(sycl: SyclOps):
     """The CPU device's usual queue has a worker that looks for work as long as kernels come."""
     environment = {name: value for name, value in os.environ.items() if name != "DPCPP_CPU_NUM_CUS"}

@@ -19,6 +19,7 @@ from cocodiff.models.norm_rope import Rotary, norm_rope
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "sycl_on_cpu")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_with_the_kernel_are_as_exact_as_without(family, dtype):
