@@ -87,7 +87,6 @@ def frames(path: Path) -> np.ndarray:
     return found.astype(int)
 
 
-@pytest.mark.sample(1)
 def test_some_ranks_make_the_videos_of_diffusers_pipelines(made: Path) -> None:
     image = Image.open(made / "first.png").convert("RGB")
     expected = {"image_flat": alone(made, "two"), "image_tapa": alone(made, "two")}

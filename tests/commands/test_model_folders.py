@@ -95,7 +95,6 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHT
     return write
 
 
-@pytest.mark.sample(1)
 def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None:
     for kind, words in {"sd3": [], "flux": [], "encoders": ["--prompt", "a tooth"]}.items():
         run = [

@@ -48,7 +48,6 @@ def train(scan: Path, out: Path, *words: Any) -> int:
     return main(["train", *with_options([*map(str, given)], *map(str, words))])
 
 
-@pytest.mark.sample(1)
 def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(scan, tmp_path / "model", "--anew") == 0
     said = capsys.readouterr().out
