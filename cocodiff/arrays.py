@@ -10,6 +10,7 @@ leaves the notebook alone.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -24,13 +25,26 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.outputs.journal import Journals
+from cocodiff.processes.children import without_launcher
 
 if TYPE_CHECKING:
     import numpy as np
 
 LAST_S = 10.0  # what a job that is asked to stop may take
 SAID = 2000  # characters of what a job that failed has said
-DECIDED = ("input", "mask", "out", "preset", "format", "quiet", "keep_samples", "overwrite", "resume", "config")
+DECIDED = (
+    "input",
+    "mask",
+    "out",
+    "preset",
+    "format",
+    "quiet",
+    "keep_samples",
+    "overwrite",
+    "resume",
+    "config",
+    "dry_run",
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,13 @@ def restore(
 ) -> Restored:
     """Restores the voxels of a volume where a mask is True, as in scikit-image.
 
-    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read
-    chunk by chunk. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes:
-    of "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. steps:
-    denoising steps; of the embedded model 20 are as good as the command's 50 (docs/pipelines.md). ranks: of this host,
-    each of which restores slices of its own as far as there are enough. progress: shows a bar. options: further ones of
-    `cocodiff inpaint`, as seed=1, method="best".
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
+    chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
+    for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
+    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
+    are as good as the command's 50 (docs/pipelines.md). ranks: of this host, each of which restores slices of its own
+    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1,
+    method="best".
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.
@@ -83,31 +98,43 @@ def restore(
     unknown = sorted(set(options) & set(DECIDED))
     if unknown:
         raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
+    if not isinstance(preset, str) or "," in preset:
+        raise UserError(f"restore: preset is {preset!r}: give the name of one")
     with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name:
         folder = Path(name)
         _save(volume, folder / "volume.npy")
-        _save(mask, folder / "mask.npy", as_mask=True)
+        _save(mask, folder / "mask.npy")
         out = folder / "out"
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
-        _run(words, out, progress)
+        try:
+            _run(words, out, progress)
+        except UserError as error:  # said of files and options of the command line
+            text = re.sub(rf"{re.escape(name)}/(volume|mask)\.npy", r"\1", str(error).replace("argument --", "--"))
+            text = re.sub(r"--(?=\w)", "", text.removesuffix("; see cocodiff inpaint --help"))
+            raise UserError(f"restore: {text}") from None
         return _read(out, preset)
 
 
-def _save(array: Any, path: Path, as_mask: bool = False) -> None:
-    """Piece by piece, as a volume may be larger than memory."""
+def _save(array: Any, path: Path) -> None:
+    """The volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
     import numpy as np
 
-    sides = getattr(array, "ndim", "no")
-    if sides not in (2, 3):
-        kind = type(array).__name__
-        raise UserError(f"restore: a {kind} of {sides} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
-    dtype = np.dtype(np.uint8) if as_mask else np.dtype(array.dtype)
+    what, as_mask = f"restore: {path.stem} is a {type(array).__name__}", path.stem == "mask"
     try:
-        saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
-    except ValueError as error:
-        raise UserError(f"restore: voxels of type {dtype}: {error}") from error
+        if not isinstance(getattr(array, "dtype", None), np.dtype):
+            array = np.asarray(array.detach() if hasattr(array, "detach") else array)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a GPU, or rows of different lengths
+        raise UserError(f"{what} that NumPy makes no array of: {' '.join(str(error).split())}") from error
+    if array.ndim not in (2, 3):
+        raise UserError(f"{what} of {array.ndim} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
+    if array.dtype.kind not in ("buif" if as_mask else "uif"):
+        raise UserError(f"{what} of type {array.dtype}: give {'True and False' if as_mask else 'integers or floats'}")
+    if np.ma.is_masked(array):
+        raise UserError(f"{what} with masked voxels: give its data, and True in the mask where they are to be restored")
+    dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
+    saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     for piece in _pieces(array):
         one = np.asarray(array[piece])
         saved[piece] = one != 0 if as_mask else one
@@ -127,22 +154,19 @@ def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
 def _words(options: dict[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words += [f"--{name}", str(value).lower()]
-        else:
-            listed = value if isinstance(value, list | tuple) else [value]
-            words += [f"--{name}", *map(str, listed)]
+        if getattr(value, "ndim", 0):
+            raise UserError(f"restore: {name} is an array: only volume and mask can be")
+        listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        listed = [",".join(map(str, listed))] if name == "range" and listed else listed
+        words += [f"--{name}={str(one).lower() if str(one) in ('True', 'False') else one}" for one in listed]
     return words
 
 
 def _run(words: Sequence[str], out: Path, progress: bool) -> None:
     """The job to its end."""
     with (out.parent / "said").open("w+") as said:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "cocodiff", *words], stdin=subprocess.DEVNULL, stdout=said, stderr=said
-        )
+        command, environment = [sys.executable, "-m", "cocodiff", *words], without_launcher(os.environ)
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
         try:
             _watch(job, out, progress)
         except BaseException:

@@ -84,7 +84,10 @@ def environment_store(
     env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
-        raise UserError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to where rank 0 can be reached")
+        raise UserError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to where rank 0 can be reached; of srun's "
+            "tasks, start them with --mpi=pmi2, or unset SLURM_STEP_ID and SLURM_STEPID where each is a run of its own"
+        )
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return launcher_store(host, int(port), rank, size, hosted, attempt, start_s, one_host)
