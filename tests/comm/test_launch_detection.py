@@ -33,7 +33,7 @@ def test_tasks_of_srun_are_ranks_and_a_batch_script_is_none():
 
 
 def test_tasks_of_srun_that_know_no_address_are_told_how_to_meet():
-    with pytest.raises(UserError, match=r"MASTER_ADDR is None .* of srun's tasks, start them with --mpi=pmi2"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is None, .*: set them to rank 0's, or give srun --mpi=pmi2"):
         environment_store(2, 3, 1.0, False, SLURM | {"SLURM_STEP_ID": "0"})
 
 
