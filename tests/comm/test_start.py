@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,12 +12,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cocodiff.comm import connect
+from cocodiff.comm import connect, mpi
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
+from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
 
@@ -190,6 +193,24 @@ def has_ipv6_loopback() -> bool:
 
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this kernel has no IPv6 loopback (::1)")
+
+
+def test_mpi_is_not_started_where_shared_memory_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"KiB": 64}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free["KiB"] << 10))
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    with pytest.raises(UserError, match=r"has 64 KiB free, and MPI needs 6144 for 2 ranks .*--shm-size"):
+        mpi.initialised_mpi()
+    monkeypatch.setenv("I_MPI_FABRICS", "ofi")
+    assert "MPI needs 256 for 12 ranks" in mpi.lacking_shared_memory(12)
+    free["KiB"] = 300
+    assert mpi.lacking_shared_memory(12) == ""
+    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path / "absent")  # a system without one
+    monkeypatch.delenv("I_MPI_FABRICS")
+    assert mpi.lacking_shared_memory(2) == ""
 
 
 @needs_ipv6
