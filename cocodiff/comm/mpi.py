@@ -41,8 +41,8 @@ def lacking_shared_memory(ranks: int) -> str:
     if free >= least:
         return ""
     return (
-        f"{SHARED_MEMORY} has {free >> 10} KiB free, and MPI needs {least >> 10} for {ranks} ranks of a host: enlarge it "
-        "(docker run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
+        f"{SHARED_MEMORY} has {free >> 10} KiB free, and MPI needs {least >> 10} for {ranks} ranks of a host: enlarge "
+        "it (docker run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
     )
 
 
