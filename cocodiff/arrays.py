@@ -108,12 +108,7 @@ def restore(
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
-        try:
-            _run(words, out, progress)
-        except UserError as error:  # said of files and options of the command line
-            text = re.sub(rf"{re.escape(name)}/(volume|mask)\.npy", r"\1", str(error).replace("argument --", "--"))
-            text = re.sub(r"--(?=\w)", "", text.removesuffix("; see cocodiff inpaint --help"))
-            raise UserError(f"restore: {text}") from None
+        _run(words, out, progress)
         return _read(out, preset)
 
 
@@ -127,12 +122,10 @@ def _save(array: Any, path: Path) -> None:
             array = np.asarray(array.detach() if hasattr(array, "detach") else array)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a GPU, or rows of different lengths
         raise UserError(f"{what} that NumPy makes no array of: {' '.join(str(error).split())}") from error
-    if array.ndim not in (2, 3):
-        raise UserError(f"{what} of {array.ndim} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
-    if array.dtype.kind not in ("buif" if as_mask else "uif"):
-        raise UserError(f"{what} of type {array.dtype}: give {'True and False' if as_mask else 'integers or floats'}")
-    if np.ma.is_masked(array):
-        raise UserError(f"{what} with masked voxels: give its data, and True in the mask where they are to be restored")
+    kinds, wanted = ("buif", "True and False") if as_mask else ("uif", "integers or floats")
+    if array.ndim not in (2, 3) or array.dtype.kind not in kinds or np.ma.is_masked(array):
+        what += f" of {array.ndim} dimensions and type {array.dtype}"
+        raise UserError(f"{what}: give {wanted} as [Z, Y, X], or [Y, X] of a slice, and none that a MaskedArray hides")
     dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
     saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     for piece in _pieces(array):
@@ -181,7 +174,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
         said.seek(0)
         text = said.read()
     if job.returncode:
-        raise _error(job.returncode, text)
+        raise _error(job.returncode, text, out.parent)
 
 
 def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
@@ -199,12 +192,14 @@ def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
                 bar.refresh()
 
 
-def _error(code: int, text: str) -> Exception:
-    """What a job has ended of, by what it has said last."""
+def _error(code: int, text: str, folder: Path) -> Exception:
+    """What a job has ended of, by what it has said last: of a mistake without its files and options."""
     lines = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
     last = lines[-1] if lines else text[-SAID:]
     if code == 2:
-        return UserError(last)
+        last = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", last)
+        last = re.sub(r"(argument )?--(?=\w)", "", last.removesuffix("; see cocodiff inpaint --help"))
+        return UserError(f"restore: {last}")
     lost = re.match(r"rank (\d+) (was killed by \w+|was stopped[^;]*|died[^;]*|fell silent[^;]*|is gone[^;]*)", last)
     if lost is not None:
         return PeerLost(int(lost[1]), lost[2])
@@ -221,7 +216,9 @@ def _read(out: Path, preset: str) -> Restored:
         return np.load(path) if path.is_file() else None
 
     metrics = json.loads((out / "metrics.json").read_text())
+    tested = any(one["intervals"] for one in metrics.get("volumes", []))  # else the ends are those of the type
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
-    return Restored(of(""), of("_std"), of("_low_90"), of("_high_90"), samples, said[0] if said else None, metrics)
+    low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
+    return Restored(of(""), of("_std"), low, high, samples, said[0] if said else None, metrics)

@@ -44,8 +44,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """kind: "alone", "forked", "torchrun" (also of srun without MPI) or "mpi". Rank and size may be None where an MPI
-    launcher does not say."""
+    """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say."""
 
     kind: str = "alone"
     rank: int | None = 0

@@ -29,21 +29,18 @@ from cocodiff.errors import UserError
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)
 SHARED_MEMORY = Path("/dev/shm")  # where messages and windows of a host's ranks lie; a full one kills who writes to it
-# Of it, Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks and 1.8 for each of 12, and over ofi 176 KiB in all.
-SHARED_BYTES, SHARED_BYTES_OFI = 2 << 20, 256 << 10
 
 
 def lacking_shared_memory(ranks: int) -> str:
-    """What is wrong, and the remedy, where so many ranks of this host have too little for MPI's messages; else ""."""
-    over_ofi = os.environ.get("I_MPI_FABRICS") == "ofi"
-    least = SHARED_BYTES_OFI if over_ofi else (ranks + 1) * SHARED_BYTES
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else least
-    if free >= least:
-        return ""
-    return (
-        f"{SHARED_MEMORY} has {free >> 10} KiB free, and MPI needs {least >> 10} for {ranks} ranks of a host: enlarge "
-        "it (docker run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
+    """What is wrong, and the remedy, where so many ranks of this host have too little for MPI's messages; else "".
+    Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all."""
+    least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
+    free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least
+    told = (
+        f"{SHARED_MEMORY} has {free} KiB free, and MPI needs {least} for {ranks} ranks of a host: enlarge it (docker "
     )
+    told += "run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
+    return told if free < least else ""
 
 
 def initialised_mpi() -> Any:

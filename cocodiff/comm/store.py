@@ -24,7 +24,7 @@ def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket
     """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: whether all ranks
     are on this host."""
     try:  # IPv4, where the name has both
-        family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda one: one[0])
     except OSError:
         family, address = socket.AF_INET, ""
     serve = partial(socket.create_server, family=family, backlog=ranks + 64, dualstack_ipv6=family == socket.AF_INET6)

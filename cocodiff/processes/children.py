@@ -14,8 +14,7 @@ from typing import Any
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
 
 OF_LAUNCHERS = re.compile(  # variables by which a process knows that it is a launcher's rank
-    "PMI_|PMIX_|PALS_|OMPI_|MPI_LOCAL|SLURM_STEP|TORCHELASTIC_|"
-    "((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(PROC|LOCAL)ID)$"
+    "(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
 )
 
 
