@@ -10,6 +10,7 @@ leaves the notebook alone.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -24,13 +25,26 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.outputs.journal import Journals
+from cocodiff.processes.children import without_launcher
 
 if TYPE_CHECKING:
     import numpy as np
 
 LAST_S = 10.0  # what a job that is asked to stop may take
 SAID = 2000  # characters of what a job that failed has said
-DECIDED = ("input", "mask", "out", "preset", "format", "quiet", "keep_samples", "overwrite", "resume", "config")
+DECIDED = (
+    "input",
+    "mask",
+    "out",
+    "preset",
+    "format",
+    "quiet",
+    "keep_samples",
+    "overwrite",
+    "resume",
+    "config",
+    "dry_run",
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,13 @@ def restore(
 ) -> Restored:
     """Restores the voxels of a volume where a mask is True, as in scikit-image.
 
-    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do; it is read
-    chunk by chunk. mask: of the same shape, or [Y, X] for every slice. samples: restorations whose mean is taken. axes:
-    of "z", "y" and "x", along which slices are restored; None chooses. model: as of `cocodiff inpaint --model`. steps:
-    denoising steps; of the embedded model 20 are as good as the command's 50 (docs/pipelines.md). ranks: of this host,
-    each of which restores slices of its own as far as there are enough. progress: shows a bar. options: further ones of
-    `cocodiff inpaint`, as seed=1, method="best".
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
+    chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
+    for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
+    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
+    are as good as the command's 50 (docs/pipelines.md). ranks: of this host, each of which restores slices of its own
+    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1,
+    method="best".
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.
@@ -83,10 +98,12 @@ def restore(
     unknown = sorted(set(options) & set(DECIDED))
     if unknown:
         raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
+    if not isinstance(preset, str) or "," in preset:
+        raise UserError(f"restore: preset is {preset!r}: give the name of one")
     with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name:
         folder = Path(name)
         _save(volume, folder / "volume.npy")
-        _save(mask, folder / "mask.npy", as_mask=True)
+        _save(mask, folder / "mask.npy")
         out = folder / "out"
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
@@ -95,19 +112,22 @@ def restore(
         return _read(out, preset)
 
 
-def _save(array: Any, path: Path, as_mask: bool = False) -> None:
-    """Piece by piece, as a volume may be larger than memory."""
+def _save(array: Any, path: Path) -> None:
+    """The volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
     import numpy as np
 
-    sides = getattr(array, "ndim", "no")
-    if sides not in (2, 3):
-        kind = type(array).__name__
-        raise UserError(f"restore: a {kind} of {sides} dimensions: give a volume [Z, Y, X] or a slice [Y, X]")
-    dtype = np.dtype(np.uint8) if as_mask else np.dtype(array.dtype)
+    what, as_mask = f"restore: {path.stem} is a {type(array).__name__}", path.stem == "mask"
     try:
-        saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(map(int, array.shape)))
-    except ValueError as error:
-        raise UserError(f"restore: voxels of type {dtype}: {error}") from error
+        if not isinstance(getattr(array, "dtype", None), np.dtype):
+            array = np.asarray(array.detach() if hasattr(array, "detach") else array)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a GPU, or rows of different lengths
+        raise UserError(f"{what} that NumPy makes no array of: {' '.join(str(error).split())}") from error
+    kinds, wanted = ("buif", "True and False") if as_mask else ("uif", "integers or floats")
+    if array.ndim not in (2, 3) or array.dtype.kind not in kinds or np.ma.is_masked(array):
+        what += f" of {array.ndim} dimensions and type {array.dtype}"
+        raise UserError(f"{what}: give {wanted} as [Z, Y, X], or [Y, X] of a slice, and none that a MaskedArray hides")
+    dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
+    saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     for piece in _pieces(array):
         one = np.asarray(array[piece])
         saved[piece] = one != 0 if as_mask else one
@@ -127,22 +147,19 @@ def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
 def _words(options: dict[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words += [f"--{name}", str(value).lower()]
-        else:
-            listed = value if isinstance(value, list | tuple) else [value]
-            words += [f"--{name}", *map(str, listed)]
+        if getattr(value, "ndim", 0):
+            raise UserError(f"restore: {name} is an array: only volume and mask can be")
+        listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        listed = [",".join(map(str, listed))] if name == "range" and listed else listed
+        words += [f"--{name}={str(one).lower() if str(one) in ('True', 'False') else one}" for one in listed]
     return words
 
 
 def _run(words: Sequence[str], out: Path, progress: bool) -> None:
     """The job to its end."""
     with (out.parent / "said").open("w+") as said:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "cocodiff", *words], stdin=subprocess.DEVNULL, stdout=said, stderr=said
-        )
+        command, environment = [sys.executable, "-m", "cocodiff", *words], without_launcher(os.environ)
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
         try:
             _watch(job, out, progress)
         except BaseException:
@@ -157,7 +174,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
         said.seek(0)
         text = said.read()
     if job.returncode:
-        raise _error(job.returncode, text)
+        raise _error(job.returncode, text, out.parent)
 
 
 def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
@@ -175,12 +192,14 @@ def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
                 bar.refresh()
 
 
-def _error(code: int, text: str) -> Exception:
-    """What a job has ended of, by what it has said last."""
+def _error(code: int, text: str, folder: Path) -> Exception:
+    """What a job has ended of, by what it has said last: of a mistake without its files and options."""
     lines = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
     last = lines[-1] if lines else text[-SAID:]
     if code == 2:
-        return UserError(last)
+        last = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", last)
+        last = re.sub(r"(argument )?--(?=\w)", "", last.removesuffix("; see cocodiff inpaint --help"))
+        return UserError(f"restore: {last}")
     lost = re.match(r"rank (\d+) (was killed by \w+|was stopped[^;]*|died[^;]*|fell silent[^;]*|is gone[^;]*)", last)
     if lost is not None:
         return PeerLost(int(lost[1]), lost[2])
@@ -197,7 +216,9 @@ def _read(out: Path, preset: str) -> Restored:
         return np.load(path) if path.is_file() else None
 
     metrics = json.loads((out / "metrics.json").read_text())
+    tested = any(one["intervals"] for one in metrics.get("volumes", []))  # else the ends are those of the type
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
-    return Restored(of(""), of("_std"), of("_low_90"), of("_high_90"), samples, said[0] if said else None, metrics)
+    low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
+    return Restored(of(""), of("_std"), low, high, samples, said[0] if said else None, metrics)

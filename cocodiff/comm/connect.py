@@ -32,6 +32,7 @@ from cocodiff.comm.store import (
     EVERY_INTERFACE,
     environment_store,
     hosted_store,
+    is_loopback,
     listening_socket,
     next_run,
     word_of_rank_0,
@@ -225,8 +226,7 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
 
 def _on_one_host(launch: Launch, size: int) -> bool:
     """Whether the launcher shows that all ranks are on one host: by their number, or as they meet on its loopback."""
-    address = os.environ.get("MASTER_ADDR", "")
-    return launch.local_size == size or address == "localhost" or address.startswith("127.")
+    return launch.local_size == size or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
 def _reachable_host(one_host: bool) -> str:
@@ -242,8 +242,8 @@ def _listen(one_host: bool, size: int) -> socket.socket:
 
 def _invitation(listener: socket.socket, one_host: bool) -> str:
     """Rank 0's word to the others: host and port of the watch, and the run's secret."""
-    interface, port = listener.getsockname()
-    host = _reachable_host(one_host) if interface == EVERY_INTERFACE else interface
+    interface, port, *_ = listener.getsockname()
+    host = _reachable_host(one_host) if interface in EVERY_INTERFACE else interface
     return json.dumps([host, port, secrets.token_hex(16)])
 
 
@@ -251,7 +251,7 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
     host, port, key = json.loads(word)
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
-    return _Meeting(rank, size, (own, port), key, listener, store, interface, host.startswith("127."))
+    return _Meeting(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
 
 
 # The communication library --------------------------------------------------------------------------------------------
@@ -272,13 +272,12 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
 
     limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:
-        listener = socket.create_server((meeting.interface, 0), backlog=meeting.size + 64)
+        listener = listening_socket(meeting.interface, 0, True, meeting.size)
         port = str(listener.getsockname()[1])
         store = hosted_store(meeting.address[0], int(port), meeting.size, limit, listener)
     known_port = broadcast_over_mpi(initialised_mpi().COMM_WORLD, port)
-    if meeting.rank == 0:
-        return store
-    return dist.TCPStore(meeting.address[0], int(known_port), meeting.size, is_master=False, timeout=limit)
+    address = meeting.address[0]
+    return store if port else dist.TCPStore(address, int(known_port), meeting.size, is_master=False, timeout=limit)
 
 
 def _finish_mpi(health: Health, limit_s: float) -> None:

@@ -23,10 +23,13 @@ LOCAL_RANK = (
     "PMIX_LOCAL_RANK",
     "PMI_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
 )
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MPI_RANK = ("PMI_RANK", "PALS_RANKID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 MPI_SIZE = ("PMI_SIZE", "PALS_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")
+# Of srun's tasks. A batch script and salloc's shell have all but a step's number, or one of ten digits.
+STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """kind: "alone", "forked", "torchrun" or "mpi". Rank and size may be None where an MPI launcher does not say."""
+    """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say."""
 
     kind: str = "alone"
     rank: int | None = 0
@@ -57,8 +60,8 @@ class Launch:
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that the environment shows: torchrun, an MPI launcher, else none. Raises UserError where what it
-    tells is not a rank and a size."""
+    """The launcher that the environment shows: torchrun, MPI's or srun, else none. Raises UserError where what it tells
+    is not a rank and a size."""
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
@@ -67,11 +70,12 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
         if (_number(env, ("MASTER_PORT",)) or 0) > 65535:
             raise UserError(f"MASTER_PORT={env['MASTER_PORT']!r} in the environment: give a port up to 65535")
         kind = "torchrun"
-    else:
-        rank = _number(env, MPI_RANK)
-        if rank is None:
-            return Launch()
+    elif (rank := _number(env, MPI_RANK)) is not None:
         kind, size = "mpi", _number(env, MPI_SIZE)
+    elif any(re.fullmatch("[0-9]{1,9}", env.get(name, "")) for name in STEP) and (_number(env, STEP_SIZE) or 1) > 1:
+        kind, rank, size = "torchrun", _number(env, ("SLURM_PROCID",)) or 0, _number(env, STEP_SIZE)
+    else:
+        return Launch()
     if size is not None and rank >= size:
         raise UserError(f"the launcher's environment has rank {rank} of {size}: ranks go from 0 to {size - 1}")
     return Launch(kind, rank, size, _number(env, LOCAL_RANK) or 0, _number(env, LOCAL_SIZE))

@@ -19,14 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
+from cocodiff.comm.mpi import SHARED_MEMORY, MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.transport import Pending
 from cocodiff.errors import PeerLost, UserError
 
@@ -35,8 +34,7 @@ PIECE = 2**20  # bytes that are put before their counter is
 COUNTERS = 16  # bytes of the two that belong to a peer: what has arrived from it, what it has taken
 TRIAL_S = 1.0  # until a put that needs its receiver's help is not waited for
 FREE_S = 10.0  # at most, for all ranks to come to the end of a window
-SHARED_MEMORY = Path("/dev/shm")  # where windows of a host's ranks lie; where it is full, writing kills a rank
-SHARED_BYTES = 8 * WINDOW_BYTES  # of it, for the groups of a rank
+SHARED_BYTES = 8 * WINDOW_BYTES  # of /dev/shm, for the groups of a rank
 DRAWBACKS = (  # from the third on this is two-sided MPI
     "",
     "puts need their receivers' help over this fabric, so windows gain nothing",

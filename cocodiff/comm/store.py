@@ -6,29 +6,34 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
 
 from cocodiff.errors import PeerLost, UserError
 
-EVERY_INTERFACE = "0.0.0.0"
+EVERY_INTERFACE = ("0.0.0.0", "::")
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "::1")
 
 
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
     """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: whether all ranks
     are on this host."""
-    try:
-        address = socket.gethostbyname(host)
+    try:  # IPv4, where the name has both
+        family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda one: one[0])
     except OSError:
-        address = ""
+        family, address = socket.AF_INET, ""
+    serve = partial(socket.create_server, family=family, backlog=ranks + 64, dualstack_ipv6=family == socket.AF_INET6)
     # A host's own name often means its loopback to itself and another interface to the others.
-    interface = "" if address.startswith("127.") and not one_host else address
+    interface = "" if is_loopback(str(address)) and not one_host else address
     try:
-        return socket.create_server((interface, port), backlog=ranks + 64)
+        return serve((interface, port))
     except OSError:  # an address that is not this host's own, behind a translation
-        return socket.create_server(("", port), backlog=ranks + 64)
+        return serve(("", port))
 
 
 def hosted_store(
@@ -84,7 +89,7 @@ def environment_store(
     env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
-        raise UserError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to where rank 0 can be reached")
+        raise UserError(f"MASTER_ADDR is {host!r}, MASTER_PORT {port!r}: set them to rank 0's, or give srun --mpi=pmi2")
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return launcher_store(host, int(port), rank, size, hosted, attempt, start_s, one_host)

@@ -167,9 +167,12 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
     many = {option.name for option in options if option.many}
     normal: list[str] = []
     seen: set[str] = set()
+    taker = ""  # the option whose value comes next
     for position, word in enumerate(words):
         if not word.startswith("--"):
-            normal.append(word)
+            # With an equals sign, as argparse would take -1000,3000 for an option.
+            normal.append(f"--{taker}={word}" if taker else word)
+            taker = taker if taker in many else ""
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -183,7 +186,8 @@ def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Seque
         if name in seen - many:  # argparse would silently take the last
             raise UserError(f"--{name} is given more than once: it takes one value, give it once")
         seen.add(name)
-        normal.append(f"--{name}{equals}{value}")
+        taker = name if name in known and not equals and not following.startswith("--") else ""
+        normal += [] if taker else [f"--{name}{equals}{value}"]
     try:
         return parser.parse_args(normal)
     except ArgumentError as error:

@@ -19,7 +19,7 @@ from cocodiff.errors import UserError
 from cocodiff.files import is_there, read_json
 from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, patch_side, read_shape, some
 from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
-from cocodiff.loading.weights import check_weights, conversion
+from cocodiff.loading.weights import check_weights, conversion, variant_of
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
 
@@ -310,8 +310,9 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
-    kind = _pipeline_class(request)
-    given = {name: part for name, part in parts.items() if name in request.index}
+    kind, folder = _pipeline_class(request), Path(request.model)
+    given = {"variant": variant_of(folder / "transformer") or variant_of(folder / "vae")}
+    given |= {name: part for name, part in parts.items() if name in request.index}
     with _loading(request.model):
         return kind.from_pretrained(
             request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
@@ -329,6 +330,7 @@ def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
             request.model,
             subfolder=part,
             dtype=dtype,
+            variant=variant_of(Path(request.model) / part),
             use_safetensors=True,
             local_files_only=_is_local(request),
             output_loading_info=True,

@@ -7,6 +7,7 @@ twelve ranks hold the weights once, in the page cache. Converted to another dtyp
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,13 @@ def check_weights(folder: Path, part: str, model: str) -> None:
             f"save it again with pipe.save_pretrained(..., safe_serialization=True)"
         )
     raise UserError(f"model {model}: {part} has no .safetensors weights; copy them there")
+
+
+def variant_of(folder: Path) -> str | None:
+    """What diffusers has to be told where all weights of a part are of one variant, as fp16; else None."""
+    named = re.compile(r"(?:diffusion_pytorch_)?model(?:\.(\w+))?(?:-.*)?\.safetensors")
+    found = {match[1] for path in folder.glob("*.safetensors") if (match := named.fullmatch(path.name))}
+    return found.pop() if len(found) == 1 else None
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:

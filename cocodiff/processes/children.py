@@ -1,16 +1,26 @@
-"""Helpers of commands that fork: stopping on a signal, and children that die with their parent."""
+"""Helpers of what starts processes: their environment, stopping on a signal, children that die with their parent."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
+
+OF_LAUNCHERS = re.compile(  # variables by which a process knows that it is a launcher's rank
+    "(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank of the launcher that started this one."""
+    return {name: value for name, value in environment.items() if not OF_LAUNCHERS.match(name)}
 
 
 class StopRequest:

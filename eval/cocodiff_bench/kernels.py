@@ -25,6 +25,7 @@ from cocodiff.console.terminal import note, progress_bar, say
 from cocodiff.errors import UserError
 from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.outputs.folder import OutputFolder
+from cocodiff.processes.children import without_launcher
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
@@ -87,7 +88,7 @@ def measure_apart(values: Values, threads: int) -> list[Row]:
         count = str(threads)
         own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
         command = [sys.executable, "-m", "cocodiff", "bench", "kernels", *map(str, words)]
-        done = subprocess.run(command, env={**os.environ, **own}, check=False)
+        done = subprocess.run(command, env=without_launcher(os.environ) | own, check=False)
         if done.returncode == 2:
             raise UserError(f"nothing was measured with {threads} thread(s): the line above says why")
         if done.returncode:

@@ -6,7 +6,9 @@ import pytest
 
 from cocodiff.cli.main import main
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec
+from cocodiff.comm.store import environment_store
 from cocodiff.errors import UserError
+from cocodiff.processes.children import without_launcher
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 
@@ -16,6 +18,32 @@ def test_launchers_are_known_by_what_they_set():
     assert detect({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}) == Launch("mpi", 0, 4)
     assert detect({"PMIX_RANK": "3"}) == Launch("mpi", 3, None)
     assert detect({}) == detect({"PMI_RANK": "", "LOCAL_RANK": "abc", "PMI_SIZE": "abc", "RANK": "abc"}) == Launch()
+
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}
+
+
+def test_tasks_of_srun_are_ranks_and_a_batch_script_is_none():
+    for step in ("SLURM_STEP_ID", "SLURM_STEPID"):
+        assert detect(SLURM | {step: "0"}) == Launch("torchrun", 2, 3, 1, None)
+        assert detect(SLURM | {step: "4294967291", "SLURM_PROCID": "0"}) == Launch()  # a batch script's, salloc's shell
+    assert detect(SLURM) == detect(SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == Launch()
+    assert detect(SLURM | {"SLURM_STEP_ID": "0", "PMI_RANK": "2", "PMI_SIZE": "3"}) == Launch("mpi", 2, 3, 1)
+    assert detect(SLURM | {"SLURM_STEP_ID": "0"} | TORCHRUN) == Launch("torchrun", 1, 2, 1)
+
+
+def test_tasks_of_srun_that_know_no_address_are_told_how_to_meet():
+    with pytest.raises(UserError, match=r"MASTER_ADDR is None, .*: set them to rank 0's, or give srun --mpi=pmi2"):
+        environment_store(2, 3, 1.0, False, SLURM | {"SLURM_STEP_ID": "0"})
+
+
+def test_a_process_that_is_no_rank_hears_of_no_launcher():
+    own = {"PATH": "/bin", "I_MPI_FABRICS": "ofi", "OMP_NUM_THREADS": "2", "FRANK": "1", "OMPI_MCA_btl": "tcp"}
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+    others = {"PALS_RANKID": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "job"}
+    told = TORCHRUN | hydra | others | SLURM | {"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_ID": "0"}
+    left = without_launcher(own | told)
+    assert left == own and detect(left) == Launch()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,12 +12,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cocodiff.comm import connect
+from cocodiff.comm import connect, mpi
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
+from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.processes
 
@@ -180,3 +183,57 @@ def test_ranks_meet_where_their_launcher_says_also_on_one_host(monkeypatch: pyte
     with connect._listen(True, 2) as listener:
         host, port, _ = json.loads(connect._invitation(listener, True))
         assert (host, port) == listener.getsockname() and host == "127.0.0.3"
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this kernel has no IPv6 loopback (::1)")
+
+
+def test_mpi_is_not_started_where_shared_memory_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"KiB": 64}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free["KiB"] << 10))
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    with pytest.raises(UserError, match=r"has 64 KiB free, and MPI needs 6144 for 2 ranks .*--shm-size"):
+        mpi.initialised_mpi()
+    monkeypatch.setenv("I_MPI_FABRICS", "ofi")
+    assert "MPI needs 256 for 12 ranks" in mpi.lacking_shared_memory(12)
+    free["KiB"] = 300
+    assert mpi.lacking_shared_memory(12) == ""
+    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path / "absent")  # a system without one
+    monkeypatch.delenv("I_MPI_FABRICS")
+    assert mpi.lacking_shared_memory(2) == ""
+
+
+@needs_ipv6
+def test_ranks_meet_at_an_ipv6_address() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+        port = probe.getsockname()[1]
+    where = {"WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": port}
+    ranks = [started(JOINS, RANK=rank, **where) for rank in range(2)]
+    assert [end_of(rank) for rank in ranks] == [(0, "")] * 2
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("one_host", "interface"), [(True, "::1"), (False, "::")])
+def test_rank_0_answers_itself_at_an_ipv6_address(
+    one_host: bool, interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every interface it can be reached at those of IPv4 as well."""
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    assert connect._on_one_host(Launch("torchrun", 0, 2), 2)
+    with connect._listen(one_host, 2) as listener:
+        meeting = connect._accepted(0, 2, connect._invitation(listener, one_host), listener, None)
+        port = listener.getsockname()[1]
+        assert (meeting.interface, meeting.address, meeting.on_loopback) == (interface, ("::1", port), True)
+        for address in [meeting.address, ("127.0.0.1", port)][: 1 if one_host else 2]:
+            socket.create_connection(address, timeout=5.0).close()

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zarr
 
 import cocodiff
@@ -92,8 +94,8 @@ class Chunked:
 @pytest.mark.parametrize("chunks", [(2, 24, 16), ((2, 2), (24, 24), (16, 16, 8))], ids=["zarr", "dask"])
 def test_each_chunk_is_read_once(volume: np.ndarray, chunks: tuple[Any, ...], tmp_path: Path) -> None:
     array = Chunked(volume, chunks, (2, 24, 16))
-    arrays._save(array, tmp_path / "a.npy")
-    assert (np.load(tmp_path / "a.npy") == volume).all()
+    arrays._save(array, tmp_path / "volume.npy")
+    assert (np.load(tmp_path / "volume.npy") == volume).all()
     assert (array.decoded, array.largest) == (volume.size, 2 * 24 * 40)
 
 
@@ -110,15 +112,135 @@ def test_replicas_of_several_ranks_restore_axes() -> None:
         assert sum(sum(row["bytes"].values()) for row in found.metrics["images"]) > 0
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_launchers_variables_are_not_those_of_its_ranks(
+    volume: np.ndarray, mask: np.ndarray, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may be a rank of mpiexec's, or have the variables of another job left over."""
+    for name in ("PMI_RANK", "MPI_LOCALRANKID", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name, value in {"PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    assert cocodiff.restore(volume[:1], mask, samples=1, ranks=ranks, **QUICK).mean.shape == (1, 48, 40)
+
+
 def test_what_cannot_be_restored_is_a_line(volume: np.ndarray, mask: np.ndarray) -> None:
     with pytest.raises(UserError, match="the mask is empty"):
         cocodiff.restore(volume, np.zeros_like(mask), **QUICK)
-    with pytest.raises(UserError, match="1 dimensions"):
-        cocodiff.restore(volume[0, 0], mask, **QUICK)
-    with pytest.raises(UserError, match="out cannot be given"):
-        cocodiff.restore(volume, mask, out="here", **QUICK)
-    with pytest.raises(UserError, match="unknown option"):
-        cocodiff.restore(volume, mask, colour="red", **QUICK)
+    torn = np.where(np.arange(40) == 3, np.nan, volume)
+    for given, hidden, options, said in (
+        (volume, mask[:20], {}, "restore: mask: the mask has shape 20 x 40 but volume has 4 x 48 x 40; give a mask of"),
+        (torn, mask, {}, "restore: volume: 192 NaN or Inf voxels outside the mask 'mask', the first at slice 0, row 0"),
+        (volume, mask, {"colour": "red"}, "restore: unknown option colour"),
+        (volume, mask, {"steps": "-1"}, "restore: steps -1: at least 1 is needed"),
+        (volume, mask, {"device": "gpu"}, "restore: device: invalid choice: 'gpu' (choose from"),
+        (volume, mask, {"range": (-3000, -1000)}, "restore: range -3000,-1000: no voxel of volume outside the mask"),
+    ):
+        with pytest.raises(UserError) as error:
+            cocodiff.restore(given, hidden, **QUICK | options)
+        line = str(error.value)
+        assert line.startswith(said) and "--" not in line and ".npy" not in line and "\n" not in line, line
+
+
+@pytest.mark.parametrize(
+    ("given", "hidden", "options", "said"),
+    [
+        (
+            lambda v: v[0, 0],
+            None,
+            {},
+            "volume is a ndarray of 1 dimensions and type uint16: give integers or floats as [Z",
+        ),
+        (lambda v: v[None], None, {}, "volume is a ndarray of 4 dimensions"),
+        (lambda v: None, None, {}, "volume is a NoneType of 0 dimensions"),
+        (lambda v: "scan.tif", None, {}, "volume is a str of 0 dimensions"),
+        (lambda v: [[1, 2], [3]], None, {}, "volume is a list that NumPy makes no array of"),
+        (
+            lambda v: torch.from_numpy(v.astype("f4")).bfloat16(),
+            None,
+            {},
+            "volume is a Tensor that NumPy makes no array",
+        ),
+        (lambda v: v > 9, None, {}, "volume is a ndarray of 3 dimensions and type bool: give integers or floats"),
+        (
+            lambda v: v.astype("c8"),
+            None,
+            {},
+            "volume is a ndarray of 3 dimensions and type complex64: give integers or floats",
+        ),
+        (
+            lambda v: v.astype(object),
+            None,
+            {},
+            "volume is a ndarray of 3 dimensions and type object: give integers or floats",
+        ),
+        (
+            lambda v: np.ma.masked_less(v, 9000),
+            None,
+            {},
+            "volume is a MaskedArray of 3 dimensions and type uint16: give",
+        ),
+        (None, lambda m: m[0], {}, "mask is a ndarray of 1 dimensions"),
+        (None, lambda m: m.astype("U5"), {}, "mask is a ndarray of 2 dimensions and type <U5: give True and False"),
+        (
+            None,
+            lambda m: m.astype("c8"),
+            {},
+            "mask is a ndarray of 2 dimensions and type complex64: give True and False",
+        ),
+        (None, None, {"out": "here"}, "out cannot be given: the function decides it"),
+        (None, None, {"dry_run": True}, "dry_run cannot be given: the function decides it"),
+        (None, None, {"preset": "flat,tapa"}, "preset is 'flat,tapa': give the name of one"),
+        (None, None, {"truth": np.zeros((4, 48, 40))}, "truth is an array: only volume and mask can be"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_a_line_and_start_nothing(
+    volume: np.ndarray,
+    mask: np.ndarray,
+    given: Callable[[Any], Any] | None,
+    hidden: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arrays, "_run", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(UserError) as error:
+        cocodiff.restore(given(volume) if given else volume, hidden(mask) if hidden else mask, **QUICK | options)
+    assert str(error.value).startswith(f"restore: {said}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "as_given",
+    [
+        lambda v: v.tolist(),
+        lambda v: [*v],
+        lambda v: torch.from_numpy(v.astype("i4")),
+        lambda v: torch.from_numpy(v.astype("f4")).requires_grad_(),
+        lambda v: v.astype(">u2"),
+        np.asfortranarray,
+        lambda v: np.repeat(v, 2, axis=2)[:, :, ::2],
+        np.ma.masked_array,
+    ],
+)
+def test_whatever_numpy_makes_an_array_of_is_taken(
+    volume: np.ndarray, as_given: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    for name, wanted in (("volume", volume), ("mask", volume > 30000)):
+        arrays._save(as_given(volume if name == "volume" else 2 * wanted.astype(np.uint16)), tmp_path / f"{name}.npy")
+        assert (np.load(tmp_path / f"{name}.npy") == wanted).all()
+
+
+def test_options_are_words_of_the_command_line() -> None:
+    given = {
+        "axes": ("z", "y"),
+        "exact": False,
+        "hidden_test": np.True_,
+        "range": (-1.5, 3000),
+        "prompt": "--a",
+        "fps": None,
+    }
+    words = ["--axes=z", "--axes=y", "--exact=false", "--hidden_test=true", "--range=-1.5,3000", "--prompt=--a"]
+    assert arrays._words(given) == words and arrays._words({"range": "-1,2"}) == ["--range=-1,2"]
 
 
 def ranks_of(job: subprocess.Popen[Any]) -> list[int]:

@@ -15,12 +15,14 @@ import pytest
 import tifffile
 import tiny_pipelines
 import torch
+from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 
 from cocodiff.cli.main import main
 from cocodiff.errors import UserError
 from cocodiff.loading.model_checks import check_sides
 from cocodiff.loading.model_shapes import load_shape
+from cocodiff.loading.weights import variant_of
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (
@@ -110,6 +112,24 @@ def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None
             *words,
         ]
         assert main([*map(str, run), "--out", str(tmp_path / kind)]) == 0
+
+
+@pytest.mark.parametrize("shard", [{}, {"max_shard_size": "100KB"}], ids=["whole", "sharded"])
+def test_weights_of_a_variant_alone_are_loaded(sound: dict[str, Path], tmp_path: Path, shard: dict[str, str]) -> None:
+    """As of diffusion_pytorch_model.fp16.safetensors: the same restoration as of the files without it."""
+    absent = dict.fromkeys(("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"))
+    pipe = StableDiffusion3Pipeline.from_pretrained(sound["encoders"], **absent)
+    pipe.save_pretrained(tmp_path / "fp16", variant="fp16", **shard)
+    names = [path.name for path in (tmp_path / "fp16").glob("*/*.safetensors")]
+    assert names and all(".fp16" in name for name in names) and len(names) > 4 * bool(shard)
+    assert variant_of(tmp_path / "fp16" / "transformer") == "fp16" and variant_of(sound["sd3"] / "transformer") is None
+    found = []
+    for model in (sound["encoders"], tmp_path / "fp16"):
+        words = ["inpaint", "--input", sound["scan"], "--model", model, "--prompt", "a tooth", "--steps", "1"]
+        out = tmp_path / f"out-{model.name}"
+        assert main([*map(str, words), "--quiet", "--no-exact", "--out", str(out)]) == 0
+        found.append(tifffile.imread(out / "images/scan_block_tapa.tif"))
+    assert (found[0] == found[1]).all()
 
 
 @pytest.mark.sample(8)

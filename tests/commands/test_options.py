@@ -109,6 +109,38 @@ def test_a_repeated_option_is_refused_where_it_takes_one(words, name):
     assert mistake("--input", "a.png", *words) == f"--{name} is given more than once: it takes one value, give it once"
 
 
+@pytest.mark.parametrize("words", [("--mask-range", "-1000,3000"), ("--mask_range=-1000,3000",)])
+def test_values_may_begin_with_a_minus(words):
+    options = (*OPTIONS, Option("mask_range", "intensities"), Option("prompt", "texts", many=True))
+    given = (
+        "--prompt",
+        "-a tooth",
+        "b",
+        "-h",
+        *words,
+        "--input",
+        "-1.png",
+        "-2.png",
+        "--noise_seed",
+        "-7",
+        "--overwrite",
+    )
+    found = parse("inpaint", "", options, given)
+    assert (found["mask_range"], found["prompt"], found["input"]) == (
+        "-1000,3000",
+        ["-a tooth", "b", "-h"],
+        ["-1.png", "-2.png"],
+    )
+    assert (found["noise_seed"], found["overwrite"]) == (-7, True)
+
+
+def test_a_value_that_is_missing_or_one_too_many():
+    assert "--steps: expected one argument" in mistake("--input", "a", "--steps", "--overwrite")
+    assert "--steps: expected one argument" in mistake("--input", "a", "--steps")
+    assert "unrecognized arguments: 4" in mistake("--input", "a", "--steps", "3", "4")
+    assert "unrecognized arguments: -4" in mistake("-4", "--input", "a")
+
+
 def test_numbers_are_typed():
     found = values("--steps", "3", "--strength", "0.5")
     assert (found["steps"], found["strength"]) == (3, 0.5)

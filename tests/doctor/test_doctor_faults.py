@@ -187,6 +187,15 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "beside",
         "impi-rt",
     ),
+    "too little shared memory": (
+        lambda j: change(
+            j, 3, no_shared_memory="/dev/shm has 64 KiB free, and MPI needs 6144: enlarge it (docker ...)"
+        ),
+        WARNING,
+        "mpi",
+        "^/dev/shm has 64 KiB free, and MPI needs 6144$",
+        "^enlarge it",
+    ),
     "no windows": (
         lambda j: change(j, -1, library="mpi", drawback="no unified memory model; messages go by mpi"),
         FAULT,

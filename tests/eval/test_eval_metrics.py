@@ -188,7 +188,8 @@ def test_rows_of_several_samples_have_their_spread_judged() -> None:
     first, last = document["summary"]["rows"]
     assert (first["samples"], first["coverage_50"], first["psnr_db_single"]) == (8, pytest.approx(0.45), 20.0)
     assert last["samples"] == 8 and last["coverage_90"] is None
-    lines = [line.split() for line in terminal_table(document).split("\n")]
+    of_test = {"name": "a", "mask": "block", "intervals": {"floor": 0.1}}
+    lines = [line.split() for line in terminal_table({**document, "volumes": [of_test]}).split("\n")]
     assert " ".join(lines[0]) == "image mask preset PSNR dB SSIM one sample in 50 % in 90 % vs exact seconds bytes"
     assert lines[1][5:] == ["21.50", "0.650", "20.00", "45", "%", "80", "%", "identical", "4.0", "0", "B"]
     assert lines[2][5:] == ["18.00", "0.500", "-", "-", "-", "-", "0.4", "-"]

@@ -89,6 +89,8 @@ def check_mpi(facts: Facts) -> Findings:
         found.fault("an MPI launcher started the ranks, but mpi4py is not installed", remedy)
     elif first.drawback:
         found.fault(f"transport mpi-rma: {first.drawback}", "use --transport mpi")
+    elif first.versions.get("mpi4py") and (lacks := next(filter(None, (r.no_shared_memory for r in facts.ranks)), "")):
+        found.warning(*lacks.split(": ", 1))
     elif told := first.versions.get("mpi"):
         found.good(told)
     else:

@@ -72,7 +72,7 @@ class RankFacts:
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
     kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
-    environment's folder, where the one of PyPI would lie.
+    environment's folder, where the one of PyPI would lie. no_shared_memory: of the host, for MPI, and the remedy.
     """
 
     rank: int
@@ -103,6 +103,7 @@ class RankFacts:
     kernel_trials: tuple[KernelTrial, ...] = ()
     device_name: str = ""
     drawback: str = ""
+    no_shared_memory: str = ""
 
     @property
     def on_cpu(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from cocodiff.cli.doctor.facts import Card, Nic, RankFacts
 from cocodiff.cli.doctor.sysman import Sysman
 from cocodiff.comm.launch import Launch, system_mpiexec
+from cocodiff.comm.mpi import lacking_shared_memory
 from cocodiff.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
@@ -69,6 +70,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, sysman: Sysman | s
         kernel_trials=tuple(tried),
         device_name=device_name(device),
         drawback=getattr(transport, "drawback", ""),
+        no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
     )
 
 

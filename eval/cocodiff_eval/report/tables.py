@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from cocodiff_eval.table import (
     MISSING,
+    calibrated,
     grouped,
     has_rank_seconds,
     jumps_of,
@@ -62,7 +63,7 @@ def quality_table(
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += [{**row, "slice_jump": jumps.get((name, mask, row["mode"]))} for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
-    of_samples = [samples_told(row) for row in told]
+    of_samples = [samples_told(row, calibrated(metrics)) for row in told]
     columns = [
         *([Column("image", images)] if named else []),
         Column("preset", [row["mode"] for row in told], left=True),

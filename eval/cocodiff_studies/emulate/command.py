@@ -26,7 +26,7 @@ from cocodiff.console.options import Option, parse
 from cocodiff.console.terminal import limit_threads, quiet_libraries, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import EVERY_RANK_IMPORTS
-from cocodiff.processes.children import die_with_parent
+from cocodiff.processes.children import die_with_parent, without_launcher
 from cocodiff.processes.emulated import EMULATED
 from cocodiff.processes.room import check_room
 from cocodiff.topology.machine import Topology
@@ -272,13 +272,10 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
         *program,
     ]
 
-    # With the address that all ranks are told of these would make each of them the rank that they name.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-
     def run() -> int:
         process = subprocess.Popen(
             words,
-            env=inherited | environment | over_tcp | {TILES: tiles},
+            env=without_launcher(os.environ) | environment | over_tcp | {TILES: tiles},
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         return process.wait()
