@@ -86,11 +86,10 @@ class Task:
                 f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
                 f"the input ({shown})"
             )
-        axes = kept.axes
-        if kept.kind == "tiff" and axes[:1] in ("C", "S") and len(self.stack) > 1:
+        if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
             found.append(
-                f"{where}: the file's axes are {axes}, channels in the place of slices: {len(self.stack)} of them are "
-                f"restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
+                f"{where}: the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them "
+                f"are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
             )
         size = kept.voxel_size
         if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:

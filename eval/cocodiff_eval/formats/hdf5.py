@@ -252,11 +252,12 @@ def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         shape: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
             shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
-        last = 0
-        if "%b" in source.file_name.replace("%%", ""):
-            names = (numbered(source.file_name, number) for number in range(MOST_VISITED))
-            places = (_places(dataset.file.filename, name) for name in names)
-            last = max((number for number, one in enumerate(places) if any(map(is_there, one))), default=0)
+        own, last = source.file_name == ".", 0
+        if "%b" in (source.dset_name if own else source.file_name).replace("%%", ""):
+            for number in range(MOST_VISITED):
+                places = _places(dataset.file.filename, numbered(source.file_name, number))
+                if numbered(source.dset_name, number) in dataset.file if own else any(map(is_there, places)):
+                    last = number
         for number in range(last + 1):
             yield numbered(source.file_name, number), numbered(source.dset_name, number), shape
 

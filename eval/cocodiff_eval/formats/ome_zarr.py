@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -159,8 +159,9 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     kept = {name: value for name, value in attributes.items() if name != "multiscales"}
     if isinstance(kept.get("ome"), Mapping):
         kept["ome"] = {name: value for name, value in kept["ome"].items() if name not in ("multiscales", "version")}
-    stored = array.shards or array.chunks
-    path, there = f"{store}:/{array.path}", array.nchunks_initialized * math.prod(array.chunks) // math.prod(stored)
+    path, stored = f"{store}:/{array.path}", array.shards or array.chunks
+    files = (name for *_, names in os.walk(Path(store) / array.path) for name in names)
+    there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
     details = {
         "store": store,
         "inner": inner,

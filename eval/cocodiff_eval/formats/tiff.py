@@ -38,9 +38,10 @@ def open_tiff(file: str) -> RawVolume:
         missing = [number for number, page in enumerate(planes) if page is None]
         metadata = read_metadata(tiff) if series else Metadata()
     if missing:
-        told = ", ".join([f"slice {missing[0]} the first", *(text[:160] for text in messages[:1])])
-        more = f"{len(missing)} planes that its OME-XML names are not there ({told})"
-        raise UserError(f"{file}: {more}; put the files that it names beside it, or save it again")
+        told = "; ".join([f"{len(missing)} planes, slice {missing[0]} the first", *messages[:1]])[:200]
+        raise UserError(
+            f"{file}: its OME-XML names what is not there ({told}); put all its files here, or save it again"
+        )
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
     broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
     if broken:
@@ -121,9 +122,8 @@ class _TiffReader:
         with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
-            if first.dataoffset is None:
-                for page in first.pages:
-                    _check_segments(page)
+            for page in first.pages if first.dataoffset is None else ():
+                _check_segments(page)
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
     def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
@@ -139,9 +139,8 @@ class _TiffReader:
 
     def _errors(self, what: str) -> AbstractContextManager[None]:
         """Damaged data, an absent codec, a full disk."""
-        return reading(
-            f"{self.file}: {what} cannot be read", "the file may be damaged", {"imagecodecs": "save it uncompressed"}
-        )
+        others = {"imagecodecs": "save it uncompressed"}
+        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", others)
 
 
 def _check_segments(page: Any) -> None:

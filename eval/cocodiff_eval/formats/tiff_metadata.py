@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ PLACED = ("ROI", "Overlays")  # of ImageJ, in voxels of the whole image
 IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # which only ImageJ's own files have a place for
 # What tifffile says of ImageJ's and its own files by itself.
 _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "mode", "shape", "axes", "truncated"}
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters
 NOTES = "cocodiff"
 
 
@@ -170,7 +172,7 @@ def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
         if kept.unit:
             said[f"PhysicalSize{axis}Unit"] = unit_symbol(kept.unit)
     if kept.description:
-        said["Description"] = kept.description
+        said["Description"] = NO_XML.sub("\ufffd", kept.description)
     annotations = {name: json.dumps(value) for name, value in notes.items()}
     if kept.attributes:
         annotations["attributes"] = json.dumps(kept.attributes)

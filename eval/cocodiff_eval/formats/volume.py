@@ -210,9 +210,8 @@ def kept_alone(path: str, things: Sequence[str]) -> list[str]:
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
     """A line about chunks of an array that are not stored. there: how many are."""
     count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
-    return (
-        [f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"] if there < count else []
-    )
+    told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
+    return [told] if there < count else []
 
 
 class Slabs:
