@@ -89,7 +89,7 @@ class Task:
         if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
             found.append(
                 f"{where}: the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them "
-                f"are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
+                "are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
             )
         size = kept.voxel_size
         if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:

@@ -105,7 +105,7 @@ def test_a_unit_that_is_no_length_is_kept_by_its_own_format_alone(tmp_path: Path
 def test_a_word_that_is_no_number_loses_the_size_alone(tmp_path: Path) -> None:
     given = imagej(tmp_path, spacing="abc")
     assert given.metadata.voxel_size is None and given.metadata.attributes["unit"] == "um"
-    tifffile.imwrite(tmp_path / "a.tif", VOLUME, resolution=(10, 10), resolutionunit=3, metadata={"unit": "nm"})
+    tifffile.imwrite(tmp_path / "a.tif", VOLUME[0], resolution=(10, 10), resolutionunit=3, metadata={"unit": "nm"})
     assert open_volume(str(tmp_path / "a.tif")).metadata.unit == "micrometer"
 
 
@@ -128,7 +128,7 @@ def test_what_imagej_draws_is_kept_and_said_once(tmp_path: Path) -> None:
 
 def test_texts_outside_ascii_are_kept(tmp_path: Path) -> None:
     options: dict[str, Any] = {"extratags": [(315, 2, 0, "Jürgen".encode(), True)], "software": "größer".encode()}
-    tifffile.imwrite(tmp_path / "scan.tif", VOLUME, description="a\x01b", **options)
+    tifffile.imwrite(tmp_path / "scan.tif", VOLUME[0], description="a\x01b", **options)
     given = open_volume(str(tmp_path / "scan.tif"))
     with tifffile.TiffFile(result(given, "tiff", tmp_path).path) as tiff:
         tags = tiff.pages.first.tags
