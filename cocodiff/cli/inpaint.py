@@ -108,7 +108,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
-    for line in (line for task in tasks for line in task.remarks() if launch.speaks):
+    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
         say(line)
     if prepared.quality is not None:
         from cocodiff.jobs.slices import check_truth

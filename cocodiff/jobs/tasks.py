@@ -78,24 +78,24 @@ class Task:
 
     def remarks(self) -> list[str]:
         """What the user has to know of the input before it is restored."""
-        scale, where, found = self.scale, f"{self.stack.name}, mask {self.mask.name}", []
+        scale, where, kept = self.scale, f"{self.stack.name}, mask {self.mask.name}", self.stack.metadata
+        found = [*kept.remarks]
         if self.left:
             shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
             found.append(
                 f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
                 f"the input ({shown})"
             )
-        axes = self.stack.metadata.axes
-        if self.stack.metadata.kind == "tiff" and axes[:1] in ("C", "S") and len(self.stack) > 1:
+        if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
             found.append(
-                f"{where}: the file's axes are {axes}, channels in the place of slices: {len(self.stack)} of them are "
-                f"restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first alone"
+                f"{where}: the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them "
+                "are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
             )
-        size = self.stack.metadata.voxel_size
+        size = kept.voxel_size
         if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:
             sides = " x ".join(f"{side:g}" for side in size)
             found.append(
-                f"{where}: voxels of {sides} {self.stack.metadata.unit}: slices along each axis are restored as they "
+                f"{where}: voxels of {sides} {kept.unit}: slices along each axis are restored as they "
                 f"are stored, with unequal sides of voxels"
             )
         if scale.extremes is not None:

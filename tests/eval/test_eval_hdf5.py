@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -112,3 +115,116 @@ def test_datasets_that_are_no_images(make: Callable[..., str], fill: Callable[[h
         open_stack(make(fill) + ":/a")
     with pytest.raises(UserError, match=r"in\.h5: name the dataset as in\.h5:/path; it holds"):
         open_stack("in.h5")
+
+
+def parts(path: Path, count: int = 3) -> None:
+    for number in range(count):
+        with h5py.File(path / f"part{number}.h5", "w") as file:
+            file.create_dataset("d", data=np.full((1, 20, 20), number + 1, "u2"))
+
+
+def of_parts(file: h5py.File, source: str = "d", shape: tuple[int, ...] = (1, 20, 20)) -> None:
+    layout = h5py.VirtualLayout((3, 20, 20), "u2")
+    for number in range(3):
+        layout[number : number + 1] = h5py.VirtualSource(f"part{number}.h5", source, shape)[:1]
+    file.create_virtual_dataset("a", layout)
+
+
+def numbered(file: h5py.File, source: bytes = b"part%b.h5", inner: bytes = b"d") -> None:
+    """An unlimited dataset of as many files as are there."""
+    ends = (h5py.h5s.UNLIMITED, 20, 20)
+    place = h5py.h5s.create_simple((0, 20, 20), ends)
+    place.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (1, 1, 1), (1, 20, 20))
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_virtual(place, source, inner, h5py.h5s.create_simple((1, 20, 20)))
+    h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((0, 20, 20), ends), made)
+
+
+def outer(file: h5py.File) -> None:
+    """A virtual dataset of a virtual dataset."""
+    with h5py.File("outer.h5", "w") as other:
+        of_parts(other)
+    layout = h5py.VirtualLayout((3, 20, 20), "u2")
+    layout[:] = h5py.VirtualSource("outer.h5", "a", (3, 20, 20))
+    file.create_virtual_dataset("a", layout)
+
+
+@pytest.mark.parametrize("fill", [of_parts, numbered, outer])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_sources_of_virtual_datasets_must_be_there(make: Callable[..., str], fill: Any, gone: int) -> None:
+    parts(Path())
+    path = make(fill) + ":/a"
+    stack = open_stack(path, follow_links=True)
+    assert [int(stack.read(number).max()) for number in range(3)] == [1, 2, 3]
+    Path(f"part{gone}.h5").rename("moved.h5")
+    with pytest.raises(UserError, match=rf"part{gone}\.h5, which is not there"):
+        open_stack(path, follow_links=True)
+    with h5py.File(f"part{gone}.h5", "w") as file:
+        file["other"] = IMAGE[None]
+    with pytest.raises(UserError, match=rf"of d in part{gone}\.h5, which has none"):
+        open_stack(path, follow_links=True)
+
+
+def test_sources_must_be_as_large_as_what_is_taken_of_them(make: Callable[..., str]) -> None:
+    parts(Path())
+    with h5py.File("part1.h5", "w") as file:
+        file["d"] = np.zeros((1, 9, 20), "u2")
+    with pytest.raises(UserError, match=r"of d in part1\.h5, which has 1 x 9 x 20 voxels, too few"):
+        open_stack(make(lambda file: of_parts(file, shape=(2, 20, 20))) + ":/a", follow_links=True)
+
+
+def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None:
+    def inside(file: h5py.File) -> None:
+        for number in range(3):
+            file[f"d{number}"] = np.full((1, 20, 20), number + 1, "u2")
+        numbered(file, b".", b"d%b")
+
+    assert open_stack(make(inside) + ":/a").read(2).max() == 3
+    with h5py.File("in.h5", "a") as file:
+        del file["d1"]
+    with pytest.raises(UserError, match=r"virtual dataset of d1 in \., which has none"):
+        open_stack("in.h5:/a")
+    with h5py.File("50%.h5", "w") as file:
+        file["data"] = IMAGE
+    stack = open_stack(make(lambda file: virtual(file, "a", "50%%.h5")) + ":/a", follow_links=True)
+    np.testing.assert_array_equal(stack.read(0), IMAGE)
+
+
+def test_external_storage_must_be_whole(make: Callable[..., str]) -> None:
+    path = make(OTHER["external storage"]) + ":/a"
+    Path("other.raw").write_bytes(IMAGE.tobytes()[:-1])
+    with pytest.raises(UserError, match=r"800 bytes of voxels in other\.raw, which is shorter"):
+        open_stack(path, follow_links=True)
+    Path("other.raw").unlink()
+    with pytest.raises(UserError, match=r"voxels in other\.raw, which is not there"):
+        open_stack(path, follow_links=True)
+    with pytest.raises(UserError, match=r"lost\.h5, which is not there"):
+        open_stack(make(lambda file: file.update({"a": h5py.ExternalLink("lost.h5", "/d")})) + ":/a", follow_links=True)
+
+
+def test_what_was_never_stored_is_said(make: Callable[..., str]) -> None:
+    def fill(file: h5py.File) -> None:
+        file.create_dataset("a", (4, 20, 20), "u2", chunks=(1, 20, 10), fillvalue=7)[0] = IMAGE
+        file.create_dataset("b", (4, 20, 20), "u2")
+
+    path = make(fill)
+    (told,) = open_stack(f"{path}:/a").metadata.remarks
+    assert told == "in.h5:/a: 6 of 8 chunks are not stored and are read as 7"
+    assert "1 of 1 chunks are not stored" in open_stack(f"{path}:/b").metadata.remarks[0]
+
+
+def test_each_failure_has_its_remedy(make: Callable[..., str]) -> None:
+    def fill(file: h5py.File) -> None:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk((20, 20))
+        layout.set_filter(32767, h5py.h5z.FLAG_OPTIONAL, (0,))
+        h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((20, 20)), layout)
+
+    with pytest.raises(UserError, match=r"in\.h5: /a is compressed by filter 32767 .*install hdf5plugin"):
+        open_stack(make(fill) + ":/a")
+    other = "import h5py, sys; file = h5py.File('other.h5', 'a'); print('open', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"open\n"
+        with pytest.raises(UserError, match=r"other\.h5: .*unable to lock.*it is open elsewhere for writing"):
+            open_stack("other.h5:/data")
+        writer.communicate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,17 @@ import h5py
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff.files import irregular
+from cocodiff.files import irregular, is_there
 from cocodiff_eval.formats.tiff_metadata import NOTES
+from cocodiff_eval.formats.units import one_unit
 from cocodiff_eval.formats.volume import (
     Metadata,
     RawVolume,
     Slabs,
     as_volume_shape,
+    filled,
     format_shape,
+    kept_alone,
     listed,
     plain,
     reading,
@@ -31,6 +35,7 @@ MOST_LINKS = 64  # that lead on to another; more are a circle
 DATA_EXCHANGE = "/exchange/data"
 FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
 MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
+OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
 
 
 def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
@@ -51,9 +56,9 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
         if not isinstance(node, h5py.Dataset):
             what = "is a group" if isinstance(node, h5py.Group) else "is not there"
             raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
-        _check_storage(node, follow_links)
         if node.shape is None:
             raise UserError(f"{file}:{dataset}: an empty dataspace, without any voxels; {_list_datasets(h5)}")
+        _check_storage(node, follow_links)
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
         metadata = read_metadata(node, file, dataset)
@@ -132,25 +137,21 @@ def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     as ALS 8.3.2 does (`pxsize`, in mm)."""
     attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
     of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
-    size, unit = None, ""
-    given = attributes.get("element_size_um")
-    with contextlib.suppress(TypeError, ValueError):
-        if isinstance(given, list) and len(given) == 3:
-            size, unit = (float(given[0]), float(given[1]), float(given[2])), "micrometer"
-        elif "pxsize" in of_group:
-            side = float(of_group["pxsize"][0] if isinstance(of_group["pxsize"], list) else of_group["pxsize"])
-            size, unit = (side, side, side), "millimeter"
-    text = attributes.get("description")
-    return Metadata(
-        "hdf5",
-        str(attributes.get("axes", "")),
-        size,
-        unit,
-        text if isinstance(text, str) else "",
-        ">" if dataset.dtype.byteorder == ">" else "<",
-        {**of_group, **attributes},
-        {"file": file, "object": name, "ndim": dataset.ndim},
-    )
+    sides, unit = attributes.get("element_size_um"), "micrometer"
+    if sides is None and "unit" in attributes:  # of a result whose input has none
+        sides, unit = attributes.get("voxel_size"), attributes["unit"]
+    elif sides is None and "pxsize" in of_group:
+        sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
+    size, unit, alone = one_unit(sides, [unit] * 3)
+    remarks = kept_alone(f"{file}:{name}", alone)
+    if dataset.size and not dataset.is_virtual:
+        there = dataset.id.get_num_chunks() if dataset.chunks else min(1, dataset.id.get_storage_size())
+        shape = dataset.shape
+        remarks += filled(f"{file}:{name}", there, shape, dataset.chunks or shape, dataset.fillvalue)
+    axes, text = str(attributes.get("axes", "")), attributes.get("description")
+    text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
+    details = {"file": file, "object": name, "ndim": dataset.ndim}
+    return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks)
 
 
 def _attribute(node: Any, name: str) -> Any:
@@ -161,8 +162,8 @@ def _attribute(node: Any, name: str) -> Any:
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
-    """Damaged headers, types that numpy has not, absent filters: h5py raises many kinds."""
-    return reading(what, "check it with h5ls")
+    """Damaged headers, types that numpy has not: h5py raises many kinds."""
+    return reading(what, "check it with h5ls", {"unable to lock": OPEN_ELSEWHERE, "open for write": OPEN_ELSEWHERE})
 
 
 def _list_datasets(h5: Any) -> str:
@@ -202,34 +203,87 @@ def _find(h5: Any, path: str, follow_links: bool) -> Any:
             names = link.path.split("/") + names
             continue
         _check_other(node.file.filename, f"{path} is a link to {link.path} in", link.filename, follow_links)
-        node = node[name]
+        node = node.get(name)
     return node
 
 
 def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
-    """Raises UserError for voxels in other files, directly or through virtual datasets, unless `follow_links`."""
+    """Raises UserError for filters that this HDF5 has not; for voxels in other files, directly or through virtual
+    datasets, unless `follow_links`; and for such voxels that are not there, which HDF5 reads as fill values."""
     file, name = dataset.file.filename, dataset.name
     if depth > MOST_LINKS:
         raise UserError(f"{file}: {name} is made of more than {MOST_LINKS} virtual datasets in a row, in a circle?")
-    for other, *_ in dataset.external or ():
-        _check_other(file, f"{name} has its voxels in", other, follow_links)
+    layout = dataset.id.get_create_plist()
+    for code, _, _, called in map(layout.get_filter, range(layout.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            raise UserError(
+                f"{file}: {name} is compressed by filter {code} ({called.decode(errors='replace') or 'of no name'}), "
+                "which this HDF5 has not; install hdf5plugin and set HDF5_PLUGIN_PATH to its plugins "
+                "(hdf5plugin.PLUGIN_PATH), or save the dataset with gzip (h5repack -f GZIP=4)"
+            )
+    left = dataset.nbytes
+    for other, start, size in dataset.external or ():
+        place = _check_other(file, f"{name} has its voxels in", other, follow_links, [Path(other)])
+        taken = min(size, left)
+        if place.stat().st_size < start + taken:
+            raise UserError(f"{file}: {name} has {taken} bytes of voxels in {other}, which is shorter; copy it again")
+        left -= taken
+    for other, path, shape in _sources(dataset):
+        opened: AbstractContextManager[Any] = contextlib.nullcontext(dataset.file)
+        if other != ".":
+            opened = h5py.File(
+                _check_other(file, f"{name} is a virtual dataset of voxels in", other, follow_links), "r"
+            )
+        with opened as source:
+            found = _find(source, path, follow_links)
+            there = getattr(found, "shape", None)
+            if there is None or any(side < least for side, least in zip(there, shape, strict=False)):
+                raise UserError(
+                    f"{file}: {name} is a virtual dataset of {path} in {other}, which has "
+                    f"{'none' if there is None else format_shape(there) + ' voxels, too few'}; copy it again"
+                )
+            _check_storage(found, follow_links, depth + 1)
+
+
+def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of each source of a virtual dataset the file, the dataset and the least shape; of numbered ones (`part%b.h5`) up
+    to the last that is there."""
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
-        if source.file_name != ".":
-            _check_other(file, f"{name} is a virtual dataset of voxels in", source.file_name, follow_links)
-            continue
-        inner = _find(dataset.file, source.dset_name, follow_links)
-        if isinstance(inner, h5py.Dataset):
-            _check_storage(inner, follow_links, depth + 1)
+        shape: tuple[int, ...] = ()
+        with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
+            shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
+        own, last = source.file_name == ".", 0
+        if "%b" in (source.dset_name if own else source.file_name).replace("%%", ""):
+            for number in range(MOST_VISITED):
+                places = _places(dataset.file.filename, numbered(source.file_name, number))
+                if numbered(source.dset_name, number) in dataset.file if own else any(map(is_there, places)):
+                    last = number
+        for number in range(last + 1):
+            yield numbered(source.file_name, number), numbered(source.dset_name, number), shape
 
 
-def _check_other(file: str, what: str, other: str, follow_links: bool) -> None:
-    """Raises UserError for another file that a file names, unless `follow_links`, and for pipes and devices always."""
+def numbered(name: str, number: int) -> str:
+    """The name of a source of a virtual dataset as HDF5 spells it, with its number in the place of `%b`."""
+    return re.sub("%([%b])", lambda sign: "%" if sign[1] == "%" else str(number), name)
+
+
+def _places(file: str, other: str) -> list[Path]:
+    """Where HDF5 looks for another file that a file names, in this order."""
+    names = (other, Path(other).name)[: 1 + Path(other).is_absolute()]
+    return [folder / name for name in names for folder in (Path(file).parent, Path(), Path(file).resolve().parent)]
+
+
+def _check_other(file: str, what: str, other: str, follow_links: bool, places: Sequence[Path] | None = None) -> Path:
+    """Where another file is that a file names. Raises UserError unless `follow_links`, where it is not there, and for
+    pipes and devices always. places: where it may be."""
     if not follow_links:
         raise UserError(
             f"{file}: {what} another file, {other}; if you trust this file to choose what is read, allow it with "
             "--follow-links"
         )
-    for place in (Path(other), Path(file).parent / other):
-        with contextlib.suppress(OSError):
-            if kind := irregular(place):
-                raise UserError(f"{file}: {what} {other}, which is {kind}; name a regular file")
+    place = next(filter(is_there, places or _places(file, other)), None)
+    if place is None:
+        raise UserError(f"{file}: {what} {other}, which is not there; put it where this file names it")
+    if kind := irregular(place):
+        raise UserError(f"{file}: {what} {other}, which is {kind}; name a regular file")
+    return place

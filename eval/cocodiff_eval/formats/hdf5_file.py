@@ -13,11 +13,11 @@ import numpy as np
 
 from cocodiff_eval.formats.hdf5 import DATA_EXCHANGE, MOST_VISITED
 from cocodiff_eval.formats.tiff_metadata import NOTES
+from cocodiff_eval.formats.units import LENGTHS
 from cocodiff_eval.formats.volume import RowFile
 
 MOST_COPIED = 2**20  # bytes of a dataset beside the voxels that is copied: angles, positions, names
 LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
-MICROMETERS = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 
 
 class Hdf5File(RowFile):
@@ -58,8 +58,8 @@ class Hdf5File(RowFile):
 
     def _describe(self, dataset: Any) -> None:
         kept = self.metadata
-        if kept.voxel_size and kept.unit in MICROMETERS:
-            dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * MICROMETERS[kept.unit]
+        if kept.voxel_size and kept.unit:
+            dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * (LENGTHS[kept.unit][1] / 1e-6)
         elif kept.voxel_size:
             dataset.attrs["voxel_size"], dataset.attrs["unit"] = kept.voxel_size, kept.unit
         if kept.description:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -13,15 +14,17 @@ import numpy as np
 from cocodiff.errors import UserError
 from cocodiff.files import irregular
 from cocodiff_eval.formats.ngff import axes_of, check_transforms, leading, multiscale, of_ngff, transform_of
-from cocodiff_eval.formats.units import unit_name
+from cocodiff_eval.formats.units import one_unit
 from cocodiff_eval.formats.volume import (
     Metadata,
     RawVolume,
     Slabs,
     as_volume_shape,
     check_memory,
+    filled,
     format_shape,
     is_folder,
+    kept_alone,
     listed,
     one_line,
     plain,
@@ -142,20 +145,23 @@ def _check_regular(store: str, path: Path) -> None:
 
 
 def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:
-    axes, count, size, unit = axes_of(image), len(array.shape), None, ""
+    axes, count = axes_of(image), len(array.shape)
+    sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
     if scale is not None and axes:
         of_all = transform_of(image, "scale") or [1.0] * count
         sides = [a * b for a, b in zip(scale, of_all, strict=True)][lead:]
-        units = {str(axis.get("unit") or "") for axis in axes[lead:]}
-        if len(units) == 1:
-            unit = unit_name(units.pop())
-        if unit or any(side != 1 for side in sides):
-            size = (sides[0] if len(sides) == 3 else sides[-2], sides[-2], sides[-1])
+        units = [str(axis.get("unit") or "") for axis in axes[lead:]]
+        if not any(units) and all(side == 1 for side in sides):
+            sides = []
+    size, unit, alone = one_unit([*sides[-2:-1], *sides][-3:], [*units[-2:-1], *units][-3:])
     attributes = node.attrs.asdict()
     kept = {name: value for name, value in attributes.items() if name != "multiscales"}
     if isinstance(kept.get("ome"), Mapping):
         kept["ome"] = {name: value for name, value in kept["ome"].items() if name not in ("multiscales", "version")}
+    path, stored = f"{store}:/{array.path}", array.shards or array.chunks
+    files = (name for *_, names in os.walk(Path(store) / array.path) for name in names)
+    there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
     details = {
         "store": store,
         "inner": inner,
@@ -164,16 +170,9 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
         "lead": lead,
         "levels": _level_shapes(node, image),
     }
-    return Metadata(
-        "zarr",
-        "".join(axis["name"] for axis in axes),
-        size,
-        unit,
-        str(attributes.get("description", "")),
-        _byteorder(array),
-        plain(kept),
-        details,
-    )
+    remarks = kept_alone(path, alone) + filled(path, there, array.shape, stored, array.fill_value)
+    names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
+    return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
 
 
 def _dimensions(array: Any) -> list[dict[str, str]]:

@@ -75,11 +75,13 @@ def _slices_in(folder: str) -> list[Path]:
 def _listed(path: str) -> list[tuple[int, str]]:
     """Numbers and files in order."""
     if is_pattern(path):
-        place = Path(path)
-        root = Path(place.anchor) if place.is_absolute() else Path()
+        folder, parts = Path(), [*Path(path).parts]
+        while len(parts) > 1 and is_there(folder / parts[0]):  # signs in the names of folders are their own
+            folder /= parts.pop(0)
         try:
-            parts = place.parts[1:] if place.is_absolute() else place.parts
-            files = [one for one in root.glob(str(Path(*parts))) if not one.is_dir()]
+            rest = str(Path(*parts))
+            fitting = [*folder.glob(rest)] or [*folder.glob(rest.replace("[", "[[]"))]
+            files = [one for one in fitting if not one.is_dir()]
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"{path}: {one_line(error)}; give a pattern such as scan/recon_*.tif") from error
         wrong = next((one for one in files if one.suffix.lower() not in TIFF_SUFFIXES), None)
@@ -134,9 +136,11 @@ def _check_like(file: str, first_file: str, first: RawVolume) -> None:
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
         page = tiff.pages.first
-        shape, dtype, pages = page.shape, page.dtype, len(tiff.pages)
+        shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
+    if white is not (first.metadata.details["photometric"] == 0):
+        raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
     if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
         raise UserError(
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -32,13 +34,21 @@ def open_tiff(file: str) -> RawVolume:
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
         series = list(tiff.series)
+        planes = [page for one in series for page in one.pages] if tiff.is_ome else []
+        missing = [number for number, page in enumerate(planes) if page is None]
         metadata = read_metadata(tiff) if series else Metadata()
+    if missing:
+        told = "; ".join([f"{len(missing)} planes, slice {missing[0]} the first", *messages[:1]])[:200]
+        raise UserError(
+            f"{file}: its OME-XML names what is not there ({told}); put all its files here, or save it again"
+        )
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
     broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
     if broken:
         raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
     if not series:
         raise UserError(f"{file}: a TIFF without images; save it again")
+    check_samples(file, [one.keyframe for one in series])
     shapes = {(one.shape, one.dtype) for one in series}
     if len(shapes) > 1:
         listed = ", ".join(sorted(format_shape(shape) for shape, _ in shapes)[:4])
@@ -73,6 +83,16 @@ def open_tiff(file: str) -> RawVolume:
     )
 
 
+def check_samples(file: str, pages: Sequence[Any]) -> None:
+    """Raises UserError for samples that are no intensities, and where not all pages' are of one kind."""
+    kinds = {int(page.photometric): getattr(page.photometric, "name", "unknown") for page in pages}
+    if len(kinds) > 1 or max(kinds) > 2:  # min is white, min is black, RGB
+        raise UserError(
+            f"{file}: samples of photometric interpretation {', '.join(kinds.values())}, not all intensities of one "
+            "kind; save it as grey (8 or 16 bit; in ImageJ after Image > Lookup Tables > Grays)"
+        )
+
+
 class _TiffReader:
     """Reads slices: by page where pages are slices, else by memory map, else (one compressed volume) wholly.
 
@@ -102,6 +122,8 @@ class _TiffReader:
         with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
+            for page in first.pages if first.dataoffset is None else ():
+                _check_segments(page)
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
     def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
@@ -110,13 +132,25 @@ class _TiffReader:
             if self.volume is None:
                 self._open()
                 if len(self.pages) == shape[0]:
+                    _check_segments(self.pages[index])
                     return np.asarray(self.pages[index].asarray()).reshape(shape[1:])
                 self.volume = self.whole().reshape(shape)
             return np.asarray(self.volume[index])
 
     def _errors(self, what: str) -> AbstractContextManager[None]:
         """Damaged data, an absent codec, a full disk."""
-        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", "save it uncompressed")
+        others = {"imagecodecs": "save it uncompressed"}
+        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", others)
+
+
+def _check_segments(page: Any) -> None:
+    """Raises for strips or tiles that a page has not stored, which would be read as 0."""
+    if page.is_contiguous:
+        return
+    count = math.prod(page.chunked)
+    there = sum(1 for start, size in zip(page.dataoffsets, page.databytecounts, strict=False) if start and size)
+    if there < count:
+        raise ValueError(f"{count - there} of {count} strips or tiles of page {page.index} are not there")
 
 
 class StackFile(RowFile):

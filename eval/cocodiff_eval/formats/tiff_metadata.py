@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
-from cocodiff_eval.formats.units import unit_name, unit_symbol
-from cocodiff_eval.formats.volume import Metadata, VolumeFile, plain
+from cocodiff_eval.formats.units import Sides, one_unit, unit_symbol
+from cocodiff_eval.formats.volume import Metadata, VolumeFile, kept_alone, plain
 
 # Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
 TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
 SOFTWARE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 282, 283, 296
-MICROMETERS = {2: 25400.0, 3: 10000.0}  # of a resolution unit
+MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
+PLACED = ("ROI", "Overlays")  # of ImageJ, in voxels of the whole image
+IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # which only ImageJ's own files have a place for
 # What tifffile says of ImageJ's and its own files by itself.
 _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "mode", "shape", "axes", "truncated"}
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters
 NOTES = "cocodiff"
 
 
@@ -35,14 +39,16 @@ def read_metadata(tiff: Any) -> Metadata:
         "axes": tiff.series[0].axes,
     }
     description, attributes = page.description, dict[str, Any]()
-    size, unit = _of_resolution(details["resolution"])
+    size, unit, alone = _of_resolution(details["resolution"])
     if tiff.is_imagej:
         attributes = {name: value for name, value in tiff.imagej_metadata.items() if name not in _OF_SHAPE}
-        size, unit = _of_imagej(attributes, details["resolution"])
+        details["imagej"] = {name: attributes.pop(name) for name in IMAGEJ_BINARY if name in attributes}
+        size, unit, alone = _of_imagej(attributes, details["resolution"])
+        alone += details["imagej"]
         description = str(attributes.get("Info", ""))
     elif tiff.is_ome:
         try:
-            size, unit, description = _of_ome(tiff.ome_metadata)
+            (size, unit, alone), description = _of_ome(tiff.ome_metadata)
             details["xml"] = tiff.ome_metadata
         except (ElementTree.ParseError, ValueError):
             details["form"] = "plain"
@@ -50,9 +56,14 @@ def read_metadata(tiff: Any) -> Metadata:
         shaped = dict((tiff.shaped_metadata or ({},))[0])
         attributes = {name: value for name, value in shaped.items() if name not in _OF_SHAPE}
         description = "" if description.startswith("{") else description
-        size = _sizes(attributes.get("voxel_size")) or size
-        unit = str(attributes.get("unit", unit)) if size else ""
-    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, plain(attributes), details)
+        if "voxel_size" in attributes:
+            size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
+    if details["photometric"] == 0:
+        alone.append("that 0 is white")
+    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone)
+    if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
+        remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
@@ -63,42 +74,35 @@ def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
     return (x, y, int(tags.get(RESOLUTION_UNIT, 2)))
 
 
-def _of_resolution(resolution: tuple[Any, Any, int] | None) -> tuple[tuple[float, float, float] | None, str]:
+def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
     """The tags know no distance of slices: it is taken to be a voxel's height."""
     if resolution is None or resolution[2] not in MICROMETERS:
-        return None, ""
+        return None, "", []
     x, y = (MICROMETERS[resolution[2]] * fraction[1] / fraction[0] for fraction in resolution[:2])
-    return (y, y, x), "micrometer"
+    return one_unit((y, y, x), ["micrometer"] * 3)
 
 
-def _of_imagej(
-    given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None
-) -> tuple[tuple[float, float, float] | None, str]:
-    unit = unit_name(str(given.get("unit", "")))
-    if not unit or unit in ("pixel", "null") or resolution is None:
-        return None, ""
+def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None) -> Sides:
+    """ImageJ writes the units of rows and slices where they differ from that of columns."""
+    unit = str(given.get("unit", ""))
+    if unit in ("", "pixel", "null") or resolution is None:
+        return None, "", []
     x, y = (fraction[1] / fraction[0] for fraction in resolution[:2])
-    return (float(given.get("spacing", y)), y, x), unit
+    of_rows = given.get("yunit", unit)
+    of_slices = given.get("zunit", unit) if "spacing" in given else of_rows
+    return one_unit((given.get("spacing", y), y, x), (of_slices, of_rows, unit))
 
 
-def _of_ome(xml: str) -> tuple[tuple[float, float, float] | None, str, str]:
+def _of_ome(xml: str) -> tuple[Sides, str]:
+    """A side that is not there is that of the axis before it, from x to z."""
     root = ElementTree.fromstring(xml)
     pixels, text = root.find("{*}Image/{*}Pixels"), root.findtext("{*}Image/{*}Description", "")
     given = pixels.attrib if pixels is not None else {}
-    if "PhysicalSizeX" not in given:
-        return None, "", text
-    x = float(given["PhysicalSizeX"])
-    y = float(given.get("PhysicalSizeY", x))
-    unit = unit_name(given.get("PhysicalSizeXUnit", "µm"))
-    return (float(given.get("PhysicalSizeZ", y)), y, x), unit, text
-
-
-def _sizes(value: Any) -> tuple[float, float, float] | None:
-    try:
-        z, y, x = (float(side) for side in value)
-    except (TypeError, ValueError):
-        return None
-    return z, y, x
+    names = [f"PhysicalSize{axis}" for axis in "XYZ"]
+    if names[0] not in given:
+        return (None, "", []), text
+    there = [max(name for name in names[: place + 1] if name in given) for place in (2, 1, 0)]
+    return one_unit([given[name] for name in there], [given.get(f"{name}Unit", "µm") for name in there]), text
 
 
 def tiff_options(file: VolumeFile) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,18 +112,19 @@ def tiff_options(file: VolumeFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     kept = file.metadata
     details = kept.details if kept.kind in ("tiff", "sequence") else {}
-    form = details.get("form", "ome" if kept.voxel_size else "plain")
+    new = "ome" if kept.voxel_size and kept.unit else "plain"
+    form = details.get("form", new)
     if form == "imagej" and file.dtype.name not in IMAGEJ_DTYPES:
-        form = "ome" if kept.voxel_size else "plain"
+        form = new
     if form == "ome" and file.dtype.name not in OME_DTYPES:
         form = "plain"
     notes = {NOTES: file.notes()} if file.provenance else {}
     options: dict[str, Any] = {
         "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
-        "extratags": [(code, 2, 0, text, True) for code, text in details.get("texts", {}).items()],
+        "extratags": [(code, 2, 0, text.encode(), True) for code, text in details.get("texts", {}).items()],
     }
     if details.get("software"):
-        options["software"] = details["software"]
+        options["software"] = details["software"].encode()
     if details.get("resolution"):
         x, y, unit = details["resolution"]
         options |= {"resolution": (x, y), "resolutionunit": unit}
@@ -144,13 +149,15 @@ def _json(file: VolumeFile, notes: Mapping[str, Any], details: Mapping[str, Any]
     kept, said = file.metadata, dict(file.metadata.attributes) if details else {}
     if not details and kept.attributes:
         said["attributes"] = kept.attributes
-    if kept.voxel_size:
+    if kept.voxel_size and details.get("form") != "plain":
         said |= {"voxel_size": list(kept.voxel_size), "unit": kept.unit}
     return {**said, **notes}
 
 
 def _imagej(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
-    said = dict(file.metadata.attributes) | {"axes": "ZYX"[-file.ndim :]}
+    of_image = PLACED if file.region is not None else ()
+    binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
+    said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
     if isinstance(labels := said.get("Labels"), list) and file.region is not None and file.ndim == 3:
         said["Labels"] = labels[file.region.start[0] : file.region.stop[0]]
     if notes:
@@ -165,7 +172,7 @@ def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
         if kept.unit:
             said[f"PhysicalSize{axis}Unit"] = unit_symbol(kept.unit)
     if kept.description:
-        said["Description"] = kept.description
+        said["Description"] = NO_XML.sub("\ufffd", kept.description)
     annotations = {name: json.dumps(value) for name, value in notes.items()}
     if kept.attributes:
         annotations["attributes"] = json.dumps(kept.attributes)

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Metadata:
     byteorder    "<" or ">", of the stored voxels
     attributes   the object's own, as plain data that JSON takes
     details      what writers of the same kind need besides
+    remarks      lines of what the user has to know
     """
 
     kind: str = ""
@@ -53,10 +55,7 @@ class Metadata:
     byteorder: str = "<"
     attributes: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.voxel_size is not None and not all(0 < side < math.inf for side in self.voxel_size):
-            object.__setattr__(self, "voxel_size", None)
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -186,20 +185,33 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
-        raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another --out") from error
+        option = "--out" if isinstance(error, OSError) else "--format"
+        raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another {option}") from error
 
 
 @contextlib.contextmanager
-def reading(what: str, remedy: str, without_codecs: str = "") -> Iterator[None]:
+def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Around a library that reads a file, which may be damaged: whatever it raises is one line about `what`, a
-    UserError. without_codecs: another remedy, where imagecodecs is missing."""
+    UserError. others: other remedies, by words of the library's message."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        lacks_codecs = without_codecs and "imagecodecs" in str(error)
-        raise UserError(f"{what} ({one_line(error)}); {without_codecs if lacks_codecs else remedy}") from error
+        fitting = next((other for words, other in others.items() if words in str(error)), remedy)
+        raise UserError(f"{what} ({one_line(error)}); {fitting}") from error
+
+
+def kept_alone(path: str, things: Sequence[str]) -> list[str]:
+    """A line about what other formats have no place for."""
+    return [f"{path}: whole results of its own format alone keep {', '.join(things)}"] if things else []
+
+
+def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
+    """A line about chunks of an array that are not stored. there: how many are."""
+    count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
+    told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
+    return [told] if there < count else []
 
 
 class Slabs:
@@ -344,10 +356,11 @@ def listed(found: Sequence[str], what: str) -> str:
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
     """The one grey image of several equal channels [Y, X]; UserError when the channels differ."""
     first_YX = image_YXC[..., 0]
-    colours = image_YXC[..., :3] if image_YXC.shape[-1] >= 3 else image_YXC[..., :1]
+    channels = image_YXC.shape[-1]
+    colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
     if not np.array_equal(colours, np.repeat(first_YX[..., None], colours.shape[-1], axis=-1)):
         raise UserError(f"{path}: a colour image whose channels differ; save it as grey (8 or 16 bit)")
-    if image_YXC.shape[-1] in (2, 4):
+    if channels in (2, 4):
         alpha_YX = image_YXC[..., -1]
         opaque = np.iinfo(alpha_YX.dtype).max if alpha_YX.dtype.kind in "ui" else 1.0
         if alpha_YX.size and not bool((alpha_YX == opaque).all()):

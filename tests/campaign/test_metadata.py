@@ -1,0 +1,75 @@
+"""Generated metadata go through every format: voxel sizes and voxels come back, or the file is refused in one line.
+A sample that has every kind of file; with --all the whole campaign, also over two formats in a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from cocodiff_eval.formats.table import new_volume, open_volume
+from cocodiff_eval.formats.units import LENGTHS
+from cocodiff_eval.formats.volume import RawVolume
+from inputs_checks import bits, voxels_of
+from metadata_cases import Given, make_given
+
+from cocodiff.errors import UserError
+
+WORDS = ("tiff", "sequence", "zarr", "h5")
+SAMPLE, ALL = 48, 300
+
+
+@pytest.mark.parametrize(
+    "number", [*range(SAMPLE), *(pytest.param(one, marks=pytest.mark.exhaustive) for one in range(SAMPLE, ALL))]
+)
+def test_generated_metadata_are_kept_or_refused(tmp_path: Path, number: int) -> None:
+    (tmp_path / "in").mkdir()
+    given = make_given(0, number, tmp_path / "in")
+    try:
+        volume = open_volume(str(given.path), follow_links=True)
+        voxels = voxels_of(volume)
+    except UserError as error:
+        assert given.voxels is None, str(error)
+        assert str(tmp_path / "in") in str(error) and "\n" not in str(error)
+        return
+    assert given.voxels is not None, "what is not there, or is no intensity, was read"
+    check(given, volume)
+    for word in WORDS:
+        first = written(volume, voxels, word, tmp_path)
+        check(given, first)
+        check(given, written(first, voxels, WORDS[(number + len(word)) % 4], tmp_path))
+
+
+def written(volume: RawVolume, voxels: np.ndarray, word: str, folder: Path) -> RawVolume:
+    """A volume as it is read from a result in another format."""
+    place = folder / str(len([*folder.iterdir()]))
+    place.mkdir()
+    about: dict[str, Any] = {"version": "1.0", "prompt": "ein Zahn, größer\x00"}
+    file = new_volume(word, place, lambda suffix: f"scan{suffix}", volume, volume.dtype, about)
+    file.create()
+    for index, image_YX in enumerate(voxels):
+        file.write(index, image_YX)
+    file.finish()
+    if word == "zarr" and volume.metadata.kind != "zarr":
+        about = zarr.open_group(file.path, mode="r").attrs.asdict()
+        assert all(one.get("unit", "meter") in LENGTHS for one in about["multiscales"][0]["axes"]), "no unit of NGFF"
+    of_hdf5 = word == "h5" and volume.metadata.kind == "hdf5"
+    return open_volume(f"{file.path}:{volume.metadata.details['object']}" if of_hdf5 else str(file.path))
+
+
+def check(given: Given, found: RawVolume) -> None:
+    """The voxels' bits, and their sides within rounding."""
+    assert given.voxels is not None
+    assert bits(voxels_of(found)) == bits(given.voxels.reshape(found.shape)) and found.dtype == given.voxels.dtype
+    size, unit = found.metadata.voxel_size, found.metadata.unit
+    if given.plain is not None:
+        assert unit == "" and size == pytest.approx(given.plain, rel=1e-9)
+    elif given.meters is None:
+        assert (size, unit) == (None, "")
+    else:
+        assert size is not None and unit in LENGTHS
+        first = 1 if found.ndim == 2 else 0
+        sides = [side * LENGTHS[unit][1] for side in size]
+        assert sides[first:] == pytest.approx(given.meters[first:], rel=1e-9)
