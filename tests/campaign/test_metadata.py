@@ -22,7 +22,7 @@ SAMPLE, ALL = 48, 300
 
 
 @pytest.mark.parametrize(
-    "number", [*range(SAMPLE), *(pytest.param(one, marks=pytest.mark.exhaustive) for one in range(SAMPLE, ALL))]
+    "number", [*range(SAMPLE), *(pytest.param(one, marks=pytest.mark.full) for one in range(SAMPLE, ALL))]
 )
 def test_generated_metadata_are_kept_or_refused(tmp_path: Path, number: int) -> None:
     (tmp_path / "in").mkdir()
