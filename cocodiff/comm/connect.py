@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.launch import LAST_WORDS_S, Launch
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.store import (
     EVERY_INTERFACE,
@@ -294,7 +293,7 @@ def _finish_mpi(health: Health, limit_s: float) -> None:
         health.check()
     except Exception:
         sys.stdout.flush()
-        time.sleep(LAST_WORDS_S)
+        health.leave()
         os._exit(1)
     # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
     with Path(os.devnull).open("w") as nowhere:
