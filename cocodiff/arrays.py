@@ -145,8 +145,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
         try:
             _watch(job, out, progress)
         except BaseException:
-            with suppress(ProcessLookupError):
-                job.terminate()
+            job.terminate()
             try:
                 job.wait(LAST_S)
             except subprocess.TimeoutExpired:

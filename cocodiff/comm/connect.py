@@ -103,7 +103,7 @@ def connect(
     health = Health()
     if meeting.size > 1:
         endpoint = meeting.listener or meeting.address
-        health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
+        health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:
@@ -150,10 +150,11 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
     """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
+    started = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
     if name in OVER_MPI and (launch.kind != "mpi" or carried.type != "cpu"):
         raise UserError(
             f"transport {name} needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run "
-            f"started {_started(launch)}: use --transport {device_backend(carried)} or start with mpiexec"
+            f"started {started}: use --transport {device_backend(carried)} or start with mpiexec"
         )
     return name
 
@@ -167,10 +168,6 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
     if killers and not transport.rank:
         listed = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
         log.warning("messages will not be hidden: %s", listed)
-
-
-def _started(launch: Launch) -> str:
-    return {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
 
 
 # Where ranks meet -----------------------------------------------------------------------------------------------------

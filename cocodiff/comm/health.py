@@ -60,8 +60,8 @@ class Health:
         return nullcontext()
 
     def leave(self) -> None:
-        """After a failure, before this process ends: waits until every peer has come here too or is gone, for ten
-        seconds at most. A launcher kills a job at its first bad exit, and all must have named the lost rank by then."""
+        """Before this process ends with an error: waits until all peers have come here too or are gone, for ten seconds
+        at most. A launcher kills a job at its first bad exit."""
 
     def close(self) -> None:
         """Leaves in good order, after the peers' last messages."""
@@ -73,18 +73,10 @@ def end_process(last_words: str) -> None:
 
 
 class Watch(Health):
-    """One rank's end of the watch; on rank 0 also its hub. Use `Watch.open`."""
+    """One rank's end of the watch; on rank 0 also its hub."""
 
-    def __init__(self, peers: Peers, on_loss: Sequence[OnLoss]) -> None:
-        self.rank, self._peers = peers.rank, peers
-        self._lines: dict[int, Line] = {}
-        self._changed = threading.Condition()  # guards the peers
-        self._ended = False
-        self._actions = list(on_loss)
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         rank: int,
         size: int,
         endpoint: socket.socket | tuple[str, int],
@@ -93,7 +85,7 @@ class Watch(Health):
         limits: Limits,
         on_loss: Sequence[OnLoss] = (),
         end: Callable[[str], None] = end_process,
-    ) -> Watch:
+    ) -> None:
         """Connects all ranks and compares their settings.
 
         endpoint: rank 0's listening socket; elsewhere its (host, port).
@@ -103,24 +95,26 @@ class Watch(Health):
         end: ends this process, with its last words, where a loss does not reach its main thread.
         Raises UserError for different settings, PeerLost when a rank does not show up within `limits.start_s`.
         """
-        peers = Peers(rank, size, settings, limits, time.monotonic)
-        watch = cls(peers, on_loss)
-        selector = selectors.DefaultSelector()
+        self.rank, self._end, self._actions = rank, end, list(on_loss)
+        self._peers = peers = Peers(rank, size, settings, limits, time.monotonic)
+        self._lines: dict[int, Line] = {}
+        self._changed = threading.Condition()  # guards the peers
+        self._ended = False
+        self._selector = selectors.DefaultSelector()
         admission = None
         if isinstance(endpoint, socket.socket):
-            admission = Admission(endpoint, key, size, selector)
+            admission = Admission(endpoint, key, size, self._selector)
         else:
-            watch._lines[0] = watch._join(endpoint, key, settings, limits.start_s)
-            selector.register(watch._lines[0].socket, selectors.EVENT_READ, 0)
-        threading.Thread(target=watch._listen, args=(selector, admission, end), name="watch", daemon=True).start()
-        with watch._changed:
+            self._lines[0] = self._join(endpoint, key, settings, limits.start_s)
+            self._selector.register(self._lines[0].socket, selectors.EVENT_READ, 0)
+        threading.Thread(target=self._listen, args=(admission,), name="watch", daemon=True).start()
+        with self._changed:
             # Rank 0 waits for whoever is missing, and knows who it is; the others wait a little longer.
             patience_s = limits.start_s + (BLAME_S if rank else 0.0)
-            ready = watch._changed.wait_for(lambda: peers.lost or peers.agreed, timeout=patience_s)
+            ready = self._changed.wait_for(lambda: peers.lost or peers.agreed, timeout=patience_s)
         if not ready:
-            watch._update(peers.lose, peers.late_start(), time.monotonic())
-        watch.check()
-        return watch
+            self._update(peers.lose, peers.late_start(), peers.own.now())
+        self.check()
 
     def check(self) -> None:
         if self._peers.lost is not None:
@@ -161,15 +155,14 @@ class Watch(Health):
             self._changed.wait_for(lambda: peers.lost is not None, timeout=BLAME_S)
         if peers.left and not peers.closing:
             reason = f"left the run while rank {self.rank} was still in it"
-            self._update(peers.lose, PeerLost(min(peers.left), reason), time.monotonic())
-        peers.raised = True
+            self._update(peers.lose, PeerLost(min(peers.left), reason), peers.own.now())
+        peers.raised = peers.lost is not None
         return peers.lost or error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
         self._peers.raised = True
         error = UserError(reason) if mistake else PeerLost(self.rank, f"failed: {reason}")
-        with self._changed:
-            self._tell(self._peers.lose(error, time.monotonic()))
+        self._update(self._peers.lose, error, self._peers.own.now())
 
     def leave(self) -> None:
         self._tell([{"left": self.rank}])
@@ -208,21 +201,21 @@ class Watch(Health):
                 welcome, error = None, f" ({refused})"
             if welcome:
                 for message in welcome:
-                    self._update(self._peers.hear, 0, message, time.monotonic())
+                    self._update(self._peers.hear, 0, message, self._peers.own.now())
                 return line
             # It listened before its address was known: who is refused for long comes too late, or it is gone.
             refused_until = min(refused_until, time.monotonic() + REFUSED_S)
             time.sleep(0.1)
         raise PeerLost(0, f"does not answer at {address[0]}:{address[1]}{error}")
 
-    def _admit(self, rank: int, line: Line, selector: selectors.BaseSelector, now: float) -> None:
+    def _admit(self, rank: int, line: Line, now: float) -> None:
         self._lines[rank] = line
-        selector.register(line.socket, selectors.EVENT_READ, rank)
+        self._selector.register(line.socket, selectors.EVENT_READ, rank)
         with suppress(OSError):  # the next look at it tells that it is gone
             line.send(welcome=True)
             for message in self._peers.known_loss():  # from before this rank came
                 line.send(**message)
-            self._hear_all(rank, line.waiting_messages(), selector, now)
+            self._hear_all(rank, line.waiting_messages(), now)
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -235,47 +228,39 @@ class Watch(Health):
     def _update(self, change: Callable[..., list[Message]], *arguments: object) -> None:
         """Changes what is known of the peers, and tells them, and those who wait for a loss here, what follows."""
         with self._changed:
-            before, messages, lost = self._peers.lost, change(*arguments), self._peers.lost
-            self._tell(messages)
+            heeded = self._peers.lost is None and not self._peers.raised
+            self._tell(change(*arguments))
             self._changed.notify_all()
-        if lost is not None and before is None:
+        if heeded and self._peers.lost is not None:
             for action in self._actions:
-                action(lost)
+                action(self._peers.lost)
 
-    def _listen(
-        self, selector: selectors.BaseSelector, admission: Admission | None, end: Callable[[str], None]
-    ) -> None:
+    def _listen(self, admission: Admission | None) -> None:
         until = time.monotonic() + self._peers.limits.start_s
-        with selector:
+        with self._selector:
             while not self._ended:
-                try:
-                    events = selector.select(timeout=ROUND_S)
-                except (OSError, ValueError):
-                    return  # closed under us at the end of the run
-                now = time.monotonic()  # of the whole round: a stop of this process in it is seen in the next one
-                self._peers.wake(now)
+                events = self._selector.select(timeout=ROUND_S)
+                now = self._peers.wake(time.monotonic())  # a stop of this process in a round is seen in the next one
                 for key, _ in events:
                     if admission is not None and admission.handles(key):
                         for rank, line in admission.progress(key):
-                            self._admit(rank, line, selector, now)
+                            self._admit(rank, line, now)
                     elif key.data in self._lines:
-                        self._hear_all(key.data, self._lines[key.data].receive(), selector, now)
+                        self._hear_all(key.data, self._lines[key.data].receive(), now)
                 if admission is not None:
                     admission.expire()
-                    if not admission.missing or (self._peers.lost is not None and now > until):
+                    if not admission.missing or (self._peers.lost is not None and time.monotonic() > until):
                         admission.close()
                         admission = None
                 self._update(self._peers.look, now)
                 last_words = self._peers.last_words(now)
                 if last_words:
-                    end(f"cocodiff: [rank {self.rank}] {last_words}\n")
+                    self._end(f"cocodiff: [rank {self.rank}] {last_words}\n")
                     return
 
-    def _hear_all(
-        self, rank: int, messages: list[Message] | None, selector: selectors.BaseSelector, now: float
-    ) -> None:
+    def _hear_all(self, rank: int, messages: list[Message] | None, now: float) -> None:
         if messages is None:
-            selector.unregister(self._lines[rank].socket)
+            self._selector.unregister(self._lines[rank].socket)
             self._update(self._peers.gone, rank, now)
         for message in messages or []:
             self._update(self._peers.hear, rank, message, now)

@@ -36,7 +36,7 @@ class Peers:
     """lost: why the run has failed, None while it has not. left: ranks that said goodbye or are gone.
 
     agreed: all ranks have met and were started alike. closing: this rank has said goodbye, so the others may go.
-    raised: this rank's own code knows that the run has failed. Times are in seconds of `clock`.
+    raised: this rank's own code knows that the run has failed. Times are `own.now()`, in seconds.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Peers:
         self.lost: PeerLost | UserError | None = None
         self.left: set[int] = set()
         self.agreed = self.closing = self.raised = False
-        self.own = OwnProgress(clock)
-        self._settings, self._refusal = settings, ""
         self._round = self._next_beat = self._lost_at = clock()
+        self.own = OwnProgress(clock, self._round)
+        self._settings, self._refusal = settings, ""
         self._heard: dict[int, float] = {}
         self._progress: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
 
@@ -99,20 +99,17 @@ class Peers:
         """The ranks have not met in time."""
         if self.rank:
             return PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start")
-        missing = sorted(set(range(1, self.size)) - set(self._progress))
-        others = f"rank{'s' * (len(missing) > 2)} {', '.join(map(str, missing[1:]))}"
-        more = f", nor did {others}" if len(missing) > 1 else ""
-        return PeerLost(missing[0], f"did not start within {self.limits.start_s:g} s{more}")
+        missing, *others = sorted(set(range(1, self.size)) - set(self._progress))
+        more = f", nor did rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}" if others else ""
+        return PeerLost(missing, f"did not start within {self.limits.start_s:g} s{more}")
 
-    def wake(self, now: float) -> None:
-        """Begins a round. Where this process itself was stopped since the last one (Ctrl-Z, a debugger), the others'
-        silence in that time says nothing, nor does anybody's wait."""
-        asleep_s = now - self._round - ROUND_S
-        self._round = now
+    def wake(self, clock_s: float) -> float:
+        """Begins a round, and tells its time. Where this process itself was stopped since the last one (Ctrl-Z, a
+        debugger), the others' silence in that time says nothing, nor does anybody's wait: it is left out."""
+        asleep_s, self._round = clock_s - self._round - ROUND_S, clock_s
         if asleep_s > min(1.0, self.limits.timeout_s / 2):
             self.own.asleep_s += asleep_s
-            self._heard = {rank: heard + asleep_s for rank, heard in self._heard.items()}
-            self._progress = {rank: (one, changed + asleep_s) for rank, (one, changed) in self._progress.items()}
+        return clock_s - self.own.asleep_s
 
     def look(self, now: float) -> list[Message]:
         """Ends a round, after all messages that were there: who is silent, who is waited for, and a heartbeat."""
@@ -178,7 +175,7 @@ class Peers:
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     """The first setting that differs, "" when none does."""
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} on rank 0"
-    return ""
+    names = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if not names:
+        return ""
+    return f"{names[0]} is {theirs.get(names[0], 'absent')} there and {ours.get(names[0], 'absent')} on rank 0"

@@ -42,18 +42,15 @@ class OwnProgress:
     """This rank's own progress, written by its main thread and read by the thread that sends heartbeats."""
 
     clock: Callable[[], float]
+    _changed: float
     calls: dict[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
     among: Ranks = ALL
     blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
     asleep_s: float = 0.0  # for how long this process has been stopped in all
-    _changed: float = 0.0
     _waits_since: float = 0.0
     _noted: float = -inf
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
-
-    def __post_init__(self) -> None:
-        self._changed = self.clock()
 
     def now(self) -> float:
         """A clock that stands while this process is stopped."""
@@ -76,8 +73,8 @@ class OwnProgress:
         self._awaited[threading.get_ident()] = ranks
 
     def seen(self, now: float, left: bool = False) -> Progress:
-        """Where this rank is. now: by the clock."""
-        now, waits_s, blocked_since = now - self.asleep_s, 0.0, self.blocked_since
+        """Where this rank is now."""
+        waits_s, blocked_since = 0.0, self.blocked_since
         if blocked_since is not None:
             waits_s = now - blocked_since
         elif now - self._noted <= RECENT_S:

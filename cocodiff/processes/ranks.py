@@ -22,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
+from cocodiff.comm.launch import Launch, Meeting
 from cocodiff.config import Config
 from cocodiff.console.terminal import keep_libraries_off_stderr
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
 from cocodiff.processes.job_folder import job_folder
 
+LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport
@@ -83,9 +84,8 @@ def _run_rank(
     work: Work,
     note_loss: Callable[[BaseException], None] | None,
 ) -> tuple[End, Any]:
-    """How this rank ends, and its transport, None where there was none.
-
-    note_loss: told of a lost peer at once, from the watch's thread; this rank may not live to its end."""
+    """The rank's end, and its transport if there was one. note_loss: told of a lost peer at once, from the watch's
+    thread; this rank may not live to its end."""
     from cocodiff.engine import open_transport  # torch: after the fork's parent has imported it, or in this rank alone
 
     transport = None
@@ -109,10 +109,8 @@ def _known_loss(transport: Any) -> UserError | PeerLost | None:
     """What the run has failed of by another rank's word; None if it has not."""
     try:
         transport.health.check()
-    except UserError as mistake:
-        return mistake
-    except PeerLost as lost:
-        return lost if lost.rank != transport.rank else None
+    except (UserError, PeerLost) as known:
+        return None if isinstance(known, PeerLost) and known.rank == transport.rank else known
     return None
 
 

@@ -35,22 +35,21 @@ class World:
         unread, self._unread = self._unread, [one for one in self._unread if one[1] in self.stopped]
         for sender, to, message in unread:
             if to not in self.stopped:
-                self.send(to, self.ranks[to].hear(sender, message, self.now))
+                self.send(to, self.ranks[to].hear(sender, message, self.ranks[to].own.now()))
 
     def die(self, victim: int) -> None:
         self.stopped.add(victim)
         for rank in [0] if victim else range(1, len(self.ranks)):
-            self.send(rank, self.ranks[rank].gone(victim, self.now))
+            self.send(rank, self.ranks[rank].gone(victim, self.ranks[rank].own.now()))
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / ROUND_S)):
             self.now += ROUND_S
             going = [peers for peers in self.ranks if peers.rank not in self.stopped]
-            for peers in going:
-                peers.wake(self.now)
+            times = [peers.wake(self.now) for peers in going]
             self._deliver()
-            for peers in going:
-                self.send(peers.rank, peers.look(self.now))
+            for peers, now in zip(going, times, strict=True):
+                self.send(peers.rank, peers.look(now))
 
     def errors(self, but: int | None = None) -> set[str]:
         return {str(peers.lost) for peers in self.ranks if peers.rank != but}
@@ -193,14 +192,13 @@ def test_ranks_that_were_stopped_themselves_accuse_nobody(asleep_s: float, at: s
     world.ranks[0].own.blocked_since = world.now
     world.pass_time(0.4)
     if at == "in a round":
-        before = world.now = world.now + ROUND_S
-        for peers in world.ranks:
-            peers.wake(before)
+        world.now += ROUND_S
+        times = [peers.wake(world.now) for peers in world.ranks]
         world.now += asleep_s
-        for peers in world.ranks:
-            world.send(peers.rank, peers.look(before))
+        for peers, now in zip(world.ranks, times, strict=True):
+            world.send(peers.rank, peers.look(now))
     else:
         world.now += asleep_s
     world.pass_time(2.0)
     assert world.errors() == {"None"}
-    assert world.ranks[0].own.seen(world.now).waits_s == pytest.approx(2.5, abs=0.5)
+    assert world.ranks[0].own.seen(world.ranks[0].own.now()).waits_s == pytest.approx(2.5, abs=0.5)

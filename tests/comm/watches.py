@@ -43,7 +43,7 @@ class Watches:
             alike = (settings or {}).get(rank, {"preset": "tapa"})
             limits = Limits(timeout_s=60.0, start_s=start_s)
             try:
-                watch = Watch.open(rank, size, endpoint, self.KEY, alike, limits, end=self.last_words.append)
+                watch = Watch(rank, size, endpoint, self.KEY, alike, limits, end=self.last_words.append)
             except (PeerLost, UserError) as error:
                 return error
             self._open.append(watch)
