@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ sys.path.insert(0, str(TESTS))
 # Before torch is imported: ranks and workers share the cores, and the last bits of sums depend on threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every program that a test starts would compile the project anew
+
+try:  # what is compiled for tests is kept in the user's cache; where nothing can be, in the checkout's
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=cache).close()
+except (OSError, RuntimeError):
+    os.environ["XDG_CACHE_HOME"] = os.environ["MPLCONFIGDIR"] = str(TESTS.parent / ".pytest_cache" / "of-programs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

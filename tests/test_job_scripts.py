@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -109,7 +110,8 @@ ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:7}";; esac'  # an mpiexec tha
 def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
     """Runs aurora.pbs for real, with a module command, an mpiexec and an environment that are fakes."""
     record = tmp_path / "record"
-    script = edited(tmp_path, "aurora.pbs", WEIGHTS=str(tmp_path / weights), SCRATCH=str(tmp_path / "scratch"))
+    folders = {"WEIGHTS": shlex.quote(str(tmp_path / weights)), "SCRATCH": shlex.quote(str(tmp_path / "scratch"))}
+    script = edited(tmp_path, "aurora.pbs", **folders)
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")

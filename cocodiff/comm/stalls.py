@@ -145,14 +145,14 @@ def _find_stalled_among(
         return late, f"left the run after {one.at}, and {for_it}"
     if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
         return None
-    if calls[late] == calls[waiting] and 0.0 < one.waits_s <= stall_s:
+    if 0.0 < one.waits_s <= stall_s:
         return None  # it waits as well, and for how long is known as of its last heartbeat only
-    if late != waiting and (calls[late] < calls[waiting] or not one.waits_s):
+    if late != waiting and not one.waits_s:
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     ahead = max(calls, key=lambda rank: (calls[rank], -rank))
-    if calls[ahead] > calls[waiting]:
+    if calls[ahead] > calls[late]:
         gone_on = f"rank {ahead} has gone on to {progress[ahead].at}"
-        return waiting, f"has waited {waits.waits_s:.0f} s in {waits.at}, and {gone_on}: a message to it was lost"
+        return late, f"has waited {one.waits_s:.0f} s in {one.at}, and {gone_on}: a message to it was lost"
     return _in_another_call(progress, waiting)
 
 
