@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +14,10 @@ from cocodiff.errors import PeerLost, UserError
 
 
 def cut(watch: Watch) -> None:
-    """What the death of its process does."""
-    for line in watch._lines.values():
-        line.socket.shutdown(2)
+    """What the death of its process does: all its connections close, before it can say of one that it has."""
+    with watch._changed:
+        for line in watch._lines.values():
+            line.socket.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
