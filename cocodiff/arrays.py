@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -163,8 +162,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
         try:
             _watch(job, out, progress)
         except BaseException:
-            with suppress(ProcessLookupError):
-                job.send_signal(signal.SIGINT)
+            job.terminate()
             try:
                 job.wait(LAST_S)
             except subprocess.TimeoutExpired:

@@ -5,15 +5,28 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+sys.path.insert(0, str(TESTS))
+# Before torch is imported: ranks and workers share the cores, and the last bits of sums depend on threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every program that a test starts would compile the project anew
+
+try:  # what is compiled for tests is kept in the user's cache; where nothing can be, in the checkout's
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=cache).close()
+except (OSError, RuntimeError):
+    os.environ["XDG_CACHE_HOME"] = os.environ["MPLCONFIGDIR"] = str(TESTS.parent / ".pytest_cache" / "of-programs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +74,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests run side by side, each worker keeps to a core of its own."""
+    """Where tests run side by side, each worker keeps to a core of its own. Signals that whoever started the tests
+    ignores (a script's `&`, nohup, a service) have no effect on them, but their default one on the programs that they
+    start: that passes from one program to the next where no handler is set."""
+    if not config.getoption("numprocesses", None):  # else the workers do it
+        for number in STOPS:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
     settings.register_profile("full")
     if config.getoption("--full"):
         settings.load_profile("full")
@@ -71,9 +90,31 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def current_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder, in which the tests run: nothing that a user's runs have left can be found there."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("current")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(current_folder: Path) -> Iterator[None]:
+    """Neither there nor in the project's own folder, whose hidden files are those of tools that check it."""
+    folders = current_folder, TESTS.parent
+    before = [set(folder.iterdir()) for folder in folders]
+    yield
+    for folder, names in zip(folders, before, strict=True):
+        left = {path.name for path in set(folder.iterdir()) ^ names if not path.name.startswith(".")}
+        assert not left, f"the test has left or removed {sorted(left)} in {folder}"
+
+
 @pytest.fixture(scope="module")
 def one_thread_a_rank():
     """For ranks that are threads themselves."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

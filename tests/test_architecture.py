@@ -391,3 +391,9 @@ def test_no_paths_of_one_machine():
     absolute = re.compile("/" + r"work/|/" + r"root/|/" + r"tmp/w\b|/" + r"home/\w")
     found = {name: absolute.findall(text) for name, text in tracked_texts().items() if absolute.search(text)}
     assert found == {}
+
+
+def test_what_commands_write_by_default_is_ignored_by_git():
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    names = {name for path in SOURCES for name in re.findall(r'Option\("out", "[^"]*", "(\w+)"\)', path.read_text())}
+    assert "restored" in names and [one for one in names if not {f"/{one}/", f"/{one}*/"} & {*ignored}] == []

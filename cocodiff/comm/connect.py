@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.launch import LAST_WORDS_S, Launch
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.store import (
     EVERY_INTERFACE,
@@ -105,7 +104,7 @@ def connect(
     health = Health()
     if meeting.size > 1:
         endpoint = meeting.listener or meeting.address
-        health = Watch.open(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
+        health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:
@@ -152,10 +151,11 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
     """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
+    started = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
     if name in OVER_MPI and (launch.kind != "mpi" or carried.type != "cpu"):
         raise UserError(
             f"transport {name} needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run "
-            f"started {_started(launch)}: use --transport {device_backend(carried)} or start with mpiexec"
+            f"started {started}: use --transport {device_backend(carried)} or start with mpiexec"
         )
     return name
 
@@ -169,10 +169,6 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
     if killers and not transport.rank:
         listed = "; ".join(f"{killer.setting} {killer.harm} ({killer.remedy})" for killer in killers)
         log.warning("messages will not be hidden: %s", listed)
-
-
-def _started(launch: Launch) -> str:
-    return {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
 
 
 # Where ranks meet -----------------------------------------------------------------------------------------------------
@@ -293,7 +289,7 @@ def _finish_mpi(health: Health, limit_s: float) -> None:
         health.check()
     except Exception:
         sys.stdout.flush()
-        time.sleep(LAST_WORDS_S)
+        health.leave()
         os._exit(1)
     # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
     with Path(os.devnull).open("w") as nowhere:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from cocodiff.errors import UserError
 
-LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 # A rank's own number on its node, by launcher; asked in this order.
 LOCAL_RANK = (
     "LOCAL_RANK",

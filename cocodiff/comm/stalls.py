@@ -8,10 +8,9 @@ a part of the ranks makes calls of its own, these are counted for that part, and
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import inf
 
 Ranks = tuple[int, ...]
 ALL: Ranks = ()  # stands for all ranks of the run
@@ -42,24 +41,25 @@ class Progress:
 class OwnProgress:
     """This rank's own progress, written by its main thread and read by the thread that sends heartbeats."""
 
+    clock: Callable[[], float]
+    _changed: float
     calls: dict[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
     among: Ranks = ALL
     blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
     asleep_s: float = 0.0  # for how long this process has been stopped in all
-    _changed: float = field(default_factory=time.monotonic)
     _waits_since: float = 0.0
-    _noted: float = 0.0
+    _noted: float = -inf
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
 
     def now(self) -> float:
         """A clock that stands while this process is stopped."""
-        return time.monotonic() - self.asleep_s
+        return self.clock() - self.asleep_s
 
     def arrive(self, at: str, among: Ranks = ALL) -> None:
         # A new dict: the thread that sends heartbeats reads the old one meanwhile.
         self.calls = self.calls | {among: self.calls.get(among, 0) + 1}
-        self.at, self.among, self._changed, self._noted = at, among, self.now(), 0.0
+        self.at, self.among, self._changed, self._noted = at, among, self.now(), -inf
 
     def still_waiting(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -72,48 +72,15 @@ class OwnProgress:
     def awaits(self, ranks: Ranks) -> None:
         self._awaited[threading.get_ident()] = ranks
 
-    def seen(self, left: bool = False) -> Progress:
+    def seen(self, now: float, left: bool = False) -> Progress:
         """Where this rank is now."""
-        now, waits_s, blocked_since = self.now(), 0.0, self.blocked_since
+        waits_s, blocked_since = 0.0, self.blocked_since
         if blocked_since is not None:
             waits_s = now - blocked_since
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
         awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
         return Progress(self.calls, self.at, self.among, waits_s, now - self._changed, left, awaited)
-
-
-class ProgressOfPeers:
-    """What rank 0 has heard of the others."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
-
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        calls, now = {tuple(ranks): int(count) for ranks, count in message["calls"]}, time.monotonic()
-        known = self._last.get(rank)
-        changed = known[1] if known is not None and known[0].calls == calls else now
-        one = Progress(
-            calls,
-            str(message["at"]),
-            tuple(message["among"]),
-            float(message["waits_s"]),
-            awaits=tuple(message.get("awaits", ())),
-        )
-        self._last[rank] = one, changed
-
-    def forgive(self, asleep_s: float) -> None:
-        """The ranks' time stood while this process was stopped."""
-        self._last = {rank: (one, changed + asleep_s) for rank, (one, changed) in self._last.items()}
-
-    def seen(self, left: set[int]) -> dict[int, Progress]:
-        now = time.monotonic()
-        return {
-            rank: replace(
-                one, waits_s=0.0 if rank in left else one.waits_s, unchanged_s=now - changed, left=rank in left
-            )
-            for rank, (one, changed) in self._last.items()
-        }
 
 
 def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
@@ -178,14 +145,14 @@ def _find_stalled_among(
         return late, f"left the run after {one.at}, and {for_it}"
     if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
         return None
-    if calls[late] == calls[waiting] and 0.0 < one.waits_s <= stall_s:
+    if 0.0 < one.waits_s <= stall_s:
         return None  # it waits as well, and for how long is known as of its last heartbeat only
-    if late != waiting and (calls[late] < calls[waiting] or not one.waits_s):
+    if late != waiting and not one.waits_s:
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     ahead = max(calls, key=lambda rank: (calls[rank], -rank))
-    if calls[ahead] > calls[waiting]:
+    if calls[ahead] > calls[late]:
         gone_on = f"rank {ahead} has gone on to {progress[ahead].at}"
-        return waiting, f"has waited {waits.waits_s:.0f} s in {waits.at}, and {gone_on}: a message to it was lost"
+        return late, f"has waited {one.waits_s:.0f} s in {one.at}, and {gone_on}: a message to it was lost"
     return _in_another_call(progress, waiting)
 
 

@@ -33,10 +33,10 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(always: Iterable[signal.Signals] = ()) -> Iterator[StopRequest]:
-    """Takes note of STOPS while the block lasts. What is ignored stays so (nohup ignores SIGHUP), save for `always`."""
+def stop_requests() -> Iterator[StopRequest]:
+    """Takes note of STOPS while the block lasts. What is ignored stays so (nohup ignores SIGHUP)."""
     stop = StopRequest()
-    heeded = [number for number in STOPS if number in always or signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield stop

@@ -22,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm.launch import LAST_WORDS_S, Launch, Meeting
+from cocodiff.comm.launch import Launch, Meeting
 from cocodiff.config import Config
 from cocodiff.console.terminal import keep_libraries_off_stderr
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
 from cocodiff.processes.job_folder import job_folder
 
+LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport
@@ -69,7 +70,7 @@ def run_ranks(
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _interrupt)
-        end = _run_rank(launch, config, settings, work, None)
+        end, _ = _run_rank(launch, config, settings, work, None)
         _say(end, "")
         return end.code
     _check_no_device(ranks, config)
@@ -82,8 +83,9 @@ def _run_rank(
     settings: dict[str, str],
     work: Work,
     note_loss: Callable[[BaseException], None] | None,
-) -> End:
-    """note_loss: told of a lost peer at once, from the watch's thread; this rank may not live to its end."""
+) -> tuple[End, Any]:
+    """The rank's end, and its transport if there was one. note_loss: told of a lost peer at once, from the watch's
+    thread; this rank may not live to its end."""
     from cocodiff.engine import open_transport  # torch: after the fork's parent has imported it, or in this rank alone
 
     transport = None
@@ -91,7 +93,7 @@ def _run_rank(
         transport = open_transport(config, launch, settings, [note_loss] if note_loss is not None else [])
         work(transport)
         transport.close()
-        return End("done")
+        return End("done"), transport
     except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
         if transport is not None:
             error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
@@ -100,17 +102,15 @@ def _run_rank(
             end = End("failed", error.reason.removeprefix("failed: "))  # a wrong message, which came to this rank
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
-        return end
+        return end, transport
 
 
 def _known_loss(transport: Any) -> UserError | PeerLost | None:
     """What the run has failed of by another rank's word; None if it has not."""
     try:
         transport.health.check()
-    except UserError as mistake:
-        return mistake
-    except PeerLost as lost:
-        return lost if lost.rank != transport.rank else None
+    except (UserError, PeerLost) as known:
+        return None if isinstance(known, PeerLost) and known.rank == transport.rank else known
     return None
 
 
@@ -130,28 +130,27 @@ def _say(end: End, who: str) -> None:
         print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
 
 
-def _last_words(error: BaseException, launch: Launch) -> None:
-    """Names the lost rank from the watch's thread, in one write: launchers kill survivors a moment later."""
-    if isinstance(error, PeerLost):
-        os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
-
-
 def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
     """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
     told = threading.Event()
 
     def tell(error: BaseException) -> None:
-        _last_words(error, launch)
+        """From the watch's thread, in one write: launchers kill survivors a moment later."""
+        if isinstance(error, PeerLost):
+            os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
         told.set()
 
-    end = _run_rank(launch, config, settings, work, tell)
+    end, transport = _run_rank(launch, config, settings, work, tell)
     # The watch tells of a loss, at the same moment, unless rank 0 was lost before there was one.
     unsaid = end.kind != "lost" or not told.wait(LAST_WORDS_S)
     if unsaid and (launch.speaks or end.kind != "mistake"):
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
     if end.code:
         sys.stdout.flush()
-        time.sleep(LAST_WORDS_S)
+        if transport is not None:
+            transport.health.leave()
+        else:
+            time.sleep(LAST_WORDS_S)  # ranks that have not met do not hear of each other
         os._exit(end.code)  # lanes may hang in a library, and MPI_Finalize would wait for the dead
     return 0
 
@@ -174,7 +173,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
-    with job_folder() as folder, stop_requests(always=(signal.SIGINT,)) as stop:
+    with job_folder() as folder, stop_requests() as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
         meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
         for rank in range(ranks):
@@ -206,7 +205,7 @@ def _child(
         keep_libraries_off_stderr(log)
     end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
     try:
-        end = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
+        end, _ = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:  # once: what is asked of it again is ignored
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,216 +1,112 @@
-"""The watch over real sockets: who dies, hangs, fails or leaves is named on every survivor."""
+"""The watch over real sockets: what happens to one rank reaches the others, and its thread ends when it should."""
 
 from __future__ import annotations
 
-import os
-import signal
+import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
-from watches import awaited_error, close_all, lost_while_waiting, open_all, process_rank, survivors_and
+from watches import Watches, awaited, awaited_error
 
 from cocodiff.comm.health import Health, Watch
 from cocodiff.errors import PeerLost, UserError
 
-pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
+def cut(watch: Watch) -> None:
+    """What the death of its process does: all its connections close, before it can say of one that it has."""
+    with watch._changed:
+        for line in watch._lines.values():
+            line.socket.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.fixture(autouse=True)
-def this_process_is_not_ended(monkeypatch):
-    """By a watch of the test's own, whose rank is waiting when it is lost: that is a failure of the test."""
-    ends: list[int] = []
-    monkeypatch.setattr(os, "_exit", ends.append)
-    yield
-    assert not ends, "a rank in this process was lost while it waited, and would have ended the process"
-
-
-def test_a_killed_rank_is_named_by_every_survivor():
-    errors = survivors_and(2, 4, 20.0, lambda process: process.kill())
-    assert [(type(error), error.rank) for error in errors] == [(PeerLost, 2)] * 3
-    assert {str(error) for error in errors} == {"rank 2 died: its connection closed"}
-
-
-def test_a_rank_that_leaves_without_goodbye_is_lost():
-    errors = survivors_and(1, 3, 20.0, lambda process: process.communicate("leave\n"))
-    assert [str(error) for error in errors] == ["rank 1 died: its connection closed"] * 2
-
-
-def test_rank_0_dying_is_seen_by_all():
-    errors = survivors_and(0, 3, 20.0, lambda process: process.kill())
-    assert [(type(error), error.rank) for error in errors] == [(PeerLost, 0)] * 2
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_silent_rank_is_lost_after_the_timeout(victim):
-    errors = survivors_and(victim, 3, 3.0, lambda process: process.send_signal(signal.SIGSTOP))
-    assert {str(error) for error in errors} == {f"rank {victim} has been silent for 3 s"}
-
-
-@pytest.mark.parametrize("word", ["block", "block after a job"])
-def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(capfd, word):
-    contexts = []
-
-    def meet(port: int) -> None:
-        contexts.append(process_rank(1, 2, port, 20.0))
-        contexts[0].process = contexts[0].__enter__()
-
-    (watch,) = open_all(range(1), 2, meet=meet)
-    process = contexts[0].process
-    process.stdin.write(f"{word}\n")
-    process.stdin.flush()
-    assert [process.stdout.readline() for _ in range(2)] == ["open\n", "blocked\n"]
-    watch.fail("out of memory")
-    assert process.wait(20) == 1
-    assert "[rank 1] rank 0 failed: out of memory; this rank was waiting for it and ends" in capfd.readouterr().err
-    awaited_error(watch)
-    with pytest.raises(PeerLost), watch.blocking():
-        raise AssertionError("a rank is lost already")
-    contexts[0].__exit__(None, None, None)
-
-
-def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(capfd):
-    """It sends heartbeats, but does not come to a call that another rank waits in."""
-    contexts = []
-
-    def meet(port: int) -> None:
-        contexts.append(process_rank(1, 3, port, 20.0, stall_s=1.0))
-        contexts[0].process = contexts[0].__enter__()
-
-    watches = open_all(range(0, 3, 2), 3, meet=meet, stall_s=1.0)
-    process = contexts[0].process
-    process.stdin.write("sleep\n")
-    process.stdin.flush()
-    for watch in watches:
-        watch.arrive("attention blocks.0")
-    error = lost_while_waiting(watches[1])
-    assert isinstance(error, PeerLost) and error.rank == 1
-    assert str(error).startswith("rank 1 has not gone on from the start for ")
-    assert " s, and rank 2 has waited " in str(error) and "s in attention blocks.0" in str(error)
-    assert awaited_error(watches[0]).rank == 1
-    assert process.wait(20) == 1
-    assert "[rank 1] the other ranks have given this one up: rank 1 has not gone on" in capfd.readouterr().err
-    contexts[0].__exit__(None, None, None)
-
-
-def test_a_rank_that_left_while_others_go_on_is_lost():
-    """Its goodbye exempts it from heartbeats, not from the calls that the others still make."""
-    watches = open_all(range(3), 3, timeout_s=1.0)
-    watches[1].close()
-    for watch in (watches[0], watches[2]):
-        watch.arrive("gather_object")
-    error = lost_while_waiting(watches[2])
-    assert str(error).startswith("rank 1 left the run after the start, and rank 2 has waited ")
-    assert awaited_error(watches[0]).rank == 1
-
-
-def test_ranks_that_make_different_calls_are_named():
-    watches = open_all(range(3), 3, stall_s=0.5, timeout_s=1.0)
-    for watch, call in zip(watches, ("gather_object", "attention x", "attention x"), strict=True):
-        watch.arrive(call)
-    with ExitStack() as all_wait:
-        for watch in watches:
-            all_wait.enter_context(watch.blocking())
-        error = awaited_error(watches[1])
-    assert str(error) == ("rank 0 waits in gather_object, and rank 1 in attention x: ranks make different calls")
-    awaited_error(watches[2])
-    awaited_error(watches[0])
-
-
-def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
-    """After Ctrl-Z and fg all heartbeats are late, for no rank sent any, and all waits have been long."""
-    watches = open_all(range(2), 2, timeout_s=1.0, stall_s=50.0)
-    with watches[0].blocking(), watches[1].blocking():
-        later = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: later() + 100.0)
-        check_for_a_second(watches)
-    close_all(watches)
-
-
-def test_a_busy_rank_is_not_lost():
-    """Heartbeats come from a thread: three timeouts of silence from the ranks' own work lose nobody."""
-    watches = open_all(range(3), 3, timeout_s=1.0)
-    time.sleep(3.0)
-    for watch in watches:
-        watch.check()
-    close_all(watches)
-
-
-def test_a_short_stop_is_no_silence_either(monkeypatch):
-    """Of less than a second, where the timeout is shorter still."""
-    watches = open_all(range(2), 2, timeout_s=0.9)
-    later = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: later() + 0.95)
-    check_for_a_second(watches)
-    close_all(watches)
-
-
-def check_for_a_second(watches: list[Watch]) -> None:
-    """Often: ranks in a blocking wait end half a second after a loss."""
-    for _ in range(20):
-        time.sleep(0.05)
-        for watch in watches:
-            watch.check()
-
-
-def test_clean_close_leaves_no_thread():
-    before = set(threading.enumerate())
-    watches = open_all(range(4), 4, timeout_s=2.0)
-    own = set(threading.enumerate()) - before
-    close_all(watches)
-    for one in own:
-        one.join(timeout=5.0)
-    assert len(own) == 8 and not any(one.is_alive() for one in own)
-
-
-def test_clean_close_raises_nothing():
-    watches = open_all(range(4), 4)
-    close_all(watches)
-    time.sleep(0.5)
-    for watch in watches:
-        watch.check()
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_whose_connection_closes_is_named_by_every_survivor(watches: Watches, victim: int) -> None:
+    ranks = watches.open(range(4), 4)
+    cut(ranks[victim])
+    errors = [awaited_error(watch) for watch in ranks if watch.rank != victim]
+    assert [str(error) for error in errors] == [f"rank {victim} died: its connection closed"] * 3
+    assert [(type(error), error.rank) for error in errors] == [(PeerLost, victim)] * 3
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failure_is_named_with_its_reason(failing):
-    watches = open_all(range(4), 4)
-    watches[failing].fail("ValueError: no memory")
-    errors = [awaited_error(watch) for watch in watches if watch.rank != failing]
-    assert {str(error) for error in errors} == {f"rank {failing} failed: ValueError: no memory"}
-    assert {type(error) for error in errors} == {PeerLost}
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_failure_is_named_with_its_reason(watches: Watches, failing: int, mistake: bool) -> None:
+    ranks = watches.open(range(4), 4)
+    ranks[failing].fail("6 ranks for 4 heads", mistake)
+    errors = [awaited_error(watch) for watch in ranks if watch.rank != failing]
+    said = "6 ranks for 4 heads" if mistake else f"rank {failing} failed: 6 ranks for 4 heads"
+    assert [(type(error), str(error)) for error in errors] == [(UserError if mistake else PeerLost, said)] * 3
 
 
-def test_blame_finds_the_death_behind_a_transport_error():
-    watches = open_all(range(3), 3)
-    watches[1].fail("out of memory")
-    blamed = watches[2].blame(RuntimeError("connection reset by peer"))
+@pytest.mark.parametrize("after_a_job", [False, True])
+def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(
+    watches: Watches, after_a_job: bool
+) -> None:
+    ranks = watches.open(range(2), 2)
+    with ranks[1].blocking():
+        if after_a_job:
+            with ranks[1].blocking():  # as a wait that runs another one's job, which waits in turn
+                pass
+        ranks[0].fail("out of memory")
+        awaited(lambda: watches.last_words)
+    words = "cocodiff: [rank 1] rank 0 failed: out of memory; this rank was waiting for it and ends\n"
+    assert watches.last_words.pop() == words
+    with pytest.raises(PeerLost), ranks[1].blocking():
+        raise AssertionError("a rank is lost already")
+
+
+def test_clean_close_raises_nothing_and_leaves_no_thread(watches: Watches) -> None:
+    before = set(threading.enumerate())
+    ranks = watches.open(range(4), 4)
+    own = {thread for thread in set(threading.enumerate()) - before if thread.name == "watch"}
+    watches.close()
+    for one in own:
+        one.join(timeout=60.0)
+    assert len(own) == 4 and not any(one.is_alive() for one in own)
+    for watch in ranks:
+        watch.check()
+
+
+def test_blame_finds_the_death_behind_a_transport_error(watches: Watches) -> None:
+    ranks = watches.open(range(3), 3)
+    ranks[1].fail("out of memory")
+    blamed = ranks[2].blame(RuntimeError("connection reset by peer"))
     assert str(blamed) == "rank 1 failed: out of memory"
 
 
-def test_blame_leaves_other_errors_alone():
-    watches = open_all(range(2), 2)
+def test_blame_leaves_other_errors_alone(watches: Watches) -> None:
+    ranks = watches.open(range(2), 2)
     error = RuntimeError("of its own")
-    assert watches[0].blame(error) is error
+    assert ranks[0].blame(error) is error
     assert Health().blame(error) is error
-    close_all(watches)
 
 
-@pytest.mark.parametrize("mistaken", [0, 1])
-def test_a_mistake_is_the_users_on_every_rank(mistaken):
-    watches = open_all(range(3), 3)
-    watches[mistaken].fail("6 ranks for 4 heads", mistake=True)
-    errors = [awaited_error(watch) for watch in watches if watch.rank != mistaken]
-    assert [(type(error), str(error)) for error in errors] == [(UserError, "6 ranks for 4 heads")] * 2
-
-
-def test_a_failure_during_rank_0s_goodbye_still_reaches_the_others():
-    watches = open_all(range(3), 3)
+def test_a_failure_during_rank_0s_goodbye_still_reaches_the_others(watches: Watches) -> None:
+    ranks = watches.open(range(3), 3)
     with ThreadPoolExecutor(1) as pool:
-        goodbye = pool.submit(watches[0].close)
-        time.sleep(0.3)
+        goodbye = pool.submit(ranks[0].close)
+        awaited(lambda: 0 in ranks[1]._peers.left)
         assert not goodbye.done()
-        watches[1].fail("late")
-        assert str(awaited_error(watches[2])) == "rank 1 failed: late"
-        goodbye.result(10)
+        ranks[1].fail("late")
+        assert str(awaited_error(ranks[2])) == "rank 1 failed: late"
+        goodbye.result(60)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_leaves_when_the_others_have_had_their_last_words(watches: Watches, failing: int) -> None:
+    """Or are gone: no clock of its own tells it when."""
+    ranks = watches.open(range(4), 4)
+    ranks[failing].fail("out of memory")
+    others = [watch for watch in ranks if watch.rank != failing]
+    with ThreadPoolExecutor(4) as pool:
+        leaving = [pool.submit(ranks[failing].leave)]
+        for watch in others:
+            awaited_error(watch)
+            assert not leaving[0].done()
+            if watch.rank == 3:
+                cut(watch)
+            else:
+                leaving.append(pool.submit(watch.leave))
+        for one in leaving:
+            one.result(5)

@@ -71,7 +71,7 @@ def under_a_launcher_without_a_store(folder: Path) -> list[subprocess.CompletedP
     ranks = [
         subprocess.Popen(
             words,
-            env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=folder,
             text=True,
             stdout=subprocess.PIPE,

@@ -65,6 +65,22 @@ def test_a_rank_that_waits_itself_is_not_said_to_hang(last_heard_s, rank, why):
     assert found == (None if rank is None else (rank, why))
 
 
+@pytest.mark.parametrize(
+    ("last_heard_s", "rank", "why"),
+    [
+        (9, None, ""),
+        (10.5, 2, "has waited 10 s in exchange, and rank 0 has gone on to gather_object: a message to it was lost"),
+        (0, 2, "has not gone on from exchange for 12 s, and rank 0 has waited 11 s in gather_object"),
+    ],
+)
+def test_a_rank_that_others_have_left_behind_has_lost_a_message_if_it_waits(last_heard_s, rank, why):
+    """However old its last heartbeat is: the others may have waited for longer than that tells."""
+    gathers = Progress({ALL: 3}, "gather_object", ALL, 11.0, 11.1)
+    behind = Progress({ALL: 2}, "exchange", ALL, last_heard_s, 12.0)
+    found = find_stalled({0: gathers, 1: gathers, 2: behind}, STALL_S, STALL_S)
+    assert found == (None if rank is None else (rank, why))
+
+
 def stuck(at, among, waits_s, calls):
     return Progress(calls, at, among, waits_s, waits_s + 0.1)
 

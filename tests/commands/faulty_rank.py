@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from cocodiff.comm import connect
@@ -66,11 +67,15 @@ def not_met(meeting: Any, *_: Any) -> None:
     raise RuntimeError("a connection was refused")
 
 
-def run_script(fault: str, transport_name: str) -> None:
-    """As a user's own script, whose exceptions nobody catches."""
+def run_script(fault: str, transport_name: str, folder: Path) -> None:
+    """As a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
+    as a launcher may mix the lines of several."""
     from cocodiff.engine import open_transport
 
     transport = open_transport(Config(transport=transport_name))
+    said = os.open(folder / str(transport.rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
     transport.broadcast_object("met")
     if transport.rank == 0:
         if fault == "exit":  # out of an engine's block
@@ -84,7 +89,7 @@ def run_script(fault: str, transport_name: str) -> None:
 
 def main() -> int:
     if sys.argv[1] in ("uncaught", "exit"):
-        run_script(sys.argv[1], sys.argv[2])
+        run_script(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
     quiet_libraries("error")
     launch = detect()

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,12 +37,14 @@ def slice_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A `cocodiff inpaint` that would go on for hours, with its output in a file."""
 
-    def __init__(self, slice_file: Path, folder: Path, *extra: str) -> None:
+    def __init__(
+        self, slice_file: Path, folder: Path, *extra: str, steps: int = ENDLESS, ignored: Sequence[int] = ()
+    ) -> None:
         self.out, self.log = folder / "out", folder / "log"
-        options = {"input": slice_file, "out": self.out, "steps": ENDLESS, "timeout-s": TIMEOUT_S}
+        options = {"input": slice_file, "out": self.out, "steps": steps, "timeout-s": TIMEOUT_S}
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         self.log.touch()
-        self.process = Started(["inpaint", *words, "--quiet", *extra], self.log)
+        self.process = Started(["inpaint", *words, "--quiet", *extra], self.log, ignored=ignored)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -127,6 +130,20 @@ def test_a_closed_terminal_stops_all_ranks(slice_file: Path, tmp_path: Path, num
     assert run.end(HANGS_S) == 130
     assert "interrupted; nothing was written" in run.text()
     run.assert_nothing_left(ranks)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ignored_signals_stay_ignored_in_all_ranks(slice_file: Path, tmp_path: Path, ranks: str) -> None:
+    """As nohup ignores SIGHUP, and a script's `&` SIGINT and SIGQUIT; SIGTERM ends the run all the same."""
+    ignored = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT
+    run = Run(slice_file, tmp_path, "--ranks", ranks, "--no-exact", steps=60, ignored=ignored).ready()
+    for number in ignored:
+        os.killpg(run.process.pid, number)
+    assert run.end(180) == 0 and (run.out / "report.html").exists(), run.text()
+    (tmp_path / "again").mkdir()
+    run = Run(slice_file, tmp_path / "again", "--ranks", ranks, ignored=ignored).ready()
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end(HANGS_S) == 130 and "interrupted" in run.text() and not run.out.exists()
 
 
 def test_no_rank_outlives_its_launcher(slice_file: Path, tmp_path: Path) -> None:
