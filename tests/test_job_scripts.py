@@ -89,7 +89,10 @@ def test_words_with_blanks_stay_whole(tmp_path):
     assert "--input my\\ scan.tif b.tif --mask" in dry_run(script, PBS_O_WORKDIR=str(tmp_path))[-1]
 
 
-def test_other_clusters():
+def test_other_clusters(tmp_path):
+    """Some schedulers' files have a line for each rank."""
+    (tmp_path / "nodes").write_text("x1\n" * 12 + "x2\n" * 12 + "x3\n" * 12)
+    assert " -n 36 -ppn 12 " in dry_run(LAUNCH / "generic.pbs", VENV="/venv", PBS_NODEFILE=str(tmp_path / "nodes"))[-1]
     pbs = dry_run(LAUNCH / "generic.pbs", VENV="/venv")[-1]
     assert pbs.startswith("mpiexec -genvall -n 24 -ppn 12 -f PBS_NODEFILE /venv/bin/cocodiff inpaint ")
     slurm = dry_run(LAUNCH / "slurm.sbatch", VENV="/venv")[-1]

@@ -7,6 +7,15 @@ from typing import Any
 import torch
 
 
+def with_norms(model: Any) -> Any:
+    """The model with weights of its own in every norm, where diffusers begins with ones: one norm's weights taken for
+    another's are seen."""
+    for name, weight in model.named_parameters():
+        if "norm" in name and weight.ndim == 1:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model.eval()
+
+
 def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), seed: int = 0, **overrides: Any) -> Any:
     """A random SD3 transformer with `heads` heads of 8 channels over latents of 4 channels (patch 1)."""
     from diffusers import SD3Transformer2DModel
@@ -27,7 +36,7 @@ def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), 
         "qk_norm": "rms_norm",
         "dual_attention_layers": dual,
     }
-    return SD3Transformer2DModel(**settings | overrides).eval()
+    return with_norms(SD3Transformer2DModel(**settings | overrides))
 
 
 def sd3_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -61,7 +70,7 @@ def flux_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "guidance_embeds": True,
         "axes_dims_rope": (2, 2, 4),
     }
-    return FluxTransformer2DModel(**settings | overrides).eval()
+    return with_norms(FluxTransformer2DModel(**settings | overrides))
 
 
 def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
@@ -79,7 +88,7 @@ def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "timestep_guidance_channels": 16,
         "axes_dims_rope": (2, 2, 2, 2),
     }
-    return Flux2Transformer2DModel(**settings | overrides).eval()
+    return with_norms(Flux2Transformer2DModel(**settings | overrides))
 
 
 def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
@@ -97,7 +106,7 @@ def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "joint_attention_dim": 16,
         "axes_dims_rope": (4, 2, 2),
     }
-    return QwenImageTransformer2DModel(**settings | overrides).eval()
+    return with_norms(QwenImageTransformer2DModel(**settings | overrides))
 
 
 def sequence_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtype) -> dict[str, Any]:

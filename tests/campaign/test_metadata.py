@@ -1,5 +1,5 @@
 """Generated metadata go through every format: voxel sizes and voxels come back, or the file is refused in one line.
-A sample that has every kind of file; with --all the whole campaign, also over two formats in a row."""
+A sample that has every kind of file; with --full all, also over two formats in a row."""
 
 from __future__ import annotations
 

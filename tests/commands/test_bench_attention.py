@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cocodiff_bench.attention import check_close, check_same_bits
-from cocodiff_bench.common import interleave, rows
+from cocodiff_bench.common import interleave, of_slowest_rank, rows
 from launching import with_options
 from warm import forked
 from warm_ranks import warm_mpiexec
@@ -37,6 +38,12 @@ def written(out: Path) -> list[dict]:
     document = json.loads((out / "bench.json").read_text())
     assert document["schema"] == 1
     return document["rows"]
+
+
+def test_a_call_takes_what_it_takes_the_slowest_rank():
+    of_ranks = [{"flat": [1.0, 4.0]}, {"flat": [3.0, 2.0]}]
+    transport = SimpleNamespace(gather_object=lambda own: of_ranks)
+    assert of_slowest_rank(of_ranks[0], transport) == {"flat": [3.0, 4.0]}
 
 
 def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

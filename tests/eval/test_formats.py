@@ -88,9 +88,9 @@ def write_frames(path: Path, volume: np.ndarray, byteorder: str) -> str:
         group = file.create_group("20260102_tooth")
         group.attrs["pxsize"] = b"0.0025"
         for number in reversed(range(len(volume))):
-            data = volume[number].astype(volume.dtype.newbyteorder(byteorder))[None]
-            group[f"20260102_tooth_0000_{number}.tif"] = data
-            group[f"20260102_tooth_0000_{number}.tif"].attrs["date"] = f"day {number}"
+            name = f"20260102_tooth_0000_{number + 8}.tif"  # 10 comes after 9, not before 8
+            group[name] = volume[number].astype(volume.dtype.newbyteorder(byteorder))[None]
+            group[name].attrs["date"] = f"day {number}"
         group["20260102_toothbak_0000.tif"] = volume[:1] * 0
     return str(path / "scan.h5")
 
@@ -257,7 +257,7 @@ def test_objects_and_attributes_of_hdf5_are_kept(tmp_path: Path) -> None:
     assert frames.metadata.voxel_size == (0.0025,) * 3 and frames.metadata.unit == "millimeter"
     with h5py.File(restored(frames, "same", tmp_path / "frames").path) as file:
         group = file["20260102_tooth"]
-        assert group["20260102_tooth_0000_3.tif"].attrs["date"] == "day 3" and "20260102_toothbak_0000.tif" in group
+        assert group["20260102_tooth_0000_11.tif"].attrs["date"] == "day 3" and "20260102_toothbak_0000.tif" in group
     alone = restored(frames.cropped(Region((2, 0, 0), (3, 20, 33))), "same", tmp_path / "frames").path
     assert open_volume(str(alone)).shape == (1, 20, 33)
 
