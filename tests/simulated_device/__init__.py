@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -38,7 +39,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.cpp_extension import load
+from torch.utils import cpp_extension
 
 NAME = "sim"
 EXTENSION = "simulated_device_extension"
@@ -52,6 +53,7 @@ def _build() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         header = Path(sysconfig.get_path("include"), "Python.h")
+        patch.setattr(cpp_extension, "TORCH_LIB_PATH", shlex.quote(cpp_extension.TORCH_LIB_PATH))  # it may have blanks
         tools = {name: shutil.which(name) for name in (os.environ.get("CXX", "c++"), "ninja")}
         missing = [name for name, there in {**tools, "Python.h": header.exists()}.items() if not there]
         if missing:
@@ -66,7 +68,8 @@ def _build() -> Any:
             fcntl.flock(building, fcntl.LOCK_EX)
             if not (folder / "ready").exists():
                 (folder / "lock").unlink(missing_ok=True)  # torch's, of a build that was killed: it would wait for that
-                load(EXTENSION, sources, extra_cflags=FLAGS, build_directory=str(folder), is_python_module=False)
+                where = {"build_directory": str(folder), "is_python_module": False}
+                cpp_extension.load(EXTENSION, sources, extra_cflags=FLAGS, **where)
                 (folder / "ready").touch()
         spec = importlib.util.spec_from_file_location(EXTENSION, folder / f"{EXTENSION}.so")
         assert spec is not None and spec.loader is not None
