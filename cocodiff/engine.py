@@ -30,11 +30,12 @@ from cocodiff.guidance.ranks import GuidedRanks
 from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Arguments, replace_forward
+from cocodiff.models.adapter import Arguments
 from cocodiff.models.experts import experts_of
 from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
+from cocodiff.replacing import replace, replace_forward
 from cocodiff.results import HasResults, Reporting
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
@@ -190,15 +191,14 @@ class Engine(HasResults):
             self._check_model(model.named_modules(), checks.block_names(model))
             if self.compiler is not None:
                 self.compiler.check(model)
-        shared = self._shared_vae()
         try:
+            self._share_vae()
             for number, model in enumerate(self._models):
                 for take_off in self._put_on(number, model):
                     self._undo.callback(take_off)
         except BaseException:
             self._undo.close()
             raise
-        self._replace_vae(shared)
         self.counter = StepCounter()
         self._inside = True
         return self
@@ -232,25 +232,22 @@ class Engine(HasResults):
         for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
             yield hook.register().remove
         if self.compiler is not None:
-            yield self.compiler.attach(model)
+            yield self.compiler.attach(model, self.adapter.blocks())
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
             yield replace_forward(model, self._guided.compute)
+        yield replace(model, "__getstate__", self.__reduce__)
 
-    def _shared_vae(self) -> Any:
-        """What decodes in the place of the pipeline's VAE; None where it has none."""
+    def _share_vae(self) -> None:
+        """Has the ranks do together what they call the pipeline's VAE for."""
         vae = getattr(self._pipe, "vae", None)
-        if vae is None:
-            return None
-        from cocodiff.decoding import shared_vae
+        if vae is not None:
+            from cocodiff.decoding import share_vae
 
-        return shared_vae(vae, self.config.vae, self.transport)
-
-    def _replace_vae(self, shared: Any) -> None:
-        if shared is not None:
-            self._undo.callback(setattr, self._pipe, "vae", self._pipe.vae)
-            self._pipe.vae = shared
+            for take_off in share_vae(vae, self.config.vae, self.transport):
+                self._undo.callback(take_off)
+            self._undo.callback(replace(vae, "__getstate__", self.__reduce__))
 
     def _tell_of(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that this one leaves with, unless it came from them."""
@@ -259,7 +256,8 @@ class Engine(HasResults):
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def __reduce__(self) -> Any:
-        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
+        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job; so do
+        the parts of it whose `__getstate__` this is."""
         name = type(self._pipe or self.model).__name__
         raise UserError(
             f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"
@@ -303,6 +301,8 @@ class Engine(HasResults):
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model), self.compiler.by_user if self.compiler else ())
+        if self.compiler is not None:
+            self.compiler.check_forwards(self.model)
         self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

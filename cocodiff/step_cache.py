@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from cocodiff.errors import UserError
 from cocodiff.guidance.containers import mapped
-from cocodiff.models.adapter import Forward, form_of, replace_forward
+from cocodiff.models.adapter import Forward, form_of
+from cocodiff.replacing import replace_forward
 from cocodiff.sequence import SequenceRanks
 from cocodiff.wire.coding import Moment, StepNotes
 

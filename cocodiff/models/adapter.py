@@ -7,8 +7,9 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +20,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE, image_and_text
+from cocodiff.replacing import replace_forward
 from cocodiff.topology.layout import Segments
 
 
@@ -190,24 +192,27 @@ class Adapter(ABC):
         ours = self.processors()
         for name, module, before in attending:
             check_plain(name, module, before, ours)
+        undo, placed = ExitStack(), []
         for name, module, before in attending:
-            module.set_processor(ours[type(before)](host, name, kernels, before))
-        placed = [(name, module, module.processor) for name, module, _ in attending]
-
-        handle = model.register_forward_pre_hook(partial(check_placed, placed))
+            own = ours[type(before)](host, name, kernels, before)
+            module.set_processor(own)
+            placed.append((name, module, own))
+            undo.callback(put_back_processor, module, own, before)
+        undo.callback(model.register_forward_pre_hook(partial(check_placed, placed)).remove)
         forwards = self.blocks()
-        blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
-        for block in blocks:
-            block.forward = MethodType(forwards[type(block)], block)
+        for block in (module for module in model.modules() if type(module) in forwards):
+            undo.callback(replace_forward(block, partial(compute_block, block, forwards[type(block)])))
+        return undo.close
 
-        def put_back() -> None:
-            handle.remove()
-            for _, module, before in attending:
-                module.set_processor(before)
-            for block in blocks:
-                del block.forward
 
-        return put_back
+def put_back_processor(module: Any, own: Any, before: Any) -> None:
+    if module.processor is own:  # and not one that somebody has put there since
+        module.set_processor(before)
+
+
+def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    is_plain = forward == MethodType(type(block).forward, block)
+    return ours(block, *args, **kwargs) if is_plain else forward(*args, **kwargs)
 
 
 def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
@@ -218,21 +223,6 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
                 f"{name}.processor became a {type(module.processor).__name__} inside the `with` block and would attend "
                 f"to a shard: load and unload adapters before the block"
             )
-
-
-def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
-    """Gives a model `compute(forward, ...)` in the place of `forward(...)`; the returned function puts that back, also
-    where somebody has replaced it before."""
-    before, was_replaced = model.forward, "forward" in vars(model)
-    model.forward = wraps(before)(partial(compute, before))
-
-    def put_back() -> None:
-        if was_replaced:
-            model.forward = before
-        else:
-            del model.forward
-
-    return put_back
 
 
 def form_of(value: Any) -> Any:

@@ -24,7 +24,6 @@ from cocodiff.models.adapter import (
     check_in_place,
     check_plain,
     form_of,
-    replace_forward,
 )
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
@@ -39,6 +38,7 @@ from cocodiff.models.planned_attention import (
 )
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.models.provenance import Marks, TorchFunctions
+from cocodiff.replacing import replace_forward
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 

@@ -18,17 +18,9 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.checks import cache_on, check_not_compiled
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import (
-    Adapter,
-    Arguments,
-    AttentionProcessor,
-    Forward,
-    Hook,
-    Shard,
-    check_in_place,
-    replace_forward,
-)
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard, check_in_place
 from cocodiff.models.family import Family
+from cocodiff.replacing import replace_forward
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 
