@@ -22,10 +22,14 @@ def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], allowed: Contai
     for name, module in modules:
         in_place = module._compiled_call_impl is not None
         if type(module).__name__ == "OptimizedModule" or (in_place and name not in allowed):
-            raise UserError(
-                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
-                f"parallelize the model that is not compiled, with compile=True"
-            )
+            raise is_compiled(name or "the transformer")
+
+
+def is_compiled(name: str) -> UserError:
+    return UserError(
+        f"{name} is compiled by torch.compile, which would keep the attention it saw: parallelize the model that is "
+        f"not compiled, with compile=True"
+    )
 
 
 def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:

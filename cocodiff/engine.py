@@ -7,12 +7,12 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from cocodiff import checks
@@ -35,7 +35,7 @@ from cocodiff.models.experts import experts_of
 from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
-from cocodiff.replacing import replace, replace_forward
+from cocodiff.replacing import replace, replace_forward, signature_of
 from cocodiff.results import HasResults, Reporting
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
@@ -101,7 +101,7 @@ class Engine(HasResults):
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._caches = self._step_caches()
-        self._signature = inspect.signature(self.model.forward)
+        self._signature = signature_of(self.model)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
@@ -227,7 +227,10 @@ class Engine(HasResults):
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         yield self.adapter.attach(model, self, kernels)
-        yield model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove
+        on_call = torch.compiler.disable(self._on_call)  # runs as it is where somebody compiles what calls the model
+        yield model.register_forward_pre_hook(
+            lambda *call: on_call(*call, torch.compiler.is_compiling()), with_kwargs=True
+        ).remove
         # Tokens are cut where they enter the model, and gathered where they leave it.
         for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
             yield hook.register().remove
@@ -272,9 +275,11 @@ class Engine(HasResults):
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_compiled: bool
     ) -> tuple[tuple[()], Arguments] | None:
         """Before each call of a model. Returns the arguments where this rank computes some rows of the batch."""
+        if is_compiled:
+            raise checks.is_compiled("the transformer")
         self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)

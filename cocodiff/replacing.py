@@ -7,8 +7,10 @@ the length of a call, and what somebody has kept of it does nothing once it is p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 Function = Callable[..., Any]
@@ -24,6 +26,11 @@ def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
             vars(of).pop(name) if before is of else vars(of).update({name: before})
 
     return put_back
+
+
+def signature_of(module: Any) -> inspect.Signature:
+    """What a module is called with, by its class: somebody's own `forward` may take `*args`."""
+    return inspect.signature(MethodType(type(module).forward, module))
 
 
 def replace_forward(module: Any, compute: Function) -> Callable[[], None]:

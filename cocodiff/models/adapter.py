@@ -4,7 +4,6 @@ enter and gathered where they leave. `docs/new-model.md` tells how one is writte
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE, image_and_text
-from cocodiff.replacing import replace_forward
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 
 
@@ -54,7 +53,7 @@ class Hook:
         if self.output is not None:
             change_output = self.output
             return self.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
-        signature, change = inspect.signature(self.module.forward), self.arguments
+        signature, change = signature_of(self.module), self.arguments
         assert change is not None, "a hook changes arguments or output"
 
         def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:

@@ -4,7 +4,6 @@ so, and attention is taken where torch computes it, in the order in which the mo
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +37,7 @@ from cocodiff.models.planned_attention import (
 )
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.models.provenance import Marks, TorchFunctions
-from cocodiff.replacing import replace_forward
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 
@@ -132,7 +131,7 @@ class PlannedModel:
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._steps = list(steps_of(plan, model))
         self._names = [step.name for step in self._steps]
-        self._signature = inspect.signature(model.forward)
+        self._signature = signature_of(model)
         self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
         self._exits: dict[Any, dict[str, Segment]] = {}
         self._marks: Marks | None = None  # while a call is followed
@@ -246,7 +245,7 @@ class PlannedModel:
     def _hooks_at(self, step: Step) -> list[Any]:
         handles: list[Any] = []
         if step.arguments:
-            signature = inspect.signature(step.module.forward)
+            signature = signature_of(step.module)
 
             def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
                 bound = signature.bind(*args, **kwargs)
@@ -260,7 +259,7 @@ class PlannedModel:
 
     def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
         for name, cuts in step.arguments.items():
-            if name not in arguments and name not in inspect.signature(step.module.forward).parameters:
+            if name not in arguments and name not in signature_of(step.module).parameters:
                 raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
             if arguments.get(name) is not None:
                 arguments[name] = self._cut_value(cuts, arguments[name], name)
