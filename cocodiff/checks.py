@@ -3,7 +3,7 @@ calls, since a user may change it in between."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,18 @@ def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], allowed: Contai
         in_place = module._compiled_call_impl is not None
         if type(module).__name__ == "OptimizedModule" or (in_place and name not in allowed):
             raise is_compiled(name or "the transformer")
+
+
+def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's hook that runs as it is where torch.compile traces what calls it. Raises UserError there."""
+
+    def call(is_traced: bool, *args: Any) -> Any:
+        if is_traced:
+            raise is_compiled("the transformer")
+        return hook(*args)
+
+    outside = torch.compiler.disable(call)
+    return lambda *args: outside(torch.compiler.is_compiling(), *args)
 
 
 def is_compiled(name: str) -> UserError:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from cocodiff import checks
@@ -227,10 +226,7 @@ class Engine(HasResults):
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         yield self.adapter.attach(model, self, kernels)
-        on_call = torch.compiler.disable(self._on_call)  # runs as it is where somebody compiles what calls the model
-        yield model.register_forward_pre_hook(
-            lambda *call: on_call(*call, torch.compiler.is_compiling()), with_kwargs=True
-        ).remove
+        yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
         # Tokens are cut where they enter the model, and gathered where they leave it.
         for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
             yield hook.register().remove
@@ -275,11 +271,9 @@ class Engine(HasResults):
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_compiled: bool
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], Arguments] | None:
         """Before each call of a model. Returns the arguments where this rank computes some rows of the batch."""
-        if is_compiled:
-            raise checks.is_compiled("the transformer")
         self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
