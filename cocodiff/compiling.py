@@ -104,8 +104,7 @@ class Compiler:
         self._breaks_before = other_breaks() if blocks else 0
         for name, block in blocks:
             for part in parts_outside(block):
-                outside = MethodType(self.outside(type(part)._call_impl), part)
-                undo.callback(replace(part, "_call_impl", outside))
+                undo.callback(replace(part, "_call_impl", MethodType(self.outside(type(part)._call_impl), part)))
             if name in self.by_user:
                 compiled = without_fullgraph(name, block._compiled_call_impl)
                 call = partial(self._unless_paused, compiled, block._call_impl)

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
-from cocodiff.replacing import replace_method
+from cocodiff.replacing import replace
 
 
-def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], None]]:
-    """Puts the calls that the setting `vae` asks for in the place of a VAE's own: gives what takes each off. The VAE
-    stays the pipeline's, with all else that it is.
+def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], object]]:
+    """Puts the calls that the setting `vae` asks for in the place of a VAE's own; gives what takes each off.
 
     Raises UserError for `tiled` with a VAE that has no tiles, and for `sharded` with one that is not known in bands."""
     if how == "all" or (how == "one" and transport.size == 1):
@@ -29,30 +28,26 @@ def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[],
     shared = {"one": OneRankVAE, "tiled": TiledVAE, "sharded": ShardedVAE}[how](vae, transport)
     for name in ("encode", "decode"):
         if hasattr(shared, name):
-            yield replace_method(vae, name, getattr(shared, name))
+            calls = [getattr(vae, name), getattr(shared, name)]
+            yield calls.pop  # should others have kept what calls the last one
+            yield replace(vae, name, lambda *args, _calls=calls, **kwargs: _calls[-1](*args, **kwargs))
 
 
 class SharedVAE:
     def __init__(self, vae: Any, transport: Transport) -> None:
-        self._vae, self._transport = vae, transport
+        self._vae, self._transport, self._decode = vae, transport, vae.decode
 
     def _copy(self, tiling: bool) -> Any:
         """The VAE as its class has it, with the same weights; tiling: its `use_tiling`."""
-        kind: Any = type(self._vae)
-        vae = kind.__new__(kind)
-        replaced = ("encode", "decode", "__getstate__")
-        vars(vae).update({name: value for name, value in vars(self._vae).items() if name not in replaced})
-        vae.use_tiling = tiling
+        vae: Any = object.__new__(type(self._vae))
+        own = {name: value for name, value in vars(self._vae).items() if name not in ("encode", "decode")}
+        vars(vae).update(own, use_tiling=tiling)
         return vae
 
 
 class OneRankVAE(SharedVAE):
     """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
     from the pipeline's random generators, so every rank does it."""
-
-    def __init__(self, vae: Any, transport: Transport) -> None:
-        super().__init__(vae, transport)
-        self._decode = vae.decode
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
         """As the VAE's own. Every rank calls it and gets rank 0's image, on its own device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +192,8 @@ class Engine(HasResults):
             if self.compiler is not None:
                 self.compiler.check(model)
         try:
-            self._share_vae()
-            for number, model in enumerate(self._models):
-                for take_off in self._put_on(number, model):
-                    self._undo.callback(take_off)
+            for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
+                self._undo.callback(take_off)
         except BaseException:
             self._undo.close()
             raise
@@ -238,15 +237,14 @@ class Engine(HasResults):
             yield replace_forward(model, self._guided.compute)
         yield replace(model, "__getstate__", self.__reduce__)
 
-    def _share_vae(self) -> None:
-        """Has the ranks do together what they call the pipeline's VAE for."""
+    def _share_vae(self) -> Iterator[Callable[[], object]]:
+        """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
             from cocodiff.decoding import share_vae
 
-            for take_off in share_vae(vae, self.config.vae, self.transport):
-                self._undo.callback(take_off)
-            self._undo.callback(replace(vae, "__getstate__", self.__reduce__))
+            yield from share_vae(vae, self.config.vae, self.transport)
+            yield replace(vae, "__getstate__", self.__reduce__)
 
     def _tell_of(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that this one leaves with, unless it came from them."""
@@ -255,8 +253,7 @@ class Engine(HasResults):
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def __reduce__(self) -> Any:
-        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job; so do
-        the parts of it whose `__getstate__` this is."""
+        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
         name = type(self._pipe or self.model).__name__
         raise UserError(
             f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"

@@ -1,9 +1,7 @@
-"""Puts calls of ours in the place of a module's own, for the length of a `with` block, where others do so too.
+"""Ours in the place of a module's own calls, while others put theirs there too.
 
-Offloading takes its hooks off after each image and puts them on again, and with them whatever has been put around
-`forward` since. So ours is no attribute that others wrap, keep or drop: it goes around the `forward` of the moment, for
-the length of a call, and what somebody has kept of it does nothing once it is put back.
-"""
+Offloading takes its hooks off after each image and puts them on again, and with them whatever lies around `forward`
+since. So ours goes around the `forward` of the moment, for the length of a call."""
 
 from __future__ import annotations
 
@@ -13,11 +11,14 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
-Function = Callable[..., Any]
+
+def signature_of(module: Any) -> inspect.Signature:
+    """What a module is called with, by its class: somebody's own `forward` may take `*args`."""
+    return inspect.signature(MethodType(type(module).forward, module))
 
 
 def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets an attribute of an object; the returned function puts the old one back, unless others have set it since."""
+    """Sets an attribute; the returned function puts the old one back, unless others have set it since."""
     before = vars(of).get(name, of)
     vars(of)[name] = value
 
@@ -28,52 +29,30 @@ def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
     return put_back
 
 
-def signature_of(module: Any) -> inspect.Signature:
-    """What a module is called with, by its class: somebody's own `forward` may take `*args`."""
-    return inspect.signature(MethodType(type(module).forward, module))
-
-
-def replace_forward(module: Any, compute: Function) -> Callable[[], None]:
-    """In each call of a module, `compute(forward, ...)` stands in the place of `forward(...)`, whatever that is then;
-    of several the last one is outermost. The returned function takes it away."""
+def replace_forward(module: Any, compute: Callable[..., Any]) -> Callable[[], None]:
+    """In each call of a module, `compute(forward, ...)` stands in the place of `forward(...)`; of several the last one
+    is outermost. The returned function takes it away, also from what somebody has kept of the module's call."""
     call = module._call_impl
-    if not isinstance(call, _Call):
-        module._call_impl = call = _Call(module)
-    call.computes.append(compute)
+    if getattr(call, "func", None) is not call_with:
+        call = module._call_impl = partial(call_with, [], module, call)
+    computes = call.args[0]
+    computes.append(compute)
 
     def put_back() -> None:
-        call.computes.remove(compute)
-        if not call.computes and vars(module).get("_call_impl") is call:
+        computes.remove(compute)
+        if not computes:
             del module._call_impl
 
     return put_back
 
 
-class _Call:
-    """In the place of torch's `_call_impl`, which looks up `forward` and runs a module's hooks before and after it."""
-
-    def __init__(self, module: Any) -> None:
-        self.computes: list[Function] = []
-        self._module, self._call = module, module._call_impl
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._module.forward
-        for compute in self.computes:
-            forward = wraps(forward)(partial(compute, forward))
-        put_back = replace(self._module, "forward", forward)
-        try:
-            return self._call(*args, **kwargs)
-        finally:
-            put_back()
-
-
-def replace_method(of: Any, name: str, compute: Function) -> Callable[[], None]:
-    """Calls `compute` in the place of an object's method; the returned function puts the method back."""
-    before, computes = getattr(of, name), [compute]
-    put_back = replace(of, name, wraps(before)(lambda *args, **kwargs: (computes or [before])[0](*args, **kwargs)))
-
-    def end() -> None:
-        computes.clear()
+def call_with(computes: list[Any], module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of torch's `_call_impl`, which looks up `forward` and runs a module's hooks around it."""
+    forward = module.forward
+    for compute in computes:
+        forward = wraps(forward)(partial(compute, forward))
+    put_back = replace(module, "forward", forward)
+    try:
+        return call(*args, **kwargs)
+    finally:
         put_back()
-
-    return end

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -191,22 +190,23 @@ class Adapter(ABC):
         ours = self.processors()
         for name, module, before in attending:
             check_plain(name, module, before, ours)
-        undo, placed = ExitStack(), []
         for name, module, before in attending:
-            own = ours[type(before)](host, name, kernels, before)
-            module.set_processor(own)
-            placed.append((name, module, own))
-            undo.callback(put_back_processor, module, own, before)
-        undo.callback(model.register_forward_pre_hook(partial(check_placed, placed)).remove)
-        forwards = self.blocks()
-        for block in (module for module in model.modules() if type(module) in forwards):
-            undo.callback(replace_forward(block, partial(compute_block, block, forwards[type(block)])))
-        return undo.close
+            module.set_processor(ours[type(before)](host, name, kernels, before))
+        placed = [(name, module, module.processor) for name, module, _ in attending]
 
+        handle, forwards = model.register_forward_pre_hook(partial(check_placed, placed)), self.blocks()
+        blocks = [module for module in model.modules() if type(module) in forwards]
+        undo = [replace_forward(block, partial(compute_block, block, forwards[type(block)])) for block in blocks]
 
-def put_back_processor(module: Any, own: Any, before: Any) -> None:
-    if module.processor is own:  # and not one that somebody has put there since
-        module.set_processor(before)
+        def put_back() -> None:
+            handle.remove()
+            for (_, module, before), (*_, own) in zip(attending, placed, strict=True):
+                if module.processor is own:  # and not one that somebody has put there since
+                    module.set_processor(before)
+            for take_off in undo:
+                take_off()
+
+        return put_back
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:

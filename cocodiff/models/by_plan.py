@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -148,14 +148,11 @@ class PlannedModel:
                 module.register_forward_pre_hook(lambda m, a, k, n=name: self._enter(n, m, a, k), with_kwargs=True)
             )
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        put_back = replace_forward(self._model, self._forward)
-
-        def detach() -> None:
-            put_back()
-            for handle in handles:
-                handle.remove()
-
-        return detach
+        undo = ExitStack()
+        for handle in handles:
+            undo.callback(handle.remove)
+        undo.callback(replace_forward(self._model, self._forward))
+        return undo.close
 
     # One call of the model ------------------------------------------------------------------------------------------
 
