@@ -3,7 +3,7 @@ calls, since a user may change it in between."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,16 +16,29 @@ from cocodiff.errors import UserError
 COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
 
 
-def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], allowed: Container[str] = ()) -> None:
+def check_not_compiled(
+    modules: Iterable[tuple[str, nn.Module]], allowed: Container[str] = (), is_traced: bool = False
+) -> None:
     """modules: with their names; the transformer's own is empty. allowed: names of those that may be compiled in place.
-    Raises UserError for others that are compiled."""
+    is_traced: whether they are called by what is compiled. Raises UserError for others that are compiled."""
     for name, module in modules:
-        in_place = module._compiled_call_impl is not None
+        in_place = is_traced or module._compiled_call_impl is not None
         if type(module).__name__ == "OptimizedModule" or (in_place and name not in allowed):
             raise UserError(
                 f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
                 f"parallelize the model that is not compiled, with compile=True"
             )
+
+
+def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's hook; where torch.compile traces what calls the model it raises UserError."""
+
+    def call(is_traced: bool, model: nn.Module, *arguments: Any) -> Any:
+        check_not_compiled([("", model)], is_traced=is_traced)
+        return hook(model, *arguments)
+
+    untraced = torch.compiler.disable(call)
+    return lambda *args: untraced(torch.compiler.is_dynamo_compiling(), *args)
 
 
 def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:

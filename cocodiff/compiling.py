@@ -8,8 +8,9 @@ each by itself, between messages, and wait for a rank that compiles as for one t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from cocodiff.checks import called_often, stateful_hooks
 from cocodiff.errors import UserError
+from cocodiff.replacing import replace, replace_forward
 from cocodiff.trace import Trace
 
 BACKEND = "inductor"
@@ -83,32 +85,38 @@ class Compiler:
                 f"{name or 'the transformer'} has the cache hook {type(hook).__name__}, and compiled blocks have no "
                 f"place for what it decides: call transformer.disable_cache(), or run without compile"
             )
-        for name, block in blocks:
+        self.check_forwards(model)
+
+    def check_forwards(self, model: nn.Module) -> None:
+        """Raises UserError for a block whose forward is not its class's."""
+        for name, block in self.blocks_of(model):
             if "forward" in vars(block):
                 raise UserError(
                     f"{name} cannot be compiled: its forward was replaced, as hooks for offloading do: remove them, or "
                     f"run without compile"
                 )
 
-    def attach(self, model: nn.Module) -> Callable[[], None]:
+    def attach(self, model: nn.Module, forwards: Mapping[type, Function]) -> Callable[[], None]:
         """Compiles a model's blocks, or has those that the user has compiled break their graphs at attention; the
-        returned function puts the old ones back."""
+        returned function puts the old ones back. forwards: that stand in for those of some classes of blocks."""
         blocks, undo = self.blocks_of(model), ExitStack()
         self.by_user |= {name for name, block in blocks if block._compiled_call_impl is not None}
         self._breaks_before = other_breaks() if blocks else 0
         for name, block in blocks:
             for part in parts_outside(block):
-                _replace(undo, part, "_call_impl", MethodType(self.outside(type(part)._call_impl), part))
+                undo.callback(replace(part, "_call_impl", MethodType(self.outside(type(part)._call_impl), part)))
             if name in self.by_user:
                 compiled = without_fullgraph(name, block._compiled_call_impl)
-                _replace(undo, block, "_compiled_call_impl", self._unless_paused(compiled, block._call_impl))
+                call = partial(self._unless_paused, compiled, block._call_impl)
+                undo.callback(replace(block, "_compiled_call_impl", call))
             else:
-                compiled = MethodType(self.compiled(block.forward.__func__), block)
-                _replace(undo, block, "forward", self._unless_paused(compiled, block.forward))
+                function = forwards.get(type(block), type(block).forward)
+                compiled = MethodType(self.compiled(function), block)
+                undo.callback(replace_forward(block, partial(self._unless_paused, compiled)))
         return undo.close
 
-    def _unless_paused(self, compiled: Function, plain: Function) -> Function:
-        return lambda *args, **kwargs: (plain if self.paused else compiled)(*args, **kwargs)
+    def _unless_paused(self, compiled: Function, plain: Function, *args: Any, **kwargs: Any) -> Any:
+        return (plain if self.paused else compiled)(*args, **kwargs)
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Those that are compiled, with their names."""
@@ -180,10 +188,3 @@ def without_fullgraph(name: str, compiled: Function) -> Function:
             ) from error
 
     return call
-
-
-def _replace(undo: ExitStack, of: Any, name: str, value: object) -> None:
-    """Sets an attribute, and has it put back."""
-    before = vars(of).get(name, undo)
-    setattr(of, name, value)
-    undo.callback(delattr, of, name) if before is undo else undo.callback(setattr, of, name, before)

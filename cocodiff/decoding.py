@@ -1,13 +1,12 @@
-"""Decoding latents into images, on one rank, or in tiles or bands on all: what stands in for a pipeline's VAE."""
+"""Decoding latents into images, on one rank, or in tiles or bands on all: a pipeline's VAE in a `with` block."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,28 +16,36 @@ from torch import Tensor, nn
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import Transport
 from cocodiff.errors import UserError
+from cocodiff.replacing import replace
 
 
-def shared_vae(vae: Any, how: str, transport: Transport) -> Any:
-    """The stand-in for a pipeline's VAE by the setting `vae`; the VAE itself where every rank decodes by itself.
+def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], object]]:
+    """Puts the calls that the setting `vae` asks for in the place of a VAE's own; gives what takes each off.
 
     Raises UserError for `tiled` with a VAE that has no tiles, and for `sharded` with one that is not known in bands."""
-    if how in ("tiled", "sharded"):
-        return (TiledVAE if how == "tiled" else ShardedVAE)(vae, transport)
-    return OneRankVAE(vae, transport) if how == "one" and transport.size > 1 else vae
+    if how == "all" or (how == "one" and transport.size == 1):
+        return
+    shared = {"one": OneRankVAE, "tiled": TiledVAE, "sharded": ShardedVAE}[how](vae, transport)
+    for name in ("encode", "decode"):
+        if hasattr(shared, name):
+            calls = [getattr(vae, name), getattr(shared, name)]
+            yield calls.pop  # should others have kept what calls the last one
+            yield replace(vae, name, lambda *args, _calls=calls, **kwargs: _calls[-1](*args, **kwargs))
 
 
-class WrappedVAE:
-    """Everything but what a subclass has is the VAE's own."""
-
+class SharedVAE:
     def __init__(self, vae: Any, transport: Transport) -> None:
-        self._vae, self._transport = vae, transport
+        self._vae, self._transport, self._decode = vae, transport, vae.decode
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._vae, name)
+    def _copy(self, tiling: bool) -> Any:
+        """The VAE as its class has it, with the same weights; tiling: its `use_tiling`."""
+        vae: Any = object.__new__(type(self._vae))
+        own = {name: value for name, value in vars(self._vae).items() if name not in ("encode", "decode")}
+        vars(vae).update(own, use_tiling=tiling)
+        return vae
 
 
-class OneRankVAE(WrappedVAE):
+class OneRankVAE(SharedVAE):
     """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
     from the pipeline's random generators, so every rank does it."""
 
@@ -48,12 +55,12 @@ class OneRankVAE(WrappedVAE):
 
         image = None
         if self._transport.rank == 0:
-            image = self._vae.decode(z, return_dict=False, **options)[0].cpu()
+            image = self._decode(z, return_dict=False, **options)[0].cpu()
         image = self._transport.broadcast_object(image).to(z.device)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
 
-class TiledVAE(WrappedVAE):
+class TiledVAE(SharedVAE):
     """All ranks decode, each some of the tiles that the VAE cuts by itself once its `enable_tiling()` was called: the
     image is bit for bit that of one process with tiling.
 
@@ -75,7 +82,7 @@ class TiledVAE(WrappedVAE):
 
     def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
         """As the VAE's own with tiling. Every rank calls it, none waits for another."""
-        return self._tiling().encode(x, return_dict=return_dict, **options)
+        return self._copy(tiling=True).encode(x, return_dict=return_dict, **options)
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
         """As the VAE's own with tiling. Every rank calls it with the same latents and gets the same image.
@@ -97,15 +104,9 @@ class TiledVAE(WrappedVAE):
         return self._decode_with(decoder, z, return_dict=return_dict, **options)
 
     def _decode_with(self, decoder: nn.Module, z: Tensor, **options: Any) -> Any:
-        vae = self._tiling()
+        vae = self._copy(tiling=True)
         vae._modules = {**vae._modules, "decoder": decoder}
-        return type(vae).decode(vae, z, **options)
-
-    def _tiling(self) -> Any:
-        """A copy of the VAE that shares its weights and has tiling on; the VAE itself stays as it is."""
-        vae = copy.copy(self._vae)
-        vae.use_tiling = True
-        return vae
+        return vae.decode(z, **options)
 
 
 class _NotingDecoder(nn.Module):
@@ -134,7 +135,7 @@ class _ReturningDecoder(nn.Module):
         return next(self._tiles)
 
 
-class ShardedVAE(WrappedVAE):
+class ShardedVAE(SharedVAE):
     """All ranks decode, each a band of the picture along its longer side, and encode so: the same as one process up to
     rounding, since rows that layers need of other bands are sent (`bands.py`). A rank needs the memory of its band.
 
@@ -160,7 +161,7 @@ class ShardedVAE(WrappedVAE):
         from cocodiff.bands import halvings
 
         def parameters(vae: Any, band: Tensor) -> Tensor:
-            return type(vae).encode(vae, band, return_dict=False, **options)[0].parameters
+            return vae.encode(band, return_dict=False, **options)[0].parameters
 
         patch = getattr(self._vae.config, "patch_size", None)  # a whole number where the VAE itself cuts patches
         found = DiagonalGaussianDistribution(
@@ -173,7 +174,7 @@ class ShardedVAE(WrappedVAE):
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         def sample(vae: Any, band: Tensor) -> Tensor:
-            return type(vae).decode(vae, band, return_dict=False, **options)[0]
+            return vae.decode(band, return_dict=False, **options)[0]
 
         image = self._in_bands(sample, z, 1)
         return DecoderOutput(sample=image) if return_dict else (image,)
@@ -189,12 +190,10 @@ class ShardedVAE(WrappedVAE):
         rows = [(latent_rows + band) // bands for band in range(bands)]
         own = []
         if transport.rank < bands:
-            vae = copy.copy(self._vae)
-            vae.use_tiling = False
             ends = [factor * end for end in itertools.accumulate(rows)][:-1]
             band = x.tensor_split(ends, axis)[transport.rank]
             with Bands(Part(transport, range(bands)), rows, axis) if bands > 1 else contextlib.nullcontext():
-                own.append(call(vae, band))
+                own.append(call(self._copy(tiling=False), band))
         return torch.cat([*itertools.chain(*tensors_of_all(own, transport, x, "the exchange of decoded bands"))], axis)
 
 

@@ -7,9 +7,9 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,12 @@ from cocodiff.guidance.ranks import GuidedRanks
 from cocodiff.guidance.rule import GuidanceRule, parts_fit
 from cocodiff.kernels import Kernels
 from cocodiff.models import family_of
-from cocodiff.models.adapter import Arguments, replace_forward
+from cocodiff.models.adapter import Arguments
 from cocodiff.models.experts import experts_of
 from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
+from cocodiff.replacing import replace, replace_forward, signature_of
 from cocodiff.results import HasResults, Reporting
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
@@ -100,7 +101,7 @@ class Engine(HasResults):
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
         self._caches = self._step_caches()
-        self._signature = inspect.signature(self.model.forward)
+        self._signature = signature_of(self.model)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
         self.rank, self.size = self.transport.rank, self.transport.size
@@ -190,15 +191,12 @@ class Engine(HasResults):
             self._check_model(model.named_modules(), checks.block_names(model))
             if self.compiler is not None:
                 self.compiler.check(model)
-        shared = self._shared_vae()
         try:
-            for number, model in enumerate(self._models):
-                for take_off in self._put_on(number, model):
-                    self._undo.callback(take_off)
+            for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
+                self._undo.callback(take_off)
         except BaseException:
             self._undo.close()
             raise
-        self._replace_vae(shared)
         self.counter = StepCounter()
         self._inside = True
         return self
@@ -227,30 +225,26 @@ class Engine(HasResults):
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         yield self.adapter.attach(model, self, kernels)
-        yield model.register_forward_pre_hook(self._on_call, with_kwargs=True).remove
+        yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
         # Tokens are cut where they enter the model, and gathered where they leave it.
         for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
             yield hook.register().remove
         if self.compiler is not None:
-            yield self.compiler.attach(model)
+            yield self.compiler.attach(model, self.adapter.blocks())
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
             yield replace_forward(model, self._guided.compute)
+        yield replace(model, "__getstate__", self.__reduce__)
 
-    def _shared_vae(self) -> Any:
-        """What decodes in the place of the pipeline's VAE; None where it has none."""
+    def _share_vae(self) -> Iterator[Callable[[], object]]:
+        """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
         vae = getattr(self._pipe, "vae", None)
-        if vae is None:
-            return None
-        from cocodiff.decoding import shared_vae
+        if vae is not None:
+            from cocodiff.decoding import share_vae
 
-        return shared_vae(vae, self.config.vae, self.transport)
-
-    def _replace_vae(self, shared: Any) -> None:
-        if shared is not None:
-            self._undo.callback(setattr, self._pipe, "vae", self._pipe.vae)
-            self._pipe.vae = shared
+            yield from share_vae(vae, self.config.vae, self.transport)
+            yield replace(vae, "__getstate__", self.__reduce__)
 
     def _tell_of(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that this one leaves with, unless it came from them."""
@@ -303,6 +297,8 @@ class Engine(HasResults):
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model), self.compiler.by_user if self.compiler else ())
+        if self.compiler is not None:
+            self.compiler.check_forwards(self.model)
         self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)

@@ -10,7 +10,6 @@ the other branch of guidance, take no part.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 from cocodiff.errors import UserError
 from cocodiff.guidance.containers import mapped
-from cocodiff.models.adapter import Forward, form_of, replace_forward
+from cocodiff.models.adapter import Forward, form_of
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.sequence import SequenceRanks
 from cocodiff.wire.coding import Moment, StepNotes
 
@@ -99,7 +99,7 @@ class FirstBlockCache:
         ]
         if len(self._blocks) < 2:
             raise self._refusal(f"has {len(self._blocks)} block(s) in lists named {', '.join(BLOCK_LISTS)}")
-        self._signature = inspect.signature(self._blocks[0].forward)
+        self._signature = signature_of(self._blocks[0])
         self._image = place_of_image(self._blocks[0])
         self._run, self._call = -1, None  # type: int, Call | None
         self._kept: dict[Any, Kept] = {}

@@ -11,7 +11,7 @@ from test_engine_pipelines import inpainting, restored
 from tiny_pipelines import flux2_pipeline, image_vae, qwen_pipeline
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.decoding import TiledVAE, deal_tiles
+from cocodiff.decoding import TiledVAE, deal_tiles, share_vae
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
@@ -57,19 +57,22 @@ def test_tiles_of_all_ranks_are_one_process_with_tiling(name, size):
             vae.enable_slicing()
             return [*images, vae.decode(latents[2]).sample, vae.encode(image).latent_dist.mode()]
 
-    def with_count(vae: Any, stand_in: Any) -> tuple[list[torch.Tensor], int]:
+    def with_count(vae: Any) -> tuple[list[torch.Tensor], int]:
         decoded: list[int] = []
         vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(1))
-        return results(stand_in), len(decoded)
+        return results(vae), len(decoded)
 
     plain = copy.deepcopy(vae)
     plain.use_tiling = True
-    expected, tiles = with_count(plain, plain)
+    expected, tiles = with_count(plain)
 
     def work(transport: Any) -> tuple[list[torch.Tensor], int]:
         own = copy.deepcopy(vae)
-        found = with_count(own, TiledVAE(own, transport))
-        assert not own.use_tiling
+        undo = [*share_vae(own, "tiled", transport)]
+        found = with_count(own)
+        for take_off in undo:
+            take_off()
+        assert not own.use_tiling and not {"encode", "decode"} & vars(own).keys()
         return found
 
     of_ranks = run_ranks(size, work)
@@ -89,11 +92,8 @@ def test_a_pipeline_is_restored_in_tiles():
 
     def work(transport: Any) -> torch.Tensor:
         own = copy.deepcopy(pipe)
-        vae = own.vae
         with parallelize(own, transport=transport, vae="tiled"):
-            image = restored(own, arguments)
-        assert own.vae is vae
-        return image
+            return restored(own, arguments)
 
     images = {size: run_ranks(size, work) for size in (1, 3)}
     pipe.vae.enable_tiling()

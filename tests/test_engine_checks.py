@@ -248,6 +248,13 @@ def test_a_model_compiled_after_parallelize_is_refused(block, alone):
             model(**inputs)
 
 
+def test_a_model_that_is_compiled_from_outside_is_refused(alone):
+    model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
+    refused = pytest.raises(UserError, match=r"^the transformer is compiled by torch\.compile")
+    with torch.no_grad(), parallelize(model, transport=alone), refused:
+        torch.compile(model, backend="eager")(**inputs)
+
+
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 

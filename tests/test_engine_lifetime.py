@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import sd3_inputs, sd3_transformer
+from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.engine import parallelize
@@ -71,8 +72,53 @@ def test_an_engine_that_opened_its_transport_opens_another_when_entered_again():
         assert engine.transport.closed
 
 
+@pytest.mark.parametrize("part", ["pipe", "transformer", "vae"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_nothing_that_holds_the_engine_is_copied(copied, part):
+    pipe = sd3_pipeline()
+    target = getattr(pipe, part, pipe)
+    with parallelize(pipe, transport=LoopbackTransport(LoopbackWorld(1), 0)):
+        if copied is copy.copy and part == "pipe":  # another pipeline of the same parts
+            assert copied(pipe).vae is pipe.vae
+        else:
+            with pytest.raises(UserError, match="this StableDiffusion3Pipeline is parallel and can be neither"):
+                copied(target)
+    copied(target)
+
+
+def test_what_others_put_around_calls_inside_the_block_stays_theirs():
+    """And nothing of ours in it."""
+    pipe = sd3_pipeline()
+    model, vae, latents = pipe.transformer, pipe.vae, torch.zeros(1, 16, 4, 4)
+    inputs = sd3_inputs(2, 8, 8, 3) | {
+        "hidden_states": torch.ones(2, 16, 8, 8),
+        "encoder_hidden_states": torch.ones(2, 3, TEXT_WIDTH),
+    }
+    with torch.no_grad():
+        plain = model(**inputs).sample, vae.decode(latents).sample
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(pipe)
+        before, calls = [own.transformer.forward, own.vae.decode], []
+
+        def around(call: Any) -> Any:
+            return lambda *args, **kwargs: calls.append(1) or call(*args, **kwargs)
+
+        with parallelize(own, transport=transport, guidance_parallel=2):
+            own.transformer.forward, own.vae.decode = around(own.transformer.forward), around(own.vae.decode)
+            found = [(own.transformer(**inputs).sample, own.vae.decode(latents).sample)]
+        transport.close()
+        found.append((own.transformer(**inputs).sample, own.vae.decode(latents).sample))
+        assert len(calls) == 4
+        own.transformer.forward, own.vae.decode = before
+        for one in found:
+            torch.testing.assert_close(one, plain, rtol=0, atol=1e-5)
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_parallel_pipeline_is_not_copied(copied):
+def test_a_parallel_transformer_is_not_copied(copied):
     model = sd3_transformer(4)
     with (
         parallelize(model, transport=LoopbackTransport(LoopbackWorld(1), 0)),

@@ -10,7 +10,6 @@ from covering import all_but
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.decoding import OneRankVAE
 from cocodiff.engine import parallelize
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import INPAINT
@@ -78,9 +77,9 @@ def test_equals_one_process(name, size):
         components, config = dict(own.components), dict(own.config)
         for exchange, order in VARIANTS:
             with parallelize(own, transport=transport, exchange=exchange, order=order):
-                assert isinstance(own.vae, OneRankVAE)
                 images.append(restored(own, arguments))
             assert all(own.components[part] is module for part, module in components.items())
+            assert "decode" not in vars(own.vae)
             assert dict(own.config) == config
         return images
 
@@ -107,6 +106,31 @@ def test_latents_are_decoded_on_one_rank_or_on_all():
         return calls
 
     assert run_ranks(3, work) == [[1, 2], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("vae", ["one", "tiled", "sharded"])
+def test_inside_the_block_a_pipeline_has_all_its_parts(vae, tmp_path):
+    """Whatever walks over them finds the VAE as well."""
+    pipe, arguments = inpainting("flux")
+    pipe.save_pretrained(tmp_path / "plain")
+    files = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*"))
+
+    def work(transport: Any) -> torch.Tensor:
+        own, folder = copy.deepcopy(pipe), tmp_path / str(transport.rank)
+        with parallelize(own, transport=transport, vae=vae):
+            own.save_pretrained(folder)
+            assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == files
+            index = "model_index.json"
+            assert (folder / index).read_text() == (tmp_path / "plain" / index).read_text()
+            own.to(torch.float64)
+            image = restored(own, wide)
+        assert own.vae.dtype == torch.float64
+        return image
+
+    wide = {name: x.double() if "embeds" in name else x for name, x in arguments.items()}
+    images, plain = run_ranks(2, work), restored(pipe.to(torch.float64), wide)
+    for image in images:
+        torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
 
 
 def test_every_family_is_here():

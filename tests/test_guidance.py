@@ -372,6 +372,28 @@ def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, spli
         torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["sd3", "qwen"])
+def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(name):
+    """As diffusers does it after each image."""
+    pipe, arguments = guiding(name)
+    plain = restored(pipe, arguments)
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own, sent, images = copy.deepcopy(pipe), [0], []
+        own.enable_model_cpu_offload(device="cpu")
+        with parallelize(own, transport=transport, guidance_parallel=2) as engine:
+            for _ in range(3):
+                images.append(restored(own, arguments))
+                sent.append(sum(engine.bytes("guidance").values()))
+        assert sent[3] - sent[2] == sent[2] - sent[1] > 0  # the first image of Qwen-Image has a step more together
+        assert sum(engine.bytes("unsplit").values()) == 0
+        return [*images, restored(own, arguments)]
+
+    for images in run_ranks(2, work):
+        for image in images:
+            torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
+
+
 def test_an_odd_number_of_ranks_has_no_two_parts():
     def work(transport: Any) -> None:
         with pytest.raises(UserError, match=r"3 rank\(s\) cannot be cut into 2 equal parts.*guidance_parallel 1"):

@@ -4,11 +4,10 @@ enter and gathered where they leave. `docs/new-model.md` tells how one is writte
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +18,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE, image_and_text
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 
 
@@ -52,7 +52,7 @@ class Hook:
         if self.output is not None:
             change_output = self.output
             return self.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
-        signature, change = inspect.signature(self.module.forward), self.arguments
+        signature, change = signature_of(self.module), self.arguments
         assert change is not None, "a hook changes arguments or output"
 
         def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
@@ -194,20 +194,24 @@ class Adapter(ABC):
             module.set_processor(ours[type(before)](host, name, kernels, before))
         placed = [(name, module, module.processor) for name, module, _ in attending]
 
-        handle = model.register_forward_pre_hook(partial(check_placed, placed))
-        forwards = self.blocks()
-        blocks: list[Any] = [m for m in model.modules() if type(m) in forwards and "forward" not in vars(m)]
-        for block in blocks:
-            block.forward = MethodType(forwards[type(block)], block)
+        handle, forwards = model.register_forward_pre_hook(partial(check_placed, placed)), self.blocks()
+        blocks = [module for module in model.modules() if type(module) in forwards]
+        undo = [replace_forward(block, partial(compute_block, block, forwards[type(block)])) for block in blocks]
 
         def put_back() -> None:
             handle.remove()
-            for _, module, before in attending:
-                module.set_processor(before)
-            for block in blocks:
-                del block.forward
+            for (_, module, before), (*_, own) in zip(attending, placed, strict=True):
+                if module.processor is own:  # and not one that somebody has put there since
+                    module.set_processor(before)
+            for take_off in undo:
+                take_off()
 
         return put_back
+
+
+def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    is_plain = forward == MethodType(type(block).forward, block)
+    return ours(block, *args, **kwargs) if is_plain else forward(*args, **kwargs)
 
 
 def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
@@ -218,21 +222,6 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
                 f"{name}.processor became a {type(module.processor).__name__} inside the `with` block and would attend "
                 f"to a shard: load and unload adapters before the block"
             )
-
-
-def replace_forward(model: Any, compute: Callable[..., Any]) -> Callable[[], None]:
-    """Gives a model `compute(forward, ...)` in the place of `forward(...)`; the returned function puts that back, also
-    where somebody has replaced it before."""
-    before, was_replaced = model.forward, "forward" in vars(model)
-    model.forward = wraps(before)(partial(compute, before))
-
-    def put_back() -> None:
-        if was_replaced:
-            model.forward = before
-        else:
-            del model.forward
-
-    return put_back
 
 
 def form_of(value: Any) -> Any:

@@ -4,10 +4,9 @@ so, and attention is taken where torch computes it, in the order in which the mo
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from cocodiff.models.adapter import (
     check_in_place,
     check_plain,
     form_of,
-    replace_forward,
 )
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
@@ -39,6 +37,7 @@ from cocodiff.models.planned_attention import (
 )
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.models.provenance import Marks, TorchFunctions
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 
@@ -132,7 +131,7 @@ class PlannedModel:
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._steps = list(steps_of(plan, model))
         self._names = [step.name for step in self._steps]
-        self._signature = inspect.signature(model.forward)
+        self._signature = signature_of(model)
         self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
         self._exits: dict[Any, dict[str, Segment]] = {}
         self._marks: Marks | None = None  # while a call is followed
@@ -149,14 +148,11 @@ class PlannedModel:
                 module.register_forward_pre_hook(lambda m, a, k, n=name: self._enter(n, m, a, k), with_kwargs=True)
             )
             handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        put_back = replace_forward(self._model, self._forward)
-
-        def detach() -> None:
-            put_back()
-            for handle in handles:
-                handle.remove()
-
-        return detach
+        undo = ExitStack()
+        for handle in handles:
+            undo.callback(handle.remove)
+        undo.callback(replace_forward(self._model, self._forward))
+        return undo.close
 
     # One call of the model ------------------------------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class PlannedModel:
     def _hooks_at(self, step: Step) -> list[Any]:
         handles: list[Any] = []
         if step.arguments:
-            signature = inspect.signature(step.module.forward)
+            signature = signature_of(step.module)
 
             def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
                 bound = signature.bind(*args, **kwargs)
@@ -260,7 +256,7 @@ class PlannedModel:
 
     def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
         for name, cuts in step.arguments.items():
-            if name not in arguments and name not in inspect.signature(step.module.forward).parameters:
+            if name not in arguments and name not in signature_of(step.module).parameters:
                 raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
             if arguments.get(name) is not None:
                 arguments[name] = self._cut_value(cuts, arguments[name], name)

@@ -18,17 +18,9 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.checks import cache_on, check_not_compiled
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import (
-    Adapter,
-    Arguments,
-    AttentionProcessor,
-    Forward,
-    Hook,
-    Shard,
-    check_in_place,
-    replace_forward,
-)
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard, check_in_place
 from cocodiff.models.family import Family
+from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 
@@ -106,7 +98,7 @@ class LatteModel:
             for temporal, blocks in enumerate((model.transformer_blocks, model.temporal_transformer_blocks))
             for number, block in enumerate(blocks)
         ]
-        self._signature = inspect.signature(model.forward)
+        self._signature = signature_of(model)
         self._ranks: Any = None  # of the current call
         self._call: LatteCall | None = None  # none where nothing is transposed
 
@@ -114,7 +106,7 @@ class LatteModel:
         undo = ExitStack()
         undo.callback(self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove)
         for number, temporal, block in self._blocks:
-            compute = partial(self._compute, number, bool(temporal), inspect.signature(block.forward))
+            compute = partial(self._compute, number, bool(temporal), signature_of(block))
             undo.callback(replace_forward(block, compute))
         undo.callback(replace_forward(self._model, self._forward))
         return undo.close
