@@ -9,7 +9,7 @@ from worlds import topology_of
 from cocodiff.assemble import USUAL, AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
-from cocodiff.kernels import Prediction, Reconstructions
+from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants

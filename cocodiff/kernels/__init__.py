@@ -11,22 +11,8 @@ from torch import Tensor
 
 from cocodiff.kernels.dispatch import PATHS, Kernels, moved_by, sycl_ops
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
-__all__ = [
-    "NOTES",
-    "PATHS",
-    "Kernels",
-    "Onward",
-    "Prediction",
-    "Reconstructions",
-    "Rows",
-    "TorchOps",
-    "coded_width",
-    "moved_by",
-    "sycl_ops",
-    "views",
-]
+__all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "moved_by", "sycl_ops", "views"]
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

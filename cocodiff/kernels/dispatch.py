@@ -19,7 +19,6 @@ from torch import Tensor
 from cocodiff.errors import UserError
 from cocodiff.kernels.choices import OPS, PATHS, begins_of
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import Reconstructions
 
 if TYPE_CHECKING:
     from cocodiff_sycl import SyclOps
@@ -94,7 +93,8 @@ class Kernels(TorchOps):
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
     """The tensors that tell an operation's size, among its arguments."""
     told = arguments[SIZED.get(op, 0)]
-    return (told.last,) if isinstance(told, Reconstructions) else (told,) if isinstance(told, Tensor) else told
+    told = getattr(told, "last", told)  # of Reconstructions
+    return (told,) if isinstance(told, Tensor) else told
 
 
 def _by_path(op: str) -> Callable[..., Any]:

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels import residual
 
+def _of(codec: str, op: str) -> Callable[..., Any]:
+    """An operation of `cocodiff.kernels.residual` or `lossless`, which no exact run without a codec imports."""
 
-def _of_lossless(op: str) -> Callable[..., Any]:
-    """An operation of `cocodiff.kernels.lossless`, which few runs import."""
-
-    def run(_: TorchOps, *arguments: Any) -> Any:
-        from cocodiff.kernels import lossless
-
-        return getattr(lossless, op)(*arguments)
+    def run(_: TorchOps, *arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(f"cocodiff.kernels.{codec}"), op)(*arguments, **options)
 
     return run
 
@@ -122,14 +119,13 @@ class TorchOps:
         lse_BLH.copy_(merged)
 
     # x and reconstructions may be views of any stride but the last.
-    encode_residual = staticmethod(residual.encode_residual)
-    note_change = staticmethod(residual.note_change)
-    decode_residual = staticmethod(residual.decode_residual)
-    continue_linearly = staticmethod(residual.continue_linearly)
-
-    encode_lossless = _of_lossless("encode_lossless")
-    stream_lengths = _of_lossless("stream_lengths")
-    decode_lossless = _of_lossless("decode_lossless")
+    encode_residual = _of("residual", "encode_residual")
+    note_change = _of("residual", "note_change")
+    decode_residual = _of("residual", "decode_residual")
+    continue_linearly = _of("residual", "continue_linearly")
+    encode_lossless = _of("lossless", "encode_lossless")
+    stream_lengths = _of("lossless", "stream_lengths")
+    decode_lossless = _of("lossless", "decode_lossless")
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:

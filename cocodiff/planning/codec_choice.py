@@ -18,8 +18,8 @@ import torch
 from cocodiff.assemble import AttentionWork
 from cocodiff.attention.residual.coding import BITS
 from cocodiff.config import Config
-from cocodiff.kernels import Prediction, Reconstructions
 from cocodiff.kernels.lossless import Cut
+from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.planning.costs import costs_of
 from cocodiff.planning.memory import ModelShape
 from cocodiff.planning.placement import choose, price

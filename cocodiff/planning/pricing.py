@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cocodiff.kernels import Kernels, Prediction, Reconstructions, Rows, TorchOps, moved_by
+from cocodiff.kernels import Kernels, Rows, TorchOps, moved_by
+from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.planning.program import Recorder
 from cocodiff.planning.roofline import LAUNCHES, seconds, started
 from cocodiff.topology.machine import Device

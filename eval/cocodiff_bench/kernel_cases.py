@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.kernels import NOTES, Onward, Prediction, Reconstructions, Rows, coded_width
+from cocodiff.kernels import Rows
+from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
 CODE_BITS = 2
 HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node

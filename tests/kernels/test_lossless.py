@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kernel_helpers import forms, random_BLHD, seeds
 from torch import Tensor
 
-from cocodiff.kernels import Kernels, Reconstructions, TorchOps
+from cocodiff.kernels import Kernels, TorchOps
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, most_bytes, room_of, stream_places
+from cocodiff.kernels.residual import Reconstructions
 
 TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

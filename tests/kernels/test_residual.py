@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kernel_helpers import DTYPES, batches, dtypes, forms, heads, random_BLHD, seeds, tokens
 from torch import Tensor
 
-from cocodiff.kernels import Prediction, Reconstructions, TorchOps, coded_width
-from cocodiff.kernels.residual import GROUP, NOTES, Onward
+from cocodiff.kernels import TorchOps
+from cocodiff.kernels.residual import GROUP, NOTES, Onward, Prediction, Reconstructions, coded_width
 
 TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
