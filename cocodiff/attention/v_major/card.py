@@ -120,7 +120,7 @@ class CardCall(SelectiveCall):
         active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
-        return Selection.build(active_BS, layout)
+        return Selection.build(active_BS, layout, cards)
 
 
 class WholeFirst(TensorsToHeads):

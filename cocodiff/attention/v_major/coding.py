@@ -43,7 +43,7 @@ class VMajor(Coding):
         self.drift = DriftNotes()
         self._exchange = exchange
         self._caches: dict[Site, SiteCache] = {}
-        self._cards: dict[tuple[tuple[int, ...], torch.device], Cards] = {}
+        self._cards: dict[tuple[Layout, torch.device], Cards] = {}
 
     @classmethod
     def of(
@@ -99,7 +99,7 @@ class VMajor(Coding):
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
         assert self._exchange is not None, "one rank alone selects nothing"
-        key = layout.may_stay, device
+        key = layout, device
         if key not in self._cards:
-            self._cards[key] = Cards.build(self._exchange.topology, layout.may_stay, device)
+            self._cards[key] = Cards.build(self._exchange.topology, layout, device)
         return self._cards[key]

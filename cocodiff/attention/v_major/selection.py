@@ -7,9 +7,7 @@ segments that may not stay (text) are always active. Pure arithmetic: nothing he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,17 +102,17 @@ class Cards:
     """Where the tokens of every card are that may stay, on the device that chooses among them.
 
     sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
-    of as many tokens together, [C, N] each, since one launch can choose in all of them.
+    of as many tokens together, [C, N] each, since one launch can choose in all of them. rows: see `rows_in_order`.
     """
 
     sizes: tuple[int, ...]
     all_S: Tensor
     alike: tuple[Tensor, ...]
+    rows: tuple[Tensor, Tensor, Tensor, Tensor]
 
     @classmethod
-    def build(cls, topology: Topology, tokens: Sequence[int], device: torch.device) -> Cards:
-        """tokens: of every rank those that may stay."""
-        of_rank = slices(tokens)
+    def build(cls, topology: Topology, layout: Layout, device: torch.device) -> Cards:
+        of_rank = slices(layout.may_stay)
         cards = [
             torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
             for ranks in topology.cards.values()
@@ -123,7 +121,8 @@ class Cards:
         for positions in cards:
             of_size.setdefault(len(positions), []).append(positions)
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
-        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike)
+        rows = rows_in_order(layout, device)
+        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike, rows)
 
     def active(
         self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
@@ -155,11 +154,10 @@ class Selection:
         return (*self.of_rank, self.arriving)
 
     @classmethod
-    def build(cls, active_BS: Tensor, layout: Layout) -> Selection:
+    def build(cls, active_BS: Tensor, layout: Layout, cards: Cards) -> Selection:
         """active_BS: bool, of the tokens that may stay those that travel. Rows go by batch row, then in the model's
         order."""
-        device = active_BS.device
-        token_S, turn_S, first_S, rows_of = rows_in_order(layout, device)
+        token_S, turn_S, first_S, rows_of = cards.rows
         travels_BS = active_BS.index_select(1, token_S.clamp(min=0)) | (token_S < 0)
         batch_N, place_N = travels_BS.nonzero(as_tuple=True)
         turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
@@ -173,7 +171,6 @@ class Selection:
         return cls(layout.of_rows(counts), rows, arriving_N)
 
 
-@lru_cache(maxsize=64)
 def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of every row of the sequence, in its order of ranks and in the model's order: its number among the tokens that
     may stay, rank by rank (-1: it always travels), its rank's turn, and that rank's first row. And the rows of every

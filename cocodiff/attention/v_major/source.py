@@ -61,7 +61,7 @@ class SourceCall(SelectiveCall):
         cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
         active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
         coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.may_stay)[coding.rank]])
-        return Selection.build(active_BS, layout)
+        return Selection.build(active_BS, layout, cards)
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
         payloads, layout = super().encode(tensors_BLHD)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cocodiff.attention.v_major.coding import VMajor
-from cocodiff.attention.v_major.selection import Schedule, rows_in_order, scored_blocks
+from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
@@ -51,7 +51,6 @@ class VMajorCosts(Costs):
     def prepare(coding: VMajor, layout: Layout, device: torch.device) -> None:
         if coding.exchanges:
             coding.cards(layout, device)
-            rows_in_order(layout, device)
 
     @staticmethod
     def hold_at(coding: VMajor, kind: CallKind) -> None:
