@@ -95,11 +95,13 @@ class History:
         return "copied"
 
     def offloaded(self) -> None:
+        self.brought_back()  # or what is offloaded in two ways has no numbers, in one process too
         self.pipe.enable_model_cpu_offload(device="cpu")
 
     def offloaded_by_layers(self) -> None:
         from accelerate import cpu_offload
 
+        self.brought_back()
         cpu_offload(self.pipe.transformer, torch.device("cpu"), offload_buffers=True)
 
     def brought_back(self) -> None:
@@ -115,6 +117,7 @@ class History:
         self.pipe.transformer.enable_layerwise_casting(torch.bfloat16, torch.float32)
 
     def adapted(self) -> None:
+        self.brought_back()  # or its numbers would go where those of the weights are not
         with SEEDED:
             with_lora(self.pipe.transformer)
 
