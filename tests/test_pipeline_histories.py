@@ -29,7 +29,7 @@ from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-HISTORIES, SAMPLE = 100, (4, 6, 11, 13)  # a family each, and nothing that compiles for long
+HISTORIES, SAMPLE = 60, (4, 6, 11, 13)  # a family each, and nothing that compiles for long
 SEEDED = threading.Lock()  # torch's generator, which ranks share here, as they are threads
 
 
@@ -206,6 +206,7 @@ def lived(history: History, deeds: list[str], enter: Callable[[Any], Any] | None
 )
 def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")
+    torch._dynamo.reset()  # which compiles a function anew eight times in a process, and then no more
     chance, name = random.Random(number), GUIDED[number % len(GUIDED)]
     deeds, settings = history_of(chance), settings_of(chance)
     pipe, arguments = guiding(name)
