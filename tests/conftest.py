@@ -30,20 +30,24 @@ except (OSError, RuntimeError):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every test, whole products of worlds, and more examples")
+    parser.addoption("--full", action="store_true", help="every test")
+    parser.addoption("--all", action="store_true", help="every test, whole products of worlds, and more examples")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full, what is marked `full` is left out, and all but some cases of what is marked `sample`."""
-    if config.getoption("--full"):
+    """Without --full, what is marked `full` is left out, and all but some cases of what is marked `sample`; without
+    --all, what is marked `exhaustive`."""
+    if config.getoption("--all"):
         return
+    left_out = {item for item in items if item.get_closest_marker("exhaustive")}
     cases: dict[tuple[pytest.Item | None, str], list[Any]] = {}
-    for item in items:
-        if item.get_closest_marker("sample"):
+    for item in items if not config.getoption("--full") else ():
+        if item not in left_out and item.get_closest_marker("sample"):
             cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     taken = {one for of_function in cases.values() for one in sample(of_function)}
     sampled = {one for of_function in cases.values() for one in of_function}
-    left_out = {item for item in items if item.get_closest_marker("full")} | (sampled - taken)
+    if not config.getoption("--full"):
+        left_out |= {item for item in items if item.get_closest_marker("full")} | (sampled - taken)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
 
@@ -51,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(cases: list[Any]) -> list[Any]:
     """As many of a test's cases as its marker says; each in turn brings the most values of parameters that are new."""
     most, chosen, seen = cases[0].get_closest_marker("sample").args[0], [], set()
-    values = {case: {*case.callspec.indices.items()} for case in cases if not case.get_closest_marker("full")}
+    values = {case: {*case.callspec.indices.items()} for case in cases}
     while values and len(chosen) < most:
         chosen.append(max(values, key=lambda case: len(values[case] - seen)))
         seen |= values.pop(chosen[-1])
@@ -81,9 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
         for number in STOPS:
             if signal.getsignal(number) == signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
-    settings.register_profile("full")
-    if config.getoption("--full"):
-        settings.load_profile("full")
+    settings.register_profile("exhaustive")
+    if config.getoption("--all"):
+        settings.load_profile("exhaustive")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

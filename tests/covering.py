@@ -1,4 +1,4 @@
-"""Worlds that are chosen instead of multiplied. `launch/test --full` runs the whole products, and more examples."""
+"""Worlds that are chosen instead of multiplied. `launch/test --all` runs the whole products, and more examples."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-FULL = "full"  # the marker, and hypothesis's profile where everything runs
+EXHAUSTIVE = "exhaustive"  # the marker, and hypothesis's profile where everything runs
 
 
 def covering(*axes: Any) -> list[Any]:
-    """The product of the axes as parametrize takes it; all but a covering set of it is marked `full`."""
+    """The product of the axes as parametrize takes it; all but a covering set of it is marked `exhaustive`."""
     chosen = covering_set(*axes)
     left = [values for values in product(*axes) if values not in chosen]
     return [
         *(pytest.param(*values) for values in chosen),
-        *(pytest.param(*values, marks=pytest.mark.full) for values in left),
+        *(pytest.param(*values, marks=pytest.mark.exhaustive) for values in left),
     ]
 
 
@@ -41,19 +41,21 @@ def _pairs(values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def all_but(chosen: Any, *axes: Any) -> list[Any]:
-    """The product of the axes as parametrize takes it, of which everything not in `chosen` is marked `full`."""
+    """The product of the axes as parametrize takes it, of which everything not in `chosen` is marked `exhaustive`."""
     chosen = set(chosen)
     unknown = chosen - set(product(*axes))
     assert not unknown, unknown
-    return [pytest.param(*values, marks=() if values in chosen else pytest.mark.full) for values in product(*axes)]
+    return [
+        pytest.param(*values, marks=() if values in chosen else pytest.mark.exhaustive) for values in product(*axes)
+    ]
 
 
 def thorough() -> bool:
     """Whether everything runs. Known before tests are collected."""
-    return settings.get_current_profile_name() == FULL
+    return settings.get_current_profile_name() == EXHAUSTIVE
 
 
-def examples(count: int, full: int) -> settings:
+def examples(count: int, exhaustive: int) -> settings:
     """So many examples of hypothesis, and so many where everything runs; none is slow."""
-    most = full if thorough() else count
+    most = exhaustive if thorough() else count
     return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck))

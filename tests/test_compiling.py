@@ -243,7 +243,7 @@ SOME = ("wan", "helios", "z-image")  # the last two cut tokens inside of blocks,
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED]
+    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
 )
 @pytest.mark.parametrize("by_user", [False, True])
 def test_models_by_a_plan(name, by_user, no_compiler):

@@ -143,8 +143,8 @@ TAYLOR = TaylorSeerCacheConfig(2, disable_cache_before_step=2)
         ("flux", BROADCAST),
         ("flux", RATIOS),
         ("qwen", TAYLOR),
-        pytest.param("qwen", RATIOS, marks=pytest.mark.full),
-        pytest.param("flux", TAYLOR, marks=pytest.mark.full),
+        pytest.param("qwen", RATIOS, marks=pytest.mark.exhaustive),
+        pytest.param("flux", TAYLOR, marks=pytest.mark.exhaustive),
     ],
     ids=["broadcast", "ratios", "taylor", "ratios of branches", "taylor, one branch"],
 )

@@ -70,7 +70,7 @@ def test_other_machines(machine, size, expected):
     size=st.sampled_from((2, 3, 4)),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(6, full=30)
+@examples(6, exhaustive=30)
 def test_any_token_counts(height, width, text, batch, size, dtype):
     case = Case(5, height, width, text, batch, dual=(0,), dtype=dtype)
     check_world(case, Expected.of(case), size)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
     batch=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(2, full=12)
+@examples(2, exhaustive=12)
 def test_equals_one_process(family, size, height, width, text, batch, dtype):
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)
     expected = Expected.of(case)

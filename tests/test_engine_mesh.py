@@ -17,7 +17,7 @@ from cocodiff.engine import parallelize
 from cocodiff.registry import RINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-LARGE = pytest.mark.full
+LARGE = pytest.mark.exhaustive
 
 
 @st.composite
@@ -39,7 +39,7 @@ def rings(draw: st.DrawFn) -> tuple[int, int]:
     aurora=st.booleans(),
     kind=st.sampled_from(sorted(RINGS)),
 )
-@examples(2, full=8)
+@examples(2, exhaustive=8)
 def test_equals_one_process(family, world, height, width, text, batch, dtype, placement, aurora, kind):
     size, ring = world
     case = Case(HEADS[family], height, width, text, batch, dtype=dtype, family=family)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
     [
         (4, ["local", "auto auto", "2 usp"]),
         (12, ["aurora", "auto auto"]),
-        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.full) for n in (2, 5)),
+        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.exhaustive) for n in (2, 5)),
     ],
     ids=["4, also in a mesh", "12", "2", "5"],
 )

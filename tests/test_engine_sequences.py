@@ -231,14 +231,14 @@ def test_lossless_images_have_the_bits_of_whole_ones_with_a_scheduler_of_second_
     check_lossless("sd3", 1, heun=True)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_hundred_lossless_sequences(family):
     for seed in range(1, 26):
         check_lossless(family, seed)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_hundred_sequences(family):
     known: dict[Any, torch.Tensor | None] = {}

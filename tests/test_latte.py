@@ -115,7 +115,7 @@ def test_equals_one_process_in_more_slices_than_all_have_frames(exchange):
     check_equals_one_process(3, (7, 8), torch.float32, 2, (exchange, 1), (exchange, 5))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("size", "dtype"), all_but([], (2, 4, 12), TYPES))
 def test_equals_one_process_with_every_exchange_and_slicing(size, dtype):
     check_equals_one_process(size, (13, 12), dtype, 2, *product(EXCHANGES, (1, 2, 4, "auto")))

@@ -126,7 +126,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
     branches=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(20, full=100)
+@examples(20, exhaustive=100)
 def test_caches_are_as_real_ones_on_every_rank(size, nodes, image, text, heads, batch, kept, layers, branches, dtype):
     topology = topology_of("aurora" if size == 12 and not nodes else "local", size, 4 if nodes else None)
     shape = ModelShape("tiny", heads, 4, layers[0], 1000, parallel_layers=layers[1], image_layers=layers[2])

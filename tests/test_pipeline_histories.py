@@ -202,7 +202,7 @@ def lived(history: History, deeds: list[str], enter: Callable[[Any], Any] | None
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(one, marks=[] if one in SAMPLE else pytest.mark.full) for one in range(HISTORIES)]
+    "number", [pytest.param(one, marks=[] if one in SAMPLE else pytest.mark.exhaustive) for one in range(HISTORIES)]
 )
 def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")

@@ -97,7 +97,7 @@ def test_equals_one_process(name, size):
     check_equals_one_process(PLANNED[name], size)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PLANNED)
 def test_equals_one_process_on_twelve_ranks(name):
     check_equals_one_process(PLANNED[name], 12, [*SETTINGS])
@@ -380,7 +380,7 @@ SOME = ("wan", "hunyuan 1.5", "z-image")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED if "," not in name],
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
 )
 def test_what_the_table_says_of_codec_displacement_and_guidance(name):
     """Each does something, all ranks end with the same bits, and what is lossy is close to what one process gives."""
@@ -405,7 +405,7 @@ def test_what_the_table_says_of_codec_displacement_and_guidance(name):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in PLANNED if "," not in name],
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED if "," not in name],
 )
 def test_what_the_table_says_of_caches(name):
     """All but the first of each branch's calls are cached, and all ranks end with one process's values."""
@@ -432,7 +432,10 @@ def test_what_the_table_says_of_caches(name):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [name if name in (*SOME, "flux") else pytest.param(name, marks=pytest.mark.full) for name in (*PLANNED, *FAMILIES)],
+    [
+        name if name in (*SOME, "flux") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in (*PLANNED, *FAMILIES)
+    ],
 )
 def test_what_the_table_says_of_compiled_blocks_and_caches_verify_finds(name):
     if name in FAMILIES:

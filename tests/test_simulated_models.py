@@ -136,7 +136,7 @@ def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
     check(simulated, case)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_same_with_operations_that_start_late(simulated, case, seed):

@@ -133,21 +133,21 @@ def random_world(draw: random.Random, sizes: Sequence[int]) -> None:
         same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_random_worlds():
     draw = random.Random(0)
     for _ in range(150):
         random_world(draw, (2, 3, 4, 5, 8, 12))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_random_worlds_of_many_ranks():
     draw = random.Random(1)
     for _ in range(12):
         random_world(draw, (16, 23, 24))
 
 
-@pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.full)])
+@pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_two_nodes_of_ranks_give_the_same_bits(machine):
     """24, most of whose blocks are smaller than a tile, and on two nodes with what is passed on over their NICs."""
     world = Data(24, heads=24, image=31, channels=16, batch=1, machine=machine, dtype=torch.bfloat16, kind="jumps")

@@ -96,7 +96,7 @@ def call_of(whole: Sequence[Tensor], rows: list[int], image: int, text: int, mas
     chunks=st.sampled_from((1, 1, 2, 3, 5)),
     data=st.data(),
 )
-@examples(40, full=200)
+@examples(40, exhaustive=200)
 def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exchange, order, dtype, chunks, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
     image = topology.size + more

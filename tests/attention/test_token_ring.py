@@ -89,7 +89,7 @@ BY_KIND = pytest.mark.parametrize("kind", ["token", "streaming"])  # of what rin
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     data=st.data(),
 )
-@examples(40, full=200)
+@examples(40, exhaustive=200)
 def test_equals_attention_to_all_tokens(kind, topology, more, text, heads, masked, exchange, order, dtype, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads, kind=kind)))
     image = topology.size + more
@@ -130,7 +130,7 @@ def test_bits_do_not_depend_on_what_is_early(machine, size, ring, kind):
 
 @BY_KIND
 @given(topology=topologies(largest=12), more=st.integers(0, 30), data=st.data())
-@examples(15, full=60)
+@examples(15, exhaustive=60)
 def test_the_price_has_the_bytes_that_are_sent_by_link(kind, topology, more, data):
     """With groups of one rank, or flat, whose messages are priced as they are sent."""
     mesh = data.draw(st.sampled_from(meshes(topology, 6, kind=kind)))

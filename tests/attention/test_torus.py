@@ -153,7 +153,7 @@ def check(case: Case, exchange: str, order, chunks: int) -> None:
     order=joint,
     chunks=2,
 )
-@examples(8, full=60)
+@examples(8, exhaustive=60)
 def test_equals_one_process_anywhere(
     topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks
 ):

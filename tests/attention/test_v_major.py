@@ -155,7 +155,7 @@ def test_equals_one_process_with_other_segments(scoring, exchange):
     exchange=st.sampled_from(("flat", "tapa", "split")),
     steps=st.sampled_from((6, 20)),
 )
-@examples(12, full=60)
+@examples(12, exhaustive=60)
 def test_equals_one_process_anywhere(
     size, image, text, heads, batch, schedule, text_first, scoring, reference, order, exchange, steps
 ):
@@ -245,7 +245,7 @@ def selection_bytes(scoring: str, schedule: Schedule, case: Case) -> int:
     return steps * case.batch * case.image * a_token * 5
 
 
-@pytest.mark.parametrize(("image", "text"), [(1536, 29), pytest.param(4096, 77, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("image", "text"), [(1536, 29), pytest.param(4096, 77, marks=pytest.mark.exhaustive)])
 def test_a_fixed_three_quarters_sends_a_third(image, text):
     """Of q, k and v over 20 steps, two of them warm, a sync every ten, with all overheads."""
     schedule = Schedule("fixed", ratio=0.75, warmup=2, sync_interval=10)

@@ -60,7 +60,7 @@ def test_a_launcher_gives_the_restoration_of_one_process(
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])
+@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
 def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     """All ranks have the results of all ranks after the block, and the engine can be entered again."""
     text = clip_text()
@@ -101,7 +101,7 @@ def test_a_lost_rank_is_named_by_the_survivors_under_mpiexec(transport: str, fau
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["mpi", "mpi-rma", pytest.param("gloo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", ["mpi", "mpi-rma", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_a_rank_that_leaves_while_others_go_on_is_named(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "leaves", transport, timeout_s=60)
     assert done.returncode != 0
@@ -140,7 +140,7 @@ def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(transport: str) -> 
     assert "[rank 1] the other ranks have given this one up" in done.stderr
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def test_ranks_started_differently_are_refused_under_mpiexec(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "settings", transport)
     assert done.returncode != 0

@@ -36,7 +36,7 @@ DEVICE = device_name()
 
 def chosen(values: Iterable[Any], *some: Any) -> list[Any]:
     """Parameters of a test: on a simulated device some are enough, for other tests run all settings there."""
-    left_out = pytest.mark.full if DEVICE == SIMULATED else ()
+    left_out = pytest.mark.exhaustive if DEVICE == SIMULATED else ()
     return [pytest.param(value, marks=() if value in some else left_out) for value in values]
 
 
