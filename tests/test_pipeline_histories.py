@@ -206,7 +206,6 @@ def lived(history: History, deeds: list[str], enter: Callable[[Any], Any] | None
 )
 def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    torch._dynamo.reset()  # which compiles a function anew eight times in a process, and then no more
     chance, name = random.Random(number), GUIDED[number % len(GUIDED)]
     deeds, settings = history_of(chance), settings_of(chance)
     if "compiled_around" in deeds:
