@@ -364,7 +364,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def test_files_and_functions_are_short():
-    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 400] == []
+    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 500] == []
     functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
     assert [(file, node.name) for file, node in functions if node.end_lineno - node.lineno >= 60] == []
 
