@@ -32,7 +32,7 @@ def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(mach
         number = axes.coordinates(transport.rank).replica
         part = Part(transport, axes.replica(transport.rank))
         outputs = parallel_outputs(part, expected[number].model, CASES[number], machine)
-        with parallelize(expected[number].model, transport=part, machine=machine) as engine:
+        with parallelize(copy.deepcopy(expected[number].model), transport=part, machine=machine) as engine:
             assert engine.topology == axes.topology.part(axes.replica(transport.rank))
         return outputs
 
@@ -50,7 +50,7 @@ def test_one_replica_may_make_more_images_than_the_other():
             parallel_outputs(part, expected.model, case, "local", selection="v_major", ratio=0.5, steps=3)
         part.close()
         with pytest.raises(UserError, match="the transport of this engine is closed"):
-            parallelize(expected.model, transport=part).__enter__()
+            parallelize(copy.deepcopy(expected.model), transport=part).__enter__()
         assert not transport.closed
         assert transport.broadcast_object(transport.rank) == 0
         return {}
