@@ -40,7 +40,7 @@ NOT_RESULTS = (".html", ".log", ".lock", ".md", ".yaml", ".bin", ".pt", "trace.j
 def make_inputs(folder: Path) -> None:
     """A stack, masks, a truth, a slice, and tiny models in diffusers' layout."""
     import torch
-    from tiny_pipelines import flux_pipeline, sd3_pipeline
+    from tiny_pipelines import clip_text, flux_pipeline, sd3_pipeline
 
     random = np.random.default_rng(0)
     z, y, x = np.indices((10, 40, 48)) / 8.0
@@ -52,12 +52,16 @@ def make_inputs(folder: Path) -> None:
     tifffile.imwrite(folder / "slice.tif", stack[4], photometric="minisblack")
     tifffile.imwrite(folder / "other.tif", stack[7, :, ::-1].copy(), photometric="minisblack")
     tifffile.imwrite(folder / "hole.tif", mask[4], photometric="minisblack")
+    tall, tall_mask = np.tile(stack, (2, 1, 1)), np.tile(mask, (2, 1, 1))
+    tifffile.imwrite(folder / "tall.tif", tall, photometric="minisblack")
+    tifffile.imwrite(folder / "tall_mask.tif", tall_mask, photometric="minisblack")
+    tifffile.imwrite(folder / "wide.tif", np.tile(stack, (2, 4, 3)), photometric="minisblack")
     np.save(folder / "stack.npy", stack)
     with h5py.File(folder / "stack.h5", "w") as file:
         file.create_dataset("data", data=stack, chunks=(2, 40, 48))
     zarr.save_array(folder / "stack.zarr", stack)
     torch.manual_seed(0)
-    sd3_pipeline().save_pretrained(folder / "sd3")
+    sd3_pipeline(**clip_text()).save_pretrained(folder / "sd3")
     flux_pipeline().save_pretrained(folder / "flux")
 
 
@@ -69,7 +73,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             yield name, shlex.split(words)
 
 
-def run(tree: Path, only: str) -> dict[str, Any]:
+def run(tree: Path, only: list[str]) -> dict[str, Any]:
     """What each command gives: its exit code, and of every file of its results a digest or its figures."""
     found: dict[str, Any] = {}
     program = tree / ".venv/bin/cocodiff"
@@ -78,12 +82,11 @@ def run(tree: Path, only: str) -> dict[str, Any]:
         folder = Path(made)
         make_inputs(folder)
         for name, words in commands():
-            if only and only not in name:
+            if only and name not in only:
                 continue
             print(name, *words, flush=True)
             (folder / name).mkdir(exist_ok=True)
             words = [word.replace("%", str(folder)).replace("@", str(tree)) for word in words]
-            # Before the pseudo-terminal of the caller: nothing is asked, nothing is drawn.
             done = subprocess.run(
                 [program, *words], cwd=folder / name, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL
             )
@@ -164,7 +167,7 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("run")
     one.add_argument("--tree", type=lambda path: Path(path).resolve(), default=ROOT)
-    one.add_argument("--only", default="", help="commands whose names hold this")
+    one.add_argument("--only", nargs="*", default=[], help="names of commands")
     one.add_argument("--out", required=True)
     both = verbs.add_parser("compare")
     both.add_argument("before")
