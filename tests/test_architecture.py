@@ -29,8 +29,6 @@ MAY_IMPORT = {
     "cocodiff.device": (),
     "cocodiff.digest": (),
     "cocodiff.trace": (),
-    "cocodiff.trace_files": ("cocodiff.trace", "cocodiff.files"),
-    "cocodiff.trace_summary": ("cocodiff.trace",),
     "cocodiff.config": ("cocodiff.topology", "cocodiff.files", "cocodiff.setting"),
     "cocodiff.measured_tables": ("cocodiff.config",),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.digest", "cocodiff.trace"),
@@ -156,13 +154,7 @@ MAY_IMPORT = {
     "cocodiff.__init__": ("cocodiff.arrays", "cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
     # What stands on the library: first what all commands share, then jobs, then the command line.
     "cocodiff.outputs": ("cocodiff.files",),
-    "cocodiff.console": (
-        "cocodiff.outputs",
-        "cocodiff.config",
-        "cocodiff.setting",
-        "cocodiff.trace",
-        "cocodiff.trace_summary",
-    ),
+    "cocodiff.console": ("cocodiff.outputs", "cocodiff.config", "cocodiff.setting"),
     "cocodiff.processes": ("cocodiff.console.terminal", "cocodiff.comm.launch", "cocodiff.config", "cocodiff.engine"),
     "cocodiff.loading": (
         "cocodiff.console.terminal",
@@ -185,7 +177,6 @@ MAY_IMPORT = {
         "cocodiff.files",
         "cocodiff.device",
         "cocodiff.trace",
-        "cocodiff.trace_files",
         "cocodiff.models",
         "cocodiff.assemble",
         "cocodiff.engine",

@@ -23,7 +23,6 @@ COMMANDS = {
     "sweep": "a grid of settings over slices: quality against bytes and speed",
     "bench": "measure, as in bench step: alltoall, step, attention, latte, kernels, peers",
     "kernels": "the SYCL kernels: kernels build, kernels report",
-    "trace": "what a run's trace tells: trace summary",
     "plan": "what a run would take: memory, bytes and time, without starting it",
     "doctor": "check this machine, how ranks sit on it, their messages and memory",
     "verify": "whether a model gives on several ranks what it gives in one process",

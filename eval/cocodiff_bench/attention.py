@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.config import Config
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
-from cocodiff.console.trace_tables import say_summary
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import DTYPES
 from cocodiff.loading.pipelines import torch_dtype
@@ -27,11 +26,10 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.trace_files import save_traces
-from cocodiff.trace_summary import first_phase, summarise
+from cocodiff.trace import Trace, save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values, meet
+from cocodiff_bench.hidden import first_phase, summarise, table_of
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -324,7 +322,7 @@ def report(
         if row["hidden_of_whole"] is not None and row["variant"] != references[row["variant"]]["whole"]:
             say(f"  {row['variant']}: hides {row['hidden_of_whole']:.1%} of what is exposed without chunks")
     say()
-    say_summary(times, sum(one["dropped"] for ranks in records.values() for one in ranks))
+    say("\n".join(table_of(times)))
     common.publish(output, values, measured, {"trace.json": lambda path: save_traces(path, dict(records))})
 
 

@@ -36,7 +36,7 @@ from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import PLACEMENTS, Axes
 from cocodiff.topology.machine import Topology
-from cocodiff.trace_files import save_traces
+from cocodiff.trace import save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.stand_in import Clock, StandIn

@@ -14,9 +14,9 @@ from cocodiff.planning.decisions import decisions_of
 from cocodiff.planning.layers import Case, kinds_of_steps, over_steps, recorded_kinds
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
-from cocodiff.trace_summary import summarise_late
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
+from cocodiff_bench.hidden import summarise_late
 
 OUTPUTS = "exchange of outputs"
 STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured

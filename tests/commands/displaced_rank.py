@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from cocodiff_bench.hidden import summarise_late
 from tiny_models import qwen_inputs, qwen_transformer
 
 from cocodiff.comm.launch import detect
 from cocodiff.config import Config
 from cocodiff.engine import parallelize
 from cocodiff.processes.ranks import run_ranks
-from cocodiff.trace_summary import summarise_late
 
 RANKS, ENDLESS, AT = 3, 10_000, 5  # steps, and the one at which rank 1 is lost
 

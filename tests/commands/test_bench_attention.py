@@ -46,7 +46,7 @@ def test_a_call_takes_what_it_takes_the_slowest_rank():
     assert of_slowest_rank(of_ranks[0], transport) == {"flat": [3.0, 4.0]}
 
 
-def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_exchange_is_measured_in_every_order(tmp_path: Path) -> None:
     said = bench(tmp_path / "bench")
     found = {row["variant"]: row for row in written(tmp_path / "bench")}
     assert list(found) == [f"{exchange} {order}" for exchange in ("flat", "tapa", "split") for order in ORDERS]
@@ -59,8 +59,8 @@ def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytes
             assert (times["v_phase1_s"] is None) == name.endswith("joint")
             assert times["communication_s"] == pytest.approx(times["exposed_s"] + times["hidden_s"])
     assert found["flat joint"]["ratio_vs_flat"] == found["tapa joint"]["ratio_vs_joint"] == 1
-    assert main(["trace", "summary", str(tmp_path / "bench" / "trace.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["flat", "joint"]
+    assert ["flat", "joint", "joint", "4"] in [line.split()[:4] for line in said.splitlines()]
+    assert (tmp_path / "bench" / "trace.json").is_file()
 
 
 def test_bytes_are_those_of_a_mean_call(tmp_path: Path) -> None:

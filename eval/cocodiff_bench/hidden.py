@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from cocodiff.text_table import aligned
 from cocodiff.trace import Span
 
 Interval = tuple[int, int]  # start and end in nanoseconds
@@ -21,6 +22,11 @@ Spans = Mapping[str, Mapping[int, Sequence[Span]]]  # mode -> rank -> spans, in 
 MAIN = "main"
 ATTENTION = "attention"  # the span that every attention call has once
 V_FIRST_PHASES = ("v sibling", "v plane")  # v's first phase is the first of these that a mode has
+HEADINGS = ("mode", "layer", "calls", "T(V)", "T(Q,K)", "T(Vp1)", "hidden", "comm.", "exposed", "hidden")
+LEGEND = """\
+Milliseconds of a mean attention call on a mean rank; calls are those of all ranks. T(V), T(Q,K): projecting.
+T(Vp1): V's first phase (flat has one); none where Q, K and V travel together. comm.: all communication of the call.
+Exposed is its part in which the rank waits, hidden the rest."""
 
 
 class AttentionTimes(NamedTuple):
@@ -91,6 +97,13 @@ def summarise(spans: Spans) -> list[AttentionTimes]:
     return found
 
 
+def table_of(times: Iterable[AttentionTimes]) -> list[str]:
+    """The summary in milliseconds, and what its columns mean."""
+    cells = (["-" if value is None else f"{value * 1e3:.2f}" for value in one[3:]] for one in times)
+    rows = [[one.mode, one.layer, str(one.calls), *of_one] for one, of_one in zip(times, cells, strict=True)]
+    return [*aligned([HEADINGS, *rows], "<<" + ">" * 8), "", LEGEND]
+
+
 def first_phase(spans: Iterable[Span]) -> str | None:
     """The name of v's first phase among these spans: on the card where there are siblings, else on the plane."""
     names = {span.name for span in spans}
@@ -98,36 +111,24 @@ def first_phase(spans: Iterable[Span]) -> str | None:
 
 
 def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> AttentionTimes:
-    calls = project_v = project_qk = v_phase1 = v_phase1_exposed = communication = exposed = 0
+    calls = 0
     phase1 = first_phase(s for of_rank in of_ranks for s in of_rank if s.layer == layer)
+    totals = []  # of each rank, in nanoseconds and in the order of the fields
     for of_rank in of_ranks:
         own = [s for s in of_rank if s.layer == layer]
         waits = _waits(of_rank)
+        project_v, project_qk, v_travels = (
+            union(_times(s for s in own if s.name == name)) for name in ("project v", "project qk", phase1)
+        )
         travels = union(_times(s for s in own if s.lane != MAIN))
-        v_travels = union(_times(s for s in own if s.name == phase1))
         calls += sum(s.name == ATTENTION for s in own)
-        project_v += length(_times(s for s in own if s.name == "project v"))
-        project_qk += length(_times(s for s in own if s.name == "project qk"))
-        v_phase1 += length(v_travels)
-        v_phase1_exposed += overlap(v_travels, waits)
-        communication += length(travels)
-        exposed += overlap(travels, waits)
-
-    def mean_s(total_ns: int) -> float:
-        return total_ns / calls / 1e9
-
-    return AttentionTimes(
-        mode,
-        layer,
-        calls,
-        mean_s(project_v),
-        mean_s(project_qk),
-        mean_s(v_phase1) if phase1 else None,
-        mean_s(v_phase1 - v_phase1_exposed) if phase1 else None,
-        mean_s(communication),
-        mean_s(exposed),
-        mean_s(communication - exposed),
-    )
+        v_phase1, v_exposed = length(v_travels), overlap(v_travels, waits)
+        communication, exposed = length(travels), overlap(travels, waits)
+        v_times, all_times = (v_phase1, v_phase1 - v_exposed), (communication, exposed, communication - exposed)
+        totals.append((length(project_v), length(project_qk), *v_times, *all_times))
+    v, qk, v_phase1_s, v_hidden_s, *rest = (sum(of_field) / calls / 1e9 for of_field in zip(*totals, strict=True))
+    of_phase1 = (v_phase1_s, v_hidden_s) if phase1 else (None, None)
+    return AttentionTimes(mode, layer, calls, v, qk, *of_phase1, *rest)
 
 
 def _waits(of_rank: Iterable[Span]) -> list[Interval]:
@@ -160,12 +161,4 @@ def length(intervals: Iterable[Interval]) -> int:
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     """The time that two unions have in common."""
-    common, i, j = 0, 0, 0
-    while i < len(first) and j < len(second):
-        (a, b), (c, d) = first[i], second[j]
-        common += max(0, min(b, d) - max(a, c))
-        if b < d:
-            i += 1
-        else:
-            j += 1
-    return common
+    return length(first) + length(second) - length(union([*first, *second]))
