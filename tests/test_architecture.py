@@ -184,7 +184,7 @@ MAY_IMPORT = {
         "cocodiff.demo_model",
         "cocodiff_eval",
     ),
-    "cocodiff.cli": ("cocodiff", "cocodiff_eval", "cocodiff_bench.common", "cocodiff_studies.paper"),
+    "cocodiff.cli": ("cocodiff", "cocodiff_eval", "cocodiff_bench.common", "cocodiff_studies.paper", "cocodiff_sycl"),
     "cocodiff.__main__": ("cocodiff.cli",),
     "cocodiff_bench": ("cocodiff", "cocodiff_eval"),
     "cocodiff_studies": ("cocodiff",),

@@ -28,7 +28,7 @@ from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology
 from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff.trace import Span, Trace
-from cocodiff_bench import common, oneccl
+from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 OURS = ("flat", "tapa", "split", "auto")
 CHECKED = "tapa_checked"  # tapa with --check_messages; measured where it is asked for
 ONE_SIDED = {f"{name}_rma": name for name in ("flat", "tapa", "split")}  # over mpi-rma; where they are asked for
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto", CHECKED, *ONE_SIDED)
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto", CHECKED, *ONE_SIDED)
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -70,14 +70,10 @@ def wanted(values: Values) -> list[str]:
     """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    remedies = {
-        "mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec",
-        "oneccl": f"start the ranks with MPI, and name oneCCL's libraries in {oneccl.FOLDER} (launch/oneccl)",
-        "gloo": "use gloo",
-    }
+    remedies = {"mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec", "gloo": "use gloo"}
     remedies |= dict.fromkeys(ONE_SIDED, remedies["mpi"])
     under_mpi = detect().kind == "mpi"
-    can = {"mpi": under_mpi, "oneccl": under_mpi and oneccl.available(), "gloo": values["transport"] == "gloo"}
+    can = {"mpi": under_mpi, "gloo": values["transport"] == "gloo"}
     can |= dict.fromkeys(ONE_SIDED, under_mpi)
     allowed = [name for name in VARIANTS if can.get(name, True)]
     usual = [name for name in allowed if name != CHECKED and name not in ONE_SIDED]
@@ -187,7 +183,7 @@ def makers(
         return exchange_variant(name, values, topology, over, Trace(transport.rank))
 
     ours |= {variant: partial(one_sided, name) for variant, name in ONE_SIDED.items()}
-    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}
+    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall}
     return {**ours, CHECKED: checked_tapa, **{name: partial(make, transport) for name, make in others.items()}}
 
 
@@ -234,18 +230,6 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
     def run(blocks: Blocks) -> Tensor:
         world.Alltoall(blocks.packed.numpy(), blocks.received.numpy())
-        return blocks.received
-
-    return run
-
-
-def oneccl_alltoall(_transport: Any) -> Variant:
-    from cocodiff.comm.mpi import initialised_mpi
-
-    exchange = oneccl.alltoall(initialised_mpi().COMM_WORLD)
-
-    def run(blocks: Blocks) -> Tensor:
-        exchange(blocks.packed.data_ptr(), blocks.received.data_ptr(), blocks.packed[0].numel())
         return blocks.received
 
     return run

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED
 from cocodiff_bench.step_rows import over_schedule
@@ -147,15 +146,6 @@ def test_shared_memory_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("I_MPI_FABRICS", "shm:ofi")
     assert main(["emulate", "--launcher", "mpiexec", "--", "true"]) == 2
     assert "past the emulated links: unset it" in capsys.readouterr().err
-
-
-def test_oneccl_needs_mpi_and_its_libraries(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("COCODIFF_ONECCL", str(tmp_path))
-    words = ["bench", "alltoall", "--variants", "oneccl", "--ranks", "2", "--out", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "start the ranks with MPI, and name oneCCL's libraries in COCODIFF_ONECCL" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"lacks libccl\.so\.2, libccl\.so\.1.*launch/oneccl"):
-        oneccl.library()
 
 
 def test_a_models_shape_needs_an_emulation(capsys, tmp_path):

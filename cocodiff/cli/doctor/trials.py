@@ -1,5 +1,5 @@
 """Trials on all ranks: all-to-alls whose content is known, messages beside other work and between streams that are kept
-busy, how long calls that send and receive hold the host, rates between pairs."""
+busy, how long calls that send and receive hold the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
-PAIR_BYTES = {"cpu": 2**17, "other": 32 * 2**20}
 BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
 ISSUE_BYTES = (4096, 2**16, 2**20, 2**24)
@@ -249,34 +248,6 @@ def _timed(call: Callable[[], Pending], group: Group, device: torch.device) -> t
         synchronise(device)
         of_calls.append((returned - started, time.perf_counter() - started))
     return tuple(statistics.median(one[at] for one in of_calls[1:]) for at in (0, 1))  # type: ignore[return-value]
-
-
-def pair_rates(transport: Transport, groups: list[list[int]]) -> list[list[float]]:
-    """GB/s between all pairs of ranks of each group (a node), one pair of each group at a time; 0 for all others.
-
-    Every rank calls it; rank 0's answer is whole.
-    """
-    world = transport.group(range(transport.size))
-    device, length = transport.device, of_device(PAIR_BYTES, transport.device)
-    send, recv = (torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(2))
-    rates = [0.0] * transport.size
-    own = next(group for group in groups if transport.rank in group)
-    largest = max(len(group) for group in groups)
-    for a in range(largest):
-        for b in range(a + 1, largest):
-            world.barrier()
-            if b >= len(own) or transport.rank not in (own[a], own[b]):
-                continue
-            peer = own[b] if transport.rank == own[a] else own[a]
-            best = float("inf")
-            for _ in range(2):
-                synchronise(device)
-                started = time.perf_counter()
-                world.send_recv([(send, peer)], [(recv, peer)]).wait()
-                synchronise(device)
-                best = min(best, time.perf_counter() - started)
-            rates[peer] = length / best / 1e9
-    return transport.gather_object(rates) or []
 
 
 def synchronise(device: torch.device) -> None:
