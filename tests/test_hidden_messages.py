@@ -5,8 +5,8 @@ from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
-from cocodiff_bench.hidden import length, overlap, summarise, summarise_late, union
-from cocodiff_bench.step_rows import Late, Measured, key_of
+from cocodiff_bench.hidden import Late, length, overlap, summarise, union
+from cocodiff_bench.model_step import Measured, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,21 +106,19 @@ def displaced_call() -> list[Span]:
 
 def test_late_bytes_are_hidden_while_main_waits_for_nothing():
     others = [Span("late qkv plane", "plane", 0, 10, "blocks.attn2", 50)]
-    spans = {"flat": {0: joint_call()}, "ahead": {0: [*displaced_call(), *others], 1: displaced_call()}}
-    by_layer = {late.layer: late for late in summarise_late(spans)}
-    assert by_layer.keys() == {LAYER, "blocks.attn2"}
-    late = by_layer[LAYER]
-    assert (late.mode, late.sent) == ("ahead", 1600)
-    assert late[2:4] == pytest.approx([80e-9, 50e-9])  # of two ranks
-    assert late.hidden_bytes == pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20))
-    assert by_layer["blocks.attn2"].hidden_bytes == by_layer["blocks.attn2"].sent == 50
+    assert Late.of([joint_call()]) == (0, 0)
+    assert Late.of([others]) == (50, 50)
+    of_two_ranks = Late.of([[*displaced_call(), *others], displaced_call()])
+    assert of_two_ranks == (1650, pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20) + 50))
 
 
 def test_a_step_tells_how_much_of_what_it_sends_late_is_hidden():
     """Of calls of several kinds, each by its part of the steps."""
-    records = [{"spans": displaced_call()}, {"spans": displaced_call()}]
     qkv, qkvo = CallKind(displaced="qkv"), CallKind(displaced="qkvo")
-    late = {key_of("ahead", qkvo): Late.of(records), key_of("ahead", qkv): Late(1200, 1200.0)}
+    late = {
+        key_of("ahead", qkvo): Late.of([displaced_call(), displaced_call()]),
+        key_of("ahead", qkv): Late(1200, 1200.0),
+    }
     assert late[key_of("ahead", qkvo)] == (1600, pytest.approx(1100))
     steps = [{WHOLE: 1.0}, {qkvo: 0.5, qkv: 0.25, CallKind(): 0.25}, {qkvo: 1.0}]
     share = partial(Measured.hidden_share, Mock(late=late))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +34,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from torch import Tensor
 
 OURS = ("flat", "tapa", "split", "auto")
-CHECKED = "tapa_checked"  # tapa with --check_messages; measured where it is asked for
-ONE_SIDED = {f"{name}_rma": name for name in ("flat", "tapa", "split")}  # over mpi-rma; where they are asked for
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto", CHECKED, *ONE_SIDED)
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto")
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -71,13 +68,10 @@ def wanted(values: Values) -> list[str]:
     if values["tune"]:
         return list(TUNED)
     remedies = {"mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec", "gloo": "use gloo"}
-    remedies |= dict.fromkeys(ONE_SIDED, remedies["mpi"])
     under_mpi = detect().kind == "mpi"
     can = {"mpi": under_mpi, "gloo": values["transport"] == "gloo"}
-    can |= dict.fromkeys(ONE_SIDED, under_mpi)
     allowed = [name for name in VARIANTS if can.get(name, True)]
-    usual = [name for name in allowed if name != CHECKED and name not in ONE_SIDED]
-    names = [name for word in values["variants"] or usual for name in word.split(",") if name]
+    names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
@@ -169,22 +163,8 @@ def makers(
     """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
 
-    def checked_tapa() -> Variant:
-        over = copy(transport)  # its lanes, and groups with checksums
-        over.check_messages()
-        return exchange_variant("tapa", values, topology, over, Trace(transport.rank))
-
-    def one_sided(name: str) -> Variant:
-        from cocodiff.comm.rma import RmaTransport
-
-        over = RmaTransport(transport.health)
-        if over.drawback and not transport.rank:
-            say(f"{name}_rma: {over.drawback}")
-        return exchange_variant(name, values, topology, over, Trace(transport.rank))
-
-    ours |= {variant: partial(one_sided, name) for variant, name in ONE_SIDED.items()}
     others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall}
-    return {**ours, CHECKED: checked_tapa, **{name: partial(make, transport) for name, make in others.items()}}
+    return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
 
 
 def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
@@ -288,12 +268,7 @@ def more_words(row: Row) -> list[str]:
 
 
 def report(values: Values, output: OutputFolder, topology: Topology, measured: list[Row]) -> None:
-    from cocodiff_bench.plots import plot_alltoall
-
-    scale = emulated().get("scale")
-    where = f"{topology.machine.name}, {topology.size} ranks on {topology.nodes} node(s)"
-    where += f", links {scale:g} times slower" if scale else ""
-    files: dict[str, Callable[[Path], None]] = {"alltoall.png": partial(plot_alltoall, measured, where)}
+    files: dict[str, Callable[[Path], None]] = {}
     if values["tune"]:
         files["exchange.yaml"] = partial(write_table, topology, measured)
         say("exchange.yaml is auto's table: use it with exchange_table")

@@ -5,7 +5,7 @@ the rank's main thread waits, and hidden while that thread does something else. 
 of V-First (CoCoDiff section III-C): V-First can hide all of T(Vp1) where T(Q,K) is longer.
 
 Late messages bring displaced tensors, which no call waits for before the next call of the same site. Theirs is an
-account of its own, in time and in bytes: whatever the main thread waits for meanwhile exposes them.
+account of its own, in bytes: whatever the main thread waits for meanwhile exposes them.
 """
 
 from __future__ import annotations
@@ -49,42 +49,24 @@ class AttentionTimes(NamedTuple):
     hidden_s: float
 
 
-class LateMessages(NamedTuple):
-    """Of one kind of layer in one mode, all ranks together: what displaced calls sent.
+class Late(NamedTuple):
+    """Bytes that no call waited for, and those of them that were hidden: that travelled while the rank's main thread
+    waited for nothing. Of a message that is hidden in part, the bytes are by its time."""
 
-    seconds: that late messages were on their way, waiting for late peers included; sent: their bytes. hidden_s,
-    hidden_bytes: the part in which the rank's main thread waited for nothing. Of a message that is hidden in part, the
-    bytes are by its time.
-    """
-
-    mode: str
-    layer: str
-    seconds: float
-    hidden_s: float
     sent: int
-    hidden_bytes: float
+    hidden: float
 
-
-def summarise_late(spans: Spans) -> list[LateMessages]:
-    """One entry for each mode and kind of layer that had late messages, in the order in which they come."""
-    found = []
-    for mode, of_ranks in spans.items():
-        layers = dict.fromkeys(s.layer for of_rank in of_ranks.values() for s in by_time(of_rank) if s.late_bytes)
-        found += [_late_of_layer(mode, layer, of_ranks.values()) for layer in layers]
-    return found
-
-
-def _late_of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> LateMessages:
-    seconds = hidden = hidden_bytes = 0.0
-    sent = 0
-    for of_rank in of_ranks:
-        waits = _waits(of_rank)
-        for late in (s for s in of_rank if s.layer == layer and s.late_bytes):
-            duration = late.end_ns - late.start_ns
-            unseen = duration - overlap(_times([late]), waits)
-            seconds, hidden, sent = seconds + duration / 1e9, hidden + unseen / 1e9, sent + late.late_bytes
-            hidden_bytes += late.late_bytes * (unseen / duration if duration else 1)
-    return LateMessages(mode, layer, seconds, hidden, sent, hidden_bytes)
+    @classmethod
+    def of(cls, of_ranks: Iterable[Sequence[Span]]) -> Late:
+        """By the spans of every rank."""
+        sent, hidden = 0, 0.0
+        for of_rank in of_ranks:
+            waits = _waits(of_rank)
+            for late in (span for span in of_rank if span.late_bytes):
+                duration = late.end_ns - late.start_ns
+                unseen = duration - overlap(_times([late]), waits)
+                sent, hidden = sent + late.late_bytes, hidden + late.late_bytes * (unseen / duration if duration else 1)
+        return cls(sent, hidden)
 
 
 def summarise(spans: Spans) -> list[AttentionTimes]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cocodiff_bench import peers as bench_peers
-from cocodiff_bench.peers_ours import with_codecs
+from cocodiff_bench.peers import with_codecs
 from launching import assert_succeeded
 from warm import forked
 
@@ -32,8 +32,6 @@ def test_a_missing_peer_is_named_with_the_remedy(monkeypatch):
     assert "pip install cache-dit einops" in mistake(2)
     assert mistake(2).endswith("--only ours diffusers")
     assert mistake(2, "--only", "cache_dit").endswith("--only ours")
-    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None if name == "triton" else name)
-    assert mistake(2, "--fp8", "true").endswith("triton is not installed: leave --fp8 out")
 
 
 @pytest.mark.parametrize(

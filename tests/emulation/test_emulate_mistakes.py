@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from cocodiff_bench.alltoall import tuned_rows
-from cocodiff_bench.model_step import FITTED
-from cocodiff_bench.step_rows import over_schedule
+from cocodiff_bench.model_step import FITTED, over_schedule
 from cocodiff_studies.emulate import processes
 from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
 from launching import assert_succeeded

@@ -10,7 +10,6 @@ from cocodiff.cli.doctor.facts import (
     FAULT,
     NOTE,
     WARNING,
-    AllToAll,
     Facts,
     Finding,
     Findings,
@@ -19,7 +18,6 @@ from cocodiff.cli.doctor.facts import (
     by_value,
     name_ranks,
 )
-from cocodiff.cli.doctor.trials import TRANSPORT
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.kernels.trial import KernelTrial
@@ -288,33 +286,21 @@ def planes_of(color: str) -> tuple[int, ...]:
 
 
 def check_alltoall(facts: Facts) -> Findings:
-    """Ours must be right. The library's own all-to-all is not used by the engine: there it is a warning."""
-    found = Findings("all-to-all")
-    for how in dict.fromkeys(trial.how for trial in facts.alltoalls):
-        trials = [trial for trial in facts.alltoalls if trial.how == how]
-        bad = [trial for trial in trials if trial.wrong]
-        if not bad:
-            found.good(f"{how}: {_sizes(trials)} right")
-            continue
+    """Numbers that arrive as they were sent."""
+    found, trials = Findings("all-to-all"), facts.alltoalls
+    if bad := [trial for trial in trials if trial.wrong]:
         cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
-        text = f"{how} is wrong for {cases}: {bad[0].wrong[0]}"
-        if how == TRANSPORT:
-            remedy = "trust no result of this job: try another --transport, another node, and report the versions"
-            found.fault(text, remedy)
-        else:
-            found.warning(text, "cocodiff does not use it; keep other programs here from relying on it")
-    if not found:
+        remedy = "trust no result of this job: try another --transport, another node, and report the versions"
+        found.fault(f"messages are wrong for {cases}: {bad[0].wrong[0]}", remedy)
+    elif trials:
+        dtypes, largest = dict.fromkeys(trial.dtype for trial in trials), max(trials, key=lambda trial: trial.bytes)
+        found.good(
+            f"{len(trials)} trials right ({', '.join(dtypes)}, up to {largest.bytes} bytes to each peer in "
+            f"{largest.seconds * 1e3:.1f} ms)"
+        )
+    else:
         found.note("one rank: no messages")
     return found
-
-
-def _sizes(trials: list[AllToAll]) -> str:
-    dtypes = list(dict.fromkeys(trial.dtype for trial in trials))
-    largest = max(trials, key=lambda trial: trial.bytes)
-    return (
-        f"{len(trials)} trials ({', '.join(dtypes)}, up to {largest.bytes} bytes to each peer in "
-        f"{largest.seconds * 1e3:.1f} ms)"
-    )
 
 
 def check_overlap(facts: Facts) -> Findings:

@@ -138,7 +138,6 @@ class RankFacts:
 class AllToAll:
     """A trial of one all-to-all. wrong: a line for each rank that received something else than was sent."""
 
-    how: str
     dtype: str
     bytes: int
     seconds: float

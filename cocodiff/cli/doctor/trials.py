@@ -6,7 +6,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from cocodiff.comm.transport import Group, Pending, Transport
 from cocodiff.errors import OwnRankError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
-TRANSPORT = "cocodiff"
 REPEATS = 3
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
@@ -44,14 +42,11 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 
 
 def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
-    """Every dtype and size through the transport, sizes uneven and some empty, and once more with checksums; then the
-    library's own."""
-    cases = [(dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)]
-    found = [_all_to_all(transport, group, dtype, size) for dtype, size in cases]
-    own = getattr(group, "library_all_to_all", None)
-    if own is not None:
-        found += [_library_all_to_all(transport, own, dtype, size) for dtype, size in cases]
-    return found
+    """Every dtype and size, sizes uneven and some empty, and once more with checksums. Rank 0's answer is of all ranks,
+    others' of their own messages."""
+    return [
+        _all_to_all(transport, group, dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)
+    ]
 
 
 def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int) -> AllToAll:
@@ -64,42 +59,23 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    checked = CheckedGroup(group, Health())
-    trial = _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
-    with_sums = _trial(transport, TRANSPORT, size, lambda: checked.all_to_all(sends, recvs), recvs, expected)
-    return replace(trial, wrong=trial.wrong or with_sums.wrong)
-
-
-def _library_all_to_all(
-    transport: Transport, exchange: Callable[[Tensor, Tensor], Any], dtype: torch.dtype, size: int
-) -> AllToAll:
-    me, peers, device = transport.rank, range(transport.size), transport.device
-    length = size // dtype.itemsize
-    send = torch.cat([content(me, peer, length, dtype, device) for peer in peers])
-    recv = torch.full_like(send, 99)
-    expected = [content(peer, me, length, dtype, device) for peer in peers]
-    name = f"{getattr(transport, 'library', 'library')}'s own all_to_all_single"
-    return _trial(transport, name, size, lambda: exchange(recv, send), list(recv.split(length)), expected)
-
-
-def _trial(
-    transport: Transport, how: str, size: int, start: Callable[[], Any], got: list[Tensor], expected: list[Tensor]
-) -> AllToAll:
-    """Times an exchange, and compares what arrives in `got`: on rank 0 of all ranks, elsewhere of this one."""
-    synchronise(transport.device)
-    started, word = time.perf_counter(), ""
-    try:
-        start().wait()
-    except WrongMessage as error:
-        word = str(error)
-    synchronise(transport.device)
-    seconds = time.perf_counter() - started
-    bad = [peer for peer, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
-    if bad:
-        word = word or f"rank {transport.rank} got other numbers than were sent from {bad}"
-    of_ranks = transport.gather_object((seconds, word)) or [(seconds, word)]
-    slowest, words = max(one for one, _ in of_ranks), tuple(text for _, text in of_ranks if text)
-    return AllToAll(how, str(expected[0].dtype).removeprefix("torch."), size, slowest, words)
+    times, words = [], []
+    for over in (group, CheckedGroup(group, Health())):
+        synchronise(device)
+        started = time.perf_counter()
+        try:
+            over.all_to_all(sends, recvs).wait()
+        except WrongMessage as error:
+            words.append(str(error))
+        synchronise(device)
+        times.append(time.perf_counter() - started)
+        bad = [peer for peer, (a, b) in enumerate(zip(recvs, expected, strict=True)) if not torch.equal(a, b)]
+        if bad and not words:
+            words.append(f"rank {me} got other numbers than were sent from {bad}")
+    own = (times[0], words[:1])
+    of_ranks = transport.gather_object(own) or [own]
+    wrong = tuple(word for _, said in of_ranks for word in said)
+    return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong)
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:
