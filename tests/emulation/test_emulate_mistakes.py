@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.model_step import FITTED, over_schedule
-from cocodiff_studies.emulate import processes
+from cocodiff_studies.emulate import command as emulation
 from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
 from launching import assert_succeeded
 from warm import forked
@@ -98,19 +98,19 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
 def test_what_others_have_put_there_is_no_record_of_an_emulation(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended: list[str] = []
-    monkeypatch.setattr(processes, "kill_all", lambda token, namespaces: ended.append(token))
+    monkeypatch.setattr(emulation, "kill_all", lambda token, namespaces: ended.append(token))
     for name in ("killed", "another's"):
-        (tmp_path / f"{processes.PREFIX}{name}").mkdir()
-        (tmp_path / f"{processes.PREFIX}{name}" / OWNER).touch()
-    (tmp_path / f"{processes.PREFIX}link").symlink_to(tmp_path / f"{processes.PREFIX}killed")
-    (tmp_path / f"{processes.PREFIX}file").touch()
+        (tmp_path / f"{emulation.PREFIX}{name}").mkdir()
+        (tmp_path / f"{emulation.PREFIX}{name}" / OWNER).touch()
+    (tmp_path / f"{emulation.PREFIX}link").symlink_to(tmp_path / f"{emulation.PREFIX}killed")
+    (tmp_path / f"{emulation.PREFIX}file").touch()
     if os.geteuid() == 0:  # only root can give a folder to another user
-        os.chown(tmp_path / f"{processes.PREFIX}another's", 12345, 12345)
-    with processes.registered() as token:
+        os.chown(tmp_path / f"{emulation.PREFIX}another's", 12345, 12345)
+    with emulation.registered() as token:
         assert (tmp_path / token).stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / token).exists()
     names = ["killed"] if os.geteuid() == 0 else ["another's", "killed"]
-    assert sorted(ended) == [f"{processes.PREFIX}{name}" for name in names]
+    assert sorted(ended) == [f"{emulation.PREFIX}{name}" for name in names]
 
 
 def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch
     def start_often(_: int) -> bool:
         found = []
         for _ in range(30):
-            with processes.registered() as token:
+            with emulation.registered() as token:
                 found.append((tmp_path / token).exists())
         return all(found)
 
