@@ -168,7 +168,7 @@ def makers(
 
 
 def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    from cocodiff_bench.engine_parts import make_exchange, send
+    from cocodiff_bench.stand_in import make_exchange, send
 
     exchange = make_exchange(config_of(name, values), topology, transport, trace)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cocodiff.text_table import aligned
 from cocodiff.trace import Span
 
 Interval = tuple[int, int]  # start and end in nanoseconds
@@ -22,11 +21,6 @@ Spans = Mapping[str, Mapping[int, Sequence[Span]]]  # mode -> rank -> spans, in 
 MAIN = "main"
 ATTENTION = "attention"  # the span that every attention call has once
 V_FIRST_PHASES = ("v sibling", "v plane")  # v's first phase is the first of these that a mode has
-HEADINGS = ("mode", "layer", "calls", "T(V)", "T(Q,K)", "T(Vp1)", "hidden", "comm.", "exposed", "hidden")
-LEGEND = """\
-Milliseconds of a mean attention call on a mean rank; calls are those of all ranks. T(V), T(Q,K): projecting.
-T(Vp1): V's first phase (flat has one); none where Q, K and V travel together. comm.: all communication of the call.
-Exposed is its part in which the rank waits, hidden the rest."""
 
 
 class AttentionTimes(NamedTuple):
@@ -77,13 +71,6 @@ def summarise(spans: Spans) -> list[AttentionTimes]:
         layers = {s.layer: None for of_rank in of_ranks.values() for s in by_time(of_rank) if s.name == ATTENTION}
         found += [_of_layer(mode, layer, of_ranks.values()) for layer in layers if layer]
     return found
-
-
-def table_of(times: Iterable[AttentionTimes]) -> list[str]:
-    """The summary in milliseconds, and what its columns mean."""
-    cells = (["-" if value is None else f"{value * 1e3:.2f}" for value in one[3:]] for one in times)
-    rows = [[one.mode, one.layer, str(one.calls), *of_one] for one, of_one in zip(times, cells, strict=True)]
-    return [*aligned([HEADINGS, *rows], "<<" + ">" * 8), "", LEGEND]
 
 
 def first_phase(spans: Iterable[Span]) -> str | None:

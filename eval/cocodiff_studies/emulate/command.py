@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if not command or not command[0]:
         raise UserError("emulate has no command to run: cocodiff emulate [options] -- cocodiff bench alltoall")
     topology = topology_of(values)
-    program = cocodiff_of(command)
-    if program:
-        command = [*program, *settle_command(command[len(program) :], values)]
-    own = is_this_one(program)
+    own = is_this_cocodiff(command[0])
     if own:
-        command = ["cocodiff", *command[len(program) :]]
+        command = ["cocodiff", *settle_command(command[1:], values)]
     check_host(values)
     if not own and shutil.which(command[0]) is None:
         raise UserError(f"emulate cannot run {command[0]}: there is no such program, or it is not executable")
@@ -102,35 +98,10 @@ def topology_of(values: dict[str, Any]) -> Topology:
     return Topology.build(machine, a_node * values["nodes"])
 
 
-def cocodiff_of(command: Sequence[str]) -> list[str]:
-    """The words of a command that start cocodiff: `cocodiff`, a path or link to it, or Python's `-m cocodiff`.
-    None where it is another program."""
-    file = found_at(command[0])
-    if command[0] == "cocodiff" or (os.path.realpath(file).endswith("/cocodiff") and not file.is_dir()):
-        return [command[0]]
-    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", command[1:]))
-    module = command[1 + len(flags) : 3 + len(flags)]
-    if Path(command[0]).name.startswith("python") and list(module) == ["-m", "cocodiff"]:
-        return [command[0], *flags, *module]
-    return []
-
-
-def is_this_one(program: Sequence[str]) -> bool:
-    """Whether the words of `cocodiff_of` start the cocodiff that runs here: its ranks can be forked from this process.
-    One of another environment, or with flags for Python, is executed as it stands."""
-    if list(program) == ["cocodiff"]:
-        return True
-    if len(program) not in (1, 3):
-        return False
-    # The links of an environment's Python lead out of it, those to its cocodiff lead into it.
-    file = found_at(program[0])
-    folder = file.resolve().parent if len(program) == 1 else file.parent.resolve()
-    return folder == Path(sys.executable).parent.resolve()
-
-
-def found_at(word: str) -> Path:
-    """The file that a command's first word runs."""
-    return Path(shutil.which(word) or word)
+def is_this_cocodiff(word: str) -> bool:
+    """Whether a command's first word starts the cocodiff that runs here: its ranks can be forked from this process."""
+    own = Path(sys.executable).parent / "cocodiff"
+    return word == "cocodiff" or (own.is_file() and Path(shutil.which(word) or word).resolve() == own.resolve())
 
 
 def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:

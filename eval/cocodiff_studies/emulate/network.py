@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from cocodiff.topology.links import next_hops, wires
@@ -156,20 +156,14 @@ class Rate(NamedTuple):
 
 
 def measure_rates(network: Network) -> list[Rate]:
-    """One stream for each class of link that the topology has; streams that may meet on a link take turns."""
-    pairs = representative_pairs(network.topology)
+    """One stream for each class of link that the topology has, one after the other."""
     links = network.topology.machine.links
     gb_s = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s, "node": links.nic_gb_s}
     gb_s["cross_plane"] = min(links.sibling_gb_s, links.plane_gb_s)
-    together: list[str] = [kind for kind in ("sibling", "plane") if kind in pairs]
-    turns: list[list[str]] = [together, *([kind] for kind in pairs if kind not in together)]
-    measured: dict[str, float] = {}
-    for turn in filter(None, turns):
-        streams = {kind: _Stream(network, *pairs[kind]) for kind in turn}
-        for stream in streams.values():
-            stream.start()
-        measured |= {kind: stream.finish() for kind, stream in streams.items()}
-    return [Rate(kind, *pairs[kind], mbit_s(gb_s[kind], network.scale), measured[kind]) for kind in pairs]
+    return [
+        Rate(kind, a, b, mbit_s(gb_s[kind], network.scale), stream_rate(network, a, b))
+        for kind, (a, b) in representative_pairs(network.topology).items()
+    ]
 
 
 def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
@@ -183,55 +177,32 @@ def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
     return pairs
 
 
-class _Stream:
-    """A TCP stream whose sockets belong to the two namespaces, and threads at both ends."""
+def stream_rate(network: Network, source: int, target: int) -> float:
+    """Mbit/s of a TCP stream whose sockets belong to the two ranks' namespaces; 0 where nothing arrives."""
+    with network.tile(target).inside():
+        listener = socket.create_server((address(target), 0))
+    with listener:
+        with network.tile(source).inside():
+            sender = socket.create_connection(listener.getsockname(), timeout=5.0)
+        receiver, _ = listener.accept()
+    receiver.settimeout(5.0)
 
-    def __init__(self, network: Network, source: int, target: int) -> None:
-        with network.tile(target).inside():
-            listener = socket.create_server((address(target), 0))
-        with listener:
-            with network.tile(source).inside():
-                self._sender = socket.create_connection(listener.getsockname(), timeout=5.0)
-            self._receiver, _ = listener.accept()
-        self._receiver.settimeout(5.0)
-        self._stop = threading.Event()
-        self._bits = self._seconds = 0.0
-        self._threads = [threading.Thread(target=work) for work in (self._send, self._receive)]
+    def send() -> None:
+        with suppress(OSError):  # the receiver has what it wanted, or nothing arrives
+            while True:
+                sender.send(bytes(1 << 16))
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def finish(self) -> float:
-        for thread in self._threads:
-            thread.join()
-        self._sender.close()
-        self._receiver.close()
-        return self._bits / self._seconds / 1e6 if self._seconds else 0.0
-
-    def _send(self) -> None:
-        chunk = bytes(1 << 16)
-        try:
-            while not self._stop.is_set():
-                self._sender.send(chunk)
-            self._sender.shutdown(socket.SHUT_WR)
-        except OSError:
-            return  # the receiver has what it wanted, or nothing arrived: then the rate is 0
-
-    def _receive(self) -> None:
-        buffer, begun, first, last, counted = bytearray(1 << 16), time.perf_counter(), 0.0, 0.0, 0
-        try:
-            while (now := time.perf_counter()) - begun < STOP_S:
-                got = self._receiver.recv_into(buffer)
+    thread = threading.Thread(target=send)
+    thread.start()
+    buffer, begun, first, last, counted = bytearray(1 << 16), time.perf_counter(), 0.0, 0.0, 0
+    with sender:
+        with receiver, suppress(OSError):
+            while time.perf_counter() - begun < STOP_S:
+                got = receiver.recv_into(buffer)
                 now = time.perf_counter()
                 if now - begun > START_S:
                     if first:
-                        counted += got
-                        last = now
+                        counted, last = counted + got, now
                     first = first or now
-        except OSError:
-            counted = 0
-        finally:
-            self._stop.set()
-            self._bits, self._seconds = counted * 8.0, last - first
-            self._receiver.close()
+        thread.join()
+    return counted * 8 / (last - first) / 1e6 if last > first else 0.0
