@@ -201,7 +201,7 @@ def write(
     known = {
         "machine": facts.topology.machine.name,
         "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
-        "alltoalls": [asdict(trial) for trial in facts.alltoalls],
+        "alltoalls": [*map(asdict, facts.alltoalls)],
         "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
         "stopped": facts.stopped,
         "order_rounds": facts.order,
@@ -209,12 +209,6 @@ def write(
         "blocked_us": facts.blocked_us,
         "needed_bytes": facts.needed,
     }
-    document = {
-        "schema": 1,
-        "cocodiff": __version__,
-        "healthy": healthy,
-        "findings": [asdict(finding) for finding in findings],
-        "facts": known,
-    }
-    write_document(folder, FILE, document, values)
+    document = {"schema": 1, "cocodiff": __version__, "healthy": healthy, "findings": [*map(asdict, findings)]}
+    write_document(folder, FILE, document | {"facts": known}, values)
     output.publish()

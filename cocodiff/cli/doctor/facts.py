@@ -237,7 +237,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         environment=environment(),
         library=getattr(transport, "library", "none") if transport.size > 1 else "none",
         device=str(device),
-        tile=tile_of(device),
+        tile="" if device.type == "cpu" else tile_of(device),
         tiles_seen=tiles_seen(device),
         card=card_of(device),
         cores=cores,
@@ -253,7 +253,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
         kernel_trials=tuple(tried),
-        device_name=device_name(device),
+        device_name="" if device.type == "cpu" else str(properties_of(device).name),
         drawback=getattr(transport, "drawback", ""),
         no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
     )
@@ -279,20 +279,18 @@ def environment() -> dict[str, str]:
     return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
 
 
+def properties_of(device: torch.device) -> Any:
+    """Of a device that is no CPU, as torch tells them."""
+    return torch.get_device_module(device).get_device_properties(device)
+
+
 def tile_of(device: torch.device) -> str:
     """A name that no other tile of the host has: the driver's own number of it, else its index and what selects
     devices."""
-    if device.type == "cpu":
-        return ""
-    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
-    selected = [
-        os.environ.get(name, "") for name in ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
-    ]
-    return str(uuid) if uuid is not None else "/".join([*filter(None, selected), str(device.index)])
-
-
-def device_name(device: torch.device) -> str:
-    return "" if device.type == "cpu" else str(torch.get_device_module(device).get_device_properties(device).name)
+    uuid = getattr(properties_of(device), "uuid", None)
+    selecting = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
+    selected = [os.environ[name] for name in selecting if os.environ.get(name)]
+    return str(uuid) if uuid is not None else "/".join([*selected, str(device.index)])
 
 
 def tiles_seen(device: torch.device) -> int:
@@ -303,7 +301,7 @@ def card_of(device: torch.device) -> Card | None:
     """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are dealt to cards in order of their
     addresses, which is known only while no variable selects among them."""
     if device.type == "cuda":
-        of: Any = torch.cuda.get_device_properties(device)
+        of = properties_of(device)
         if not hasattr(of, "pci_bus_id"):
             return None
         return card_at(f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0")
@@ -360,8 +358,7 @@ def read(path: Path) -> str:
 def total_memory(device: torch.device, ranks: int) -> int | None:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    of_device = torch.get_device_module(device).get_device_properties(device).total_memory
-    return int(of_device) // ranks_on_device(device, ranks)
+    return int(properties_of(device).total_memory) // ranks_on_device(device, ranks)
 
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:

@@ -200,21 +200,8 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
         own = torch.zeros_like(parts_of_all[0])
         return lambda: group.all_gather(own, parts_of_all)
 
-    found = []
-    calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
-    for name, peers, call in calls:
-        for length in ISSUE_BYTES:
-            times = _timed(call(length), group, device)
-            of_ranks = transport.gather_object(times) or [times]
-            returns_s, complete_s = (max(one[at] for one in of_ranks) for at in (0, 1))
-            found.append(Issue(name, length, 2 * peers, returns_s, complete_s))
-    return found
-
-
-def _timed(call: Callable[[], Pending], group: Group, device: torch.device) -> tuple[float, float]:
-    """Seconds until the call returns, and until its messages are through; once before, uncounted."""
-    of_calls = []
-    for _ in range(1 + REPEATS):
+    def timed(call: Callable[[], Pending]) -> tuple[float, float]:
+        """Seconds until the call returns, and until its messages are through."""
         group.barrier()
         synchronise(device)
         started = time.perf_counter()
@@ -222,8 +209,18 @@ def _timed(call: Callable[[], Pending], group: Group, device: torch.device) -> t
         returned = time.perf_counter()
         pending.wait()
         synchronise(device)
-        of_calls.append((returned - started, time.perf_counter() - started))
-    return tuple(statistics.median(one[at] for one in of_calls[1:]) for at in (0, 1))  # type: ignore[return-value]
+        return returned - started, time.perf_counter() - started
+
+    found = []
+    calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
+    for name, peers, make in calls:
+        for length in ISSUE_BYTES:
+            call = make(length)
+            timed(call)  # uncounted
+            own = [statistics.median(times) for times in zip(*(timed(call) for _ in range(REPEATS)), strict=True)]
+            of_ranks = transport.gather_object(own) or [own]
+            found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
+    return found
 
 
 def synchronise(device: torch.device) -> None:
