@@ -1,23 +1,18 @@
 """`cocodiff bench kernels`: every operation by SYCL, by torch, by the dispatch's choice, beside a copy of its bytes.
 
-Cases are OP/SIZEMB/THREADS; 0MB is one row for one peer, where a call's own cost is all there is. Each number of
-threads is a process of its own on so many cores, because libraries read it once. Variants take turns; results are
-compared with torch's before anything is timed.
+Cases are OP/SIZEMB/THREADS, on as many cores; 0MB is one row for one peer, where a call's own cost is all there is.
+Variants take turns; results are compared with torch's before anything is timed.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +26,6 @@ from cocodiff.kernels import Kernels, Rows, TorchOps, sycl_ops
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.outputs.folder import OutputFolder
-from cocodiff.processes.children import without_launcher
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
@@ -42,7 +36,7 @@ OPS = (
 )
 CODE_BITS = 2
 HEADS, HEAD_DIM, PEERS = 24, 128, 12  # FLUX.1 on the ranks of a node
-OWN_THREADS = "COCODIFF_BENCH_THREADS"  # set for a process that measures with so many
+SYCL_THREADS = "DPCPP_CPU_NUM_CUS"  # read by SYCL's CPU device when it is opened
 BATCH_MB = 32  # calls of one measurement move so much together: the first finds caches as another variant left them
 LAUNCH_CALLS = 50  # of an operation on one row, in one measurement
 # Of the faster path at least, in one measurement: less is lost in the machine's other work. A turn that warms up takes
@@ -52,7 +46,7 @@ Call = Callable[[Any], object]  # of an object with the operations
 OPTIONS = common.with_common_options(
     Option("op", "operations to measure", list(OPS), many=True),
     Option("sizes_mb", "MB of one rank's tensor; 0 is one row", [0, 8], type=int, many=True),
-    Option("threads", "numbers of threads", [1], type=int, many=True),
+    Option("threads", "of all libraries, on as many cores", 1, type=int),
     Option("dtype", "of the tensors", "fp32", choices=("fp32", "bf16", "fp16")),
     Option("repeats", "measurements of each variant", 3, type=int),
 )
@@ -63,9 +57,8 @@ def check(values: Values, ranks: int | None) -> None:
     for op in values["op"]:
         check_choice("op", op, OPS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for threads in values["threads"]:
-        if not 1 <= threads <= cores:
-            raise UserError(f"--threads {threads} on {cores} cores: give 1 to {cores}")
+    if not 1 <= values["threads"] <= cores:
+        raise UserError(f"--threads {values['threads']} on {cores} cores: give 1 to {cores}")
     for size in values["sizes_mb"]:
         if size < 0:
             raise UserError(f"--sizes_mb {size}: give 0 or more")
@@ -74,50 +67,37 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measures here where this process has the one number of threads asked for, else in processes that have."""
     if transport.device.type != "cpu":
         raise UserError(f"bench kernels times the host's clock, which says nothing on {transport.device.type}")
-    here = [int(os.environ.get(OWN_THREADS, 0))] == values["threads"]
-    if here:
-        measured = list(measure_here(values))
-    else:
-        measured = [row for threads in values["threads"] for row in measure_apart(values, threads)]
-    common.publish(output, values, measured, told=not here)
-
-
-def measure_apart(values: Values, threads: int) -> list[Row]:
-    """The rows of a process with so many threads on so many cores."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--threads", threads, "--out", f"{folder}/out", "--repeats", values["repeats"]]
-        words += ["--quiet"] if values["quiet"] else []
-        words += ["--dtype", values["dtype"], "--op", *values["op"], "--sizes_mb", *values["sizes_mb"]]
-        count = str(threads)
-        own = {OWN_THREADS: count, "OMP_NUM_THREADS": count, "DPCPP_CPU_NUM_CUS": count}
-        command = [sys.executable, "-m", "cocodiff", "bench", "kernels", *map(str, words)]
-        done = subprocess.run(command, env=without_launcher(os.environ) | own, check=False)
-        if done.returncode == 2:
-            raise UserError(f"nothing was measured with {threads} thread(s): the line above says why")
-        if done.returncode:
-            raise RuntimeError(f"bench kernels with {threads} threads left with code {done.returncode}")
-        measured: list[Row] = json.loads((Path(folder) / "out" / "bench.json").read_text())["rows"]
-        return measured
-
-
-def measure_here(values: Values) -> Iterator[Row]:
-    threads = values["threads"][0]
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    torch.set_num_threads(threads)
-    if not values["quiet"]:
-        ready(threads)
+    measured: list[Row] = []
     total = len(values["op"]) * len(values["sizes_mb"])
-    with progress_bar("bench kernels", total, not values["quiet"]) as bar:
-        for op in values["op"]:
-            for size in values["sizes_mb"]:
-                measured = case_rows(op, size, values)
-                say_case(measured)
-                yield from measured
-                bar.update()
+    with on_cores(values["threads"]):
+        if not values["quiet"]:
+            ready(values["threads"])
+        with progress_bar("bench kernels", total, not values["quiet"]) as bar:
+            for op in values["op"]:
+                for size in values["sizes_mb"]:
+                    of_case = case_rows(op, size, values)
+                    say_case(of_case)
+                    measured += of_case
+                    bar.update()
+    common.publish(output, values, measured)
+
+
+@contextmanager
+def on_cores(threads: int) -> Iterator[None]:
+    """Meanwhile this process has so many cores and threads, and SYCL if it is opened now."""
+    before, cores = torch.get_num_threads(), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    os.environ[SYCL_THREADS] = str(threads)
+    torch.set_num_threads(threads)
+    if cores:
+        os.sched_setaffinity(0, sorted(cores)[:threads])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if cores:
+            os.sched_setaffinity(0, cores)
 
 
 def ready(threads: int) -> None:
@@ -157,7 +137,7 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:
     common.interleave(variants, 2, units, nothing, nothing)
     seconds = common.interleave(variants, values["repeats"], units, nothing, nothing, warm=True)
     references = common.compared_with(seconds, "torch", "sycl", "memcpy")
-    measured = common.rows(f"{op}/{size_mb}MB/{values['threads'][0]}", seconds, {}, references)
+    measured = common.rows(f"{op}/{size_mb}MB/{values['threads']}", seconds, {}, references)
     return [row | {"moved_bytes": case.moved} for row in measured]
 
 
