@@ -66,7 +66,6 @@ REPLACED = {
 ASYNCHRONOUS = ("flux", "qwen-image")
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
 ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
-ALLOWED_OF_CODES = 1 / 254  # of 8 bits, times the largest value: as much as they err by in a group of channels
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("model", "the class of transformers", "flux", choices=tuple(MODELS)),
@@ -151,18 +150,18 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         allowed, allowed_last = (
             allowed_error(step(model, inputs[n]), exactly) for n, exactly in ((0, expected), (-1, expected_last))
         )
-        of_codes = max(allowed, ALLOWED_OF_CODES * float(expected.abs().max()))
         variants = make_variants(values, configs, model, inputs, engines, transport)
         for engine in engines.values():
             opened.enter_context(engine)
+        lossless = [name for name in variants if name not in configs or configs[name].exact]
         first_s = {}
         for name, variant in variants.items():
             common.meet(transport)
             started = time.perf_counter()
             variant()
             first_s[name] = time.perf_counter() - started
-            limit = of_codes if name in coded_at_first(configs) else allowed
-            check_output(name, variant.last, expected, limit, transport.rank)
+            if name in lossless:
+                check_output(name, variant.last, expected, allowed, transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
@@ -176,7 +175,6 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         late = {name: (late[name] + late_bytes(engines[name])) / calls / sum(sent[name].values()) for name in late}
         reference = next(iter(variants.values())).last
         errors = {name: errors_of(one.last, expected_last, reference, transport) for name, one in variants.items()}
-        lossless = [name for name in variants if name not in configs or configs[name].exact]
         for name in lossless:
             check_output(name, variants[name].last, expected_last, allowed_last, transport.rank)
     if transport.rank == 0:
@@ -239,11 +237,6 @@ def report(
         f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
         f"{measured[0]['variant']}" + ("; late: of the bytes sent, the part that no call waited for" if late else "")
     )
-    if 0 in late:
-        say(
-            "late 0 %: every call waited for all that was sent, since no tensor changed so little from call to call "
-            "that it was displaced; these are few steps of a random model"
-        )
     common.publish(output, values, measured)
 
 
@@ -338,12 +331,6 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
         if line and not transport.rank:
             say(f"{name}: {line}{where}")
     return {name: config for name, (config, _) in found.items()}
-
-
-def coded_at_first(configs: Mapping[str, Config]) -> list[str]:
-    from cocodiff.attention.residual.coding import codes_first_calls
-
-    return [name for name, config in configs.items() if codes_first_calls(config.codec)]
 
 
 def late_bytes(engine: Engine) -> int:
