@@ -225,10 +225,11 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
 
 
 @pytest.mark.processes
-def test_a_benchmark_without_kernels_is_a_mistake_in_words(monkeypatch, tmp_path, capfd):
+def test_a_benchmark_without_kernels_is_a_mistake_in_words(sycl_on_cpu, monkeypatch, tmp_path, capfd):
     tmp_path.chmod(0o777)
     monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
     monkeypatch.setenv("DPCPP_CPU_NUM_CUS", "1")  # the command sets it, and leaves it so
+    monkeypatch.setattr("cocodiff_sycl.ops.open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
     dispatch._open.cache_clear()
     words = ["--op", "pack", "--sizes_mb", "1", "--repeats", "1", "--threads", "1", "--out", str(tmp_path / "out")]
     try:
