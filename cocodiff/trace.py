@@ -1,4 +1,4 @@
-"""A record of a run: spans on lanes, and payload bytes per link class. `trace_files.py` saves it.
+"""A record of a run: spans on lanes, and payload bytes per link class.
 
 Bytes are payload, counted once, at the sender, in the class of the link between the two endpoints. What the model's
 own gather at its exit moves is counted apart from the attention's tensors.
@@ -6,10 +6,12 @@ own gather at its exit moves is counted apart from the attention's tensors.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
@@ -128,3 +130,30 @@ class _Running:
     def __exit__(self, *_: object) -> None:
         end_ns = time.perf_counter_ns()
         self._trace.keep(Span(self._name, self._lane, self._start_ns, end_ns, self._layer, self._late_bytes))
+
+
+def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes the records of all ranks, by mode, as one Chrome trace, which Perfetto opens: a process per rank, a thread
+    per mode and lane.
+
+    Times are in microseconds; clocks of different hosts are not aligned.
+    """
+    every = [(mode, record) for mode, of_mode in records.items() for record in of_mode]
+    start = min((span[2] for _, record in every for span in record["spans"]), default=0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        for rank in sorted({record["rank"] for _, record in every})
+    ]
+    sent: Counter[str] = Counter()
+    for mode, record in every:
+        for name, lane, begin, end, layer, late_bytes in record["spans"]:
+            times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
+            late = {"late_bytes": late_bytes} if late_bytes else {}
+            about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer, **late}}
+            events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", **about, **times})
+        sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
+    ran: Counter[str] = Counter()
+    for mode, record in every:
+        ran.update({f"{mode} {operation} {path}": count for (operation, path), count in record["kernels"].items()})
+    other = {"bytes": dict(sent), "kernels": dict(ran), "spans_not_kept": sum(record["dropped"] for _, record in every)}
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))

@@ -57,7 +57,7 @@ set_oneccl() {
 set_tiles() {
     export ZE_FLAT_DEVICE_HIERARCHY=FLAT  # Level Zero: each tile is a device
     unset ZE_AFFINITY_MASK                # Level Zero: the devices a process sees
-    export ZES_ENABLE_SYSMAN=1            # Level Zero: lets free memory and fabric ports be asked for
+    export ZES_ENABLE_SYSMAN=1            # Level Zero: lets free memory be asked for
 }
 
 check_venv() {

@@ -90,13 +90,6 @@ class TorchDistGroup(Group):
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
-    def library_all_to_all(self, recv: Tensor, send: Tensor) -> Pending:
-        """The backend's own all-to-all of equal parts. Nothing but `doctor` uses it: it was seen to corrupt data on
-        some Intel GPUs."""
-        if self._on_cpu:
-            return _Works([self._process_group.alltoall_base(recv, send, [], [])])
-        return _Works([dist.all_to_all_single(recv, send, group=self._process_group, async_op=True)], [recv, send])
-
     def barrier(self) -> None:
         if self._on_cpu:
             self._process_group.barrier().wait()

@@ -9,20 +9,6 @@ from typing import Any
 Rows = Sequence[Mapping[str, Any]]
 
 
-def stacked_steps(axes: Any, names: Sequence[str], rows: Rows, exposed: str, time: str, notes: Sequence[str]) -> None:
-    """Bars of a step's milliseconds: its compute below, what is `exposed` of its communication above, a note on top.
-
-    time: the field of a row that has the step's seconds."""
-    compute, whole = ([row[key] * 1e3 for row in rows] for key in ("compute_s", time))
-    axes.bar(names, compute, color="#4e79a7", label="compute")
-    opened = [max(0.0, w - c) for w, c in zip(whole, compute, strict=True)]
-    axes.bar(names, opened, bottom=compute, color="#f28e2b", label=exposed)
-    for x, (note, top) in enumerate(zip(notes, whole, strict=True)):
-        axes.text(x, top, note, ha="center", va="bottom", fontsize=8)
-    axes.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25))
-    axes.legend(fontsize=8)
-
-
 def plot_presets(rows: Rows, where: str, path: Path) -> None:
     """A step's compute and open communication for every preset, and the bytes it sends over each class of links."""
     from matplotlib.figure import Figure
@@ -31,9 +17,15 @@ def plot_presets(rows: Rows, where: str, path: Path) -> None:
     names = [row["preset"] for row in shown]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, sent = figure.subplots(1, 2)
-    notes = [f"{row['over_flat']:.2f}x" + ("" if row["exact"] else "\nlossy") for row in shown]
-    stacked_steps(times, names, shown, "communication that nothing hides", "step_s", notes)
-    times.set_title("time (speed-up over flat)")
+    compute, whole = ([row[key] * 1e3 for row in shown] for key in ("compute_s", "step_s"))
+    opened = [max(0.0, w - c) for w, c in zip(whole, compute, strict=True)]
+    times.bar(names, compute, color="#4e79a7", label="compute")
+    times.bar(names, opened, bottom=compute, color="#f28e2b", label="communication that nothing hides")
+    for x, (row, top) in enumerate(zip(shown, whole, strict=True)):
+        note = f"{row['over_flat']:.2f}x" + ("" if row["exact"] else "\nlossy")
+        times.text(x, top, note, ha="center", va="bottom", fontsize=8)
+    times.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25), title="time (speed-up over flat)")
+    times.legend(fontsize=8)
     below = [0.0] * len(shown)
     for link, colour in zip(
         ("sibling", "plane", "cross_plane", "node"), ("#76b7b2", "#59a14f", "#edc948", "#e15759"), strict=True

@@ -25,7 +25,7 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import FOUND, write_settings
 from cocodiff.processes.ranks import run_ranks
 from cocodiff.processes.room import check_room
-from cocodiff.trace_files import save_traces
+from cocodiff.trace import save_traces
 
 if TYPE_CHECKING:
     from cocodiff.jobs.job import Done, Job, Way

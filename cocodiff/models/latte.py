@@ -233,5 +233,5 @@ FAMILY = Family(
     adapter=LatteAdapter(),
     rows_per_image=2,  # classifier-free guidance puts both halves in one call
     unplanned="plan counts what attention exchanges, and its ranks transpose hidden states instead, whose bytes "
-    "engine.bytes() tells and whose time bench latte",
+    "engine.bytes() tells",
 )

@@ -12,7 +12,7 @@ from cocodiff.topology.machine import Device, Topology
 ITEMSIZE = 2  # bf16
 
 
-# Instructions of a lane for a number in bf16, as `cocodiff kernels report` counts them for GPU Max (docs/kernels.md).
+# Instructions of a lane for a number in bf16, counted in what GPU Max's compiler makes of them (docs/kernels.md).
 # A copy's are for a number that is moved; those of renewing a reference are among them.
 LANES = 16
 INSTRUCTIONS = {

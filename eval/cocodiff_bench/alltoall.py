@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,16 +27,14 @@ from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology
 from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff.trace import Span, Trace
-from cocodiff_bench import common, oneccl
+from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
 OURS = ("flat", "tapa", "split", "auto")
-CHECKED = "tapa_checked"  # tapa with --check_messages; measured where it is asked for
-ONE_SIDED = {f"{name}_rma": name for name in ("flat", "tapa", "split")}  # over mpi-rma; where they are asked for
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "oneccl", "tapa", "split", "auto", CHECKED, *ONE_SIDED)
+VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto")
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -70,18 +67,11 @@ def wanted(values: Values) -> list[str]:
     """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    remedies = {
-        "mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec",
-        "oneccl": f"start the ranks with MPI, and name oneCCL's libraries in {oneccl.FOLDER} (launch/oneccl)",
-        "gloo": "use gloo",
-    }
-    remedies |= dict.fromkeys(ONE_SIDED, remedies["mpi"])
+    remedies = {"mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec", "gloo": "use gloo"}
     under_mpi = detect().kind == "mpi"
-    can = {"mpi": under_mpi, "oneccl": under_mpi and oneccl.available(), "gloo": values["transport"] == "gloo"}
-    can |= dict.fromkeys(ONE_SIDED, under_mpi)
+    can = {"mpi": under_mpi, "gloo": values["transport"] == "gloo"}
     allowed = [name for name in VARIANTS if can.get(name, True)]
-    usual = [name for name in allowed if name != CHECKED and name not in ONE_SIDED]
-    names = [name for word in values["variants"] or usual for name in word.split(",") if name]
+    names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
@@ -173,26 +163,12 @@ def makers(
     """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
 
-    def checked_tapa() -> Variant:
-        over = copy(transport)  # its lanes, and groups with checksums
-        over.check_messages()
-        return exchange_variant("tapa", values, topology, over, Trace(transport.rank))
-
-    def one_sided(name: str) -> Variant:
-        from cocodiff.comm.rma import RmaTransport
-
-        over = RmaTransport(transport.health)
-        if over.drawback and not transport.rank:
-            say(f"{name}_rma: {over.drawback}")
-        return exchange_variant(name, values, topology, over, Trace(transport.rank))
-
-    ours |= {variant: partial(one_sided, name) for variant, name in ONE_SIDED.items()}
-    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall, "oneccl": oneccl_alltoall}
-    return {**ours, CHECKED: checked_tapa, **{name: partial(make, transport) for name, make in others.items()}}
+    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall}
+    return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
 
 
 def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    from cocodiff_bench.engine_parts import make_exchange, send
+    from cocodiff_bench.stand_in import make_exchange, send
 
     exchange = make_exchange(config_of(name, values), topology, transport, trace)
 
@@ -234,18 +210,6 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
     def run(blocks: Blocks) -> Tensor:
         world.Alltoall(blocks.packed.numpy(), blocks.received.numpy())
-        return blocks.received
-
-    return run
-
-
-def oneccl_alltoall(_transport: Any) -> Variant:
-    from cocodiff.comm.mpi import initialised_mpi
-
-    exchange = oneccl.alltoall(initialised_mpi().COMM_WORLD)
-
-    def run(blocks: Blocks) -> Tensor:
-        exchange(blocks.packed.data_ptr(), blocks.received.data_ptr(), blocks.packed[0].numel())
         return blocks.received
 
     return run
@@ -304,12 +268,7 @@ def more_words(row: Row) -> list[str]:
 
 
 def report(values: Values, output: OutputFolder, topology: Topology, measured: list[Row]) -> None:
-    from cocodiff_bench.plots import plot_alltoall
-
-    scale = emulated().get("scale")
-    where = f"{topology.machine.name}, {topology.size} ranks on {topology.nodes} node(s)"
-    where += f", links {scale:g} times slower" if scale else ""
-    files: dict[str, Callable[[Path], None]] = {"alltoall.png": partial(plot_alltoall, measured, where)}
+    files: dict[str, Callable[[Path], None]] = {}
     if values["tune"]:
         files["exchange.yaml"] = partial(write_table, topology, measured)
         say("exchange.yaml is auto's table: use it with exchange_table")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.config import Config
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
-from cocodiff.console.trace_tables import say_summary
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import DTYPES
 from cocodiff.loading.pipelines import torch_dtype
@@ -27,17 +26,16 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.trace_files import save_traces
-from cocodiff.trace_summary import first_phase, summarise
+from cocodiff.trace import Trace, save_traces
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Values, meet
+from cocodiff_bench.common import Benchmark, Row, Values, meet
+from cocodiff_bench.hidden import first_phase, summarise
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
     from cocodiff.attention.strategy import LazyQKV, Site, Strategy
-    from cocodiff_bench.engine_parts import WaitingAttention
+    from cocodiff_bench.stand_in import WaitingAttention
 
 CALIBRATION_CALLS = 9
 V_SHARE = 0.1  # T(V) as a part of T(Q,K); the paper's example has 0.1 ms and 1.0 ms
@@ -79,7 +77,7 @@ class StandInLayer:
     def qkv(self, project_qk_s: float) -> LazyQKV:
         """q, k and v after waits for as long as their projections shall take."""
         from cocodiff.attention.strategy import LazyQKV
-        from cocodiff_bench.engine_parts import after
+        from cocodiff_bench.stand_in import after
 
         waits = (project_qk_s / 2, project_qk_s / 2, project_qk_s * V_SHARE)
         q, k, v = (after(seconds, x_BLHD) for seconds, x_BLHD in zip(waits, self.qkv_BLHD, strict=True))
@@ -177,7 +175,7 @@ def make_variant(config: Config, topology: Topology, transport: Any, values: Val
     from cocodiff.assemble import build_strategy
     from cocodiff.kernels import Kernels
     from cocodiff.topology.axes import Mesh
-    from cocodiff_bench.engine_parts import WaitingAttention
+    from cocodiff_bench.stand_in import WaitingAttention
 
     trace, attention = Trace(transport.rank), WaitingAttention()
     attention.seconds = None if values["local"] == "real" else 0.0
@@ -207,43 +205,35 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
 def check_outputs(reference: Variant, variants: Mapping[str, Variant], rank: int) -> None:
     """Raises RuntimeError where a variant's outputs are not those of joint order without chunks: the same bits, or with
     chunks, which sum in another order, the same numbers."""
-    outputs = {name: one.outputs for name, one in variants.items()}
-    whole = {name: of for name, of in outputs.items() if variants[name].config.chunks == 1}
-    check_same_bits(reference.outputs, whole, rank)
-    check_close(reference.outputs, {name: of for name, of in outputs.items() if name not in whole}, rank)
+    for name, one in variants.items():
+        check = check_same_bits if one.config.chunks == 1 else check_close
+        for kind, expected in reference.outputs.items():
+            check(f"rank {rank}: {name}", kind, expected, one.outputs[kind])
 
 
-def check_close(reference: Mapping[str, Tensor], outputs: Mapping[str, Mapping[str, Tensor]], rank: int) -> None:
+def check_close(whose: str, kind: str, expected: Tensor, output: Tensor) -> None:
     """Raises RuntimeError where a number is off by more than rounding explains."""
     import torch
 
-    for name, by_kind in outputs.items():
-        for kind, expected in reference.items():
-            off = float((by_kind[kind] - expected).abs().max())
-            allowed = 8 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-            if not off <= allowed:
-                raise RuntimeError(
-                    f"rank {rank}: {name} differs by {off:.2e} in layer {kind}, {allowed:.2e} is rounding"
-                )
+    off, allowed = float((output - expected).abs().max()), 8 * torch.finfo(expected.dtype).eps
+    allowed *= float(expected.abs().max())
+    if not off <= allowed:
+        raise RuntimeError(f"{whose} differs by {off:.2e} in layer {kind}, {allowed:.2e} is rounding")
 
 
-def check_same_bits(reference: Mapping[str, Tensor], outputs: Mapping[str, Mapping[str, Tensor]], rank: int) -> None:
-    """Compares every variant's outputs with those of joint order. Raises RuntimeError where a bit differs."""
-    import torch
-
-    for name, by_kind in outputs.items():
-        for kind, expected in reference.items():
-            if not torch.equal(by_kind[kind], expected):
-                unlike = int((by_kind[kind] != expected).sum())
-                raise RuntimeError(
-                    f"rank {rank}: {name} differs from joint order in {unlike} of {expected.numel()} numbers of layer "
-                    f"{kind}: exact variants must give the same bits"
-                )
+def check_same_bits(whose: str, kind: str, expected: Tensor, output: Tensor) -> None:
+    """Raises RuntimeError where a bit differs."""
+    if not bool((unlike := output != expected).any()):
+        return
+    raise RuntimeError(
+        f"{whose} differs from joint order in {int(unlike.sum())} of {expected.numel()} numbers of layer {kind}: exact "
+        f"variants must give the same bits"
+    )
 
 
 def v_phase1_seconds(config: Config, topology: Topology, layer: StandInLayer, transport: Any) -> float:
     """T(Vp1) of v travelling alone: the slowest rank's median."""
-    from cocodiff_bench.engine_parts import make_exchange, send
+    from cocodiff_bench.stand_in import make_exchange, send
 
     trace = Trace(transport.rank)
     exchange = make_exchange(config, topology, transport, trace)
@@ -255,7 +245,7 @@ def v_phase1_seconds(config: Config, topology: Topology, layer: StandInLayer, tr
 
 def exchange_seconds(config: Config, topology: Topology, layer: StandInLayer, transport: Any) -> float:
     """How long q, k and v travel together, and o back: the slowest rank's median."""
-    from cocodiff_bench.engine_parts import make_exchange, send, send_back
+    from cocodiff_bench.stand_in import make_exchange, send, send_back
 
     exchange, kind = make_exchange(config, topology, transport, Trace(transport.rank)), layer.site.kind
 
@@ -319,13 +309,20 @@ def report(
             layer: {name: value for name, value in one.items() if name not in ("mode", "layer")}
             for layer, one in of_layers.items()
         }
-    common.say_rows(measured, "a call")
+    common.say_rows(measured, "a call", words_of_layers)
     for row in measured:
         if row["hidden_of_whole"] is not None and row["variant"] != references[row["variant"]]["whole"]:
             say(f"  {row['variant']}: hides {row['hidden_of_whole']:.1%} of what is exposed without chunks")
-    say()
-    say_summary(times, sum(one["dropped"] for ranks in records.values() for one in ranks))
     common.publish(output, values, measured, {"trace.json": lambda path: save_traces(path, dict(records))})
+
+
+def words_of_layers(row: Row) -> list[str]:
+    """How long each kind of layer's messages were on their way, and which part of that the rank did not wait for."""
+    return [
+        f"{layer}: {all_s * 1e3:.2f} ms of messages, {of['hidden_s'] / all_s:.0%} hidden"
+        for layer, of in row["layers"].items()
+        if (all_s := of["communication_s"])
+    ]
 
 
 def hidden_share(seconds: Mapping[str, list[float]], name: str, whole: str, compute_s: float | None) -> float | None:

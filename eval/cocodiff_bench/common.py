@@ -7,7 +7,7 @@
     n                        measurements
     bytes                    per link class, of one unit, all ranks together; null where nothing is exchanged
     ratio_vs_X               median of the paired ratios to X, one for each round; null where X was not measured
-    layers                   `bench attention`: kind of layer -> its times, see `trace_summary.AttentionTimes`
+    layers                   `bench attention`: kind of layer -> its times, see `hidden.AttentionTimes`
 """
 
 from __future__ import annotations
@@ -244,7 +244,6 @@ def publish(
     values: Values,
     measured: Sequence[Row],
     files: Mapping[str, Callable[[Path], Any]] | None = None,
-    told: bool = True,
 ) -> None:
     """Writes bench.json, the settings that repeat the run, and further `files` (name -> what writes it); says where."""
     folder = output.open()
@@ -252,5 +251,4 @@ def publish(
     for name, write in (files or {}).items():
         write(folder / name)
     output.publish()
-    if told:
-        say("results: " + ", ".join(str(output.final / name) for name in ("bench.json", *(files or {}))))
+    say("results: " + ", ".join(str(output.final / name) for name in ("bench.json", *(files or {}))))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,6 +28,8 @@ from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.outputs.folder import OutputFolder
+from cocodiff.processes.emulated import emulated
+from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.peers_model import (
@@ -39,9 +41,9 @@ from cocodiff_bench.peers_model import (
     random_model,
     run_inputs,
     step,
+    steps_of,
     tokens_of,
 )
-from cocodiff_bench.peers_ours import coded_at_first, late_bytes, our_configs, with_codecs
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -52,8 +54,8 @@ OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our own dependencies
 DIFFUSERS_MODELS = "diffusers.models.transformers"
+ITEMSIZES = {"fp32": 4, "bf16": 2}
 INSTALL = "pip install cache-dit einops"
-FP8 = "ulysses_float8"  # cache-dit's name for it
 # What cache-dit replaces of a model's classes in diffusers, which stand in the module named first. Where it has no
 # asynchronous attention for a model, nobody measures that.
 REPLACED = {
@@ -64,7 +66,6 @@ REPLACED = {
 ASYNCHRONOUS = ("flux", "qwen-image")
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
 ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
-ALLOWED_OF_CODES = 1 / 254  # of 8 bits, times the largest value: as much as they err by in a group of channels
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("model", "the class of transformers", "flux", choices=tuple(MODELS)),
@@ -76,7 +77,6 @@ OPTIONS = common.with_common_options(
     Option("single", "blocks with both in one stream; Wan and Qwen-Image have one sort, of both numbers", 4, type=int),
     Option("preset", "presets of ours to measure beside all exchanges and orders, lossy ones too", [], many=True),
     Option("dtype", "of weights and activations, of all variants", "fp32", choices=("fp32", "bf16")),
-    Option("fp8", "cache-dit's all-to-all in fp8 as well; its kernels do not run on every device", False, type=bool),
     Option(
         "transport",
         "how ranks talk; the other libraries start on the CPU with this one only",
@@ -99,8 +99,6 @@ def check(values: Values, ranks: int | None) -> None:
         if missing:
             others = " ".join(name for name in values["only"] if name != peer) or OURS
             raise UserError(f"not installed: {', '.join(missing)}: {INSTALL}, or leave it out with --only {others}")
-    if values["fp8"] and CACHE_DIT in values["only"] and find_spec("triton") is None:
-        raise UserError("--fp8: cache-dit's fp8 kernels are Triton's, and triton is not installed: leave --fp8 out")
     if ranks is not None:
         check_sizes(values, ranks)
 
@@ -152,18 +150,18 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         allowed, allowed_last = (
             allowed_error(step(model, inputs[n]), exactly) for n, exactly in ((0, expected), (-1, expected_last))
         )
-        of_codes = max(allowed, ALLOWED_OF_CODES * float(expected.abs().max()))
         variants = make_variants(values, configs, model, inputs, engines, transport)
         for engine in engines.values():
             opened.enter_context(engine)
+        lossless = [name for name in variants if name not in configs or configs[name].exact]
         first_s = {}
         for name, variant in variants.items():
             common.meet(transport)
             started = time.perf_counter()
             variant()
             first_s[name] = time.perf_counter() - started
-            limit = math.inf if FP8 in name else of_codes if name in coded_at_first(configs) else allowed
-            check_output(name, variant.last, expected, limit, transport.rank)
+            if name in lossless:
+                check_output(name, variant.last, expected, allowed, transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
@@ -177,7 +175,6 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         late = {name: (late[name] + late_bytes(engines[name])) / calls / sum(sent[name].values()) for name in late}
         reference = next(iter(variants.values())).last
         errors = {name: errors_of(one.last, expected_last, reference, transport) for name, one in variants.items()}
-        lossless = [name for name in variants if FP8 not in name and (name not in configs or configs[name].exact)]
         for name in lossless:
             check_output(name, variants[name].last, expected_last, allowed_last, transport.rank)
     if transport.rank == 0:
@@ -240,11 +237,6 @@ def report(
         f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
         f"{measured[0]['variant']}" + ("; late: of the bytes sent, the part that no call waited for" if late else "")
     )
-    if 0 in late:
-        say(
-            "late 0 %: every call waited for all that was sent, since no tensor changed so little from call to call "
-            "that it was displaced; these are few steps of a random model"
-        )
     common.publish(output, values, measured)
 
 
@@ -290,6 +282,61 @@ def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: An
     return dict(zip(("max_abs_error", "relative_error", "relative_to_exact"), largest, strict=True))
 
 
+# Ours -----------------------------------------------------------------------------------------------------------------
+
+
+def our_configs(values: Values) -> dict[str, Config]:
+    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets, also
+    compiled where that is wanted."""
+    exact = {
+        exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
+            values, exchange=exchange, order=order
+        ).with_(compile=False)
+        for exchange in EXCHANGES
+        for order in ORDERS
+    }
+    run = steps_of(values)
+    presets = common.with_compiled(
+        {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
+    )
+    return exact | {name: config for name, config in presets.items() if name not in exact}
+
+
+def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
+    """`our_configs` with `codec: auto` decided. On emulated links it goes by what the ranks are on: links so many times
+    slower than the file's, and arithmetic as fast as rank 0 measures it on this host. Rank 0 says it."""
+    configs = our_configs(values)
+    if all(config.codec != "auto" for config in configs.values()):
+        return configs
+    from cocodiff.assemble import AttentionWork, with_codec_chosen
+    from cocodiff.models.tokens import image_and_text, image_segment
+    from cocodiff.planning.calibrate import Constants
+    from cocodiff.planning.here import measure_device, rank_share
+    from cocodiff.planning.memory import Load, ModelShape
+
+    topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
+    joint = MODELS[values["model"]].text_travels
+    tokens = tokens_of(values)
+    segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
+    load = Load(segments, 1, ITEMSIZES[values["dtype"]])
+    if scale:
+        shape, share = ModelShape("a layer", values["heads"], HEAD_DIM, 1, 1), rank_share(topology.size)
+        mine = None if transport.rank else measure_device(share, shape, load, topology.size)
+        slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
+        topology = replace(topology, machine=replace(slowed, device=transport.broadcast_object(mine)))
+    work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=load.itemsize)
+    found = {name: with_codec_chosen(config, topology, work) for name, config in configs.items()}
+    where = f" (links {scale:g} times slower, arithmetic as measured on this host)" if scale else ""
+    for name, (_, line) in found.items():
+        if line and not transport.rank:
+            say(f"{name}: {line}{where}")
+    return {name: config for name, (config, _) in found.items()}
+
+
+def late_bytes(engine: Engine) -> int:
+    return sum(engine.bytes("late").values())
+
+
 # Other libraries ------------------------------------------------------------------------------------------------------
 
 
@@ -316,9 +363,8 @@ def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
 
 
 def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call]:
-    """cache-dit's Ulysses attention, plain and asynchronous, with `fp8` also with q, v and the output in fp8. It
-    replaces methods and attention backends of diffusers' classes, each once in a process: what is replaced goes back at
-    once and is there again for each call of its own."""
+    """cache-dit's Ulysses attention, plain and asynchronous. It replaces methods and attention backends of diffusers'
+    classes, each once in a process: what is replaced goes back at once and is there again for each call of its own."""
     name_of_model = values["model"]
     before = theirs = replaceable(name_of_model)
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", values["log_level"])  # read when it is imported
@@ -326,7 +372,7 @@ def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call
 
     variants: dict[str, Call] = {}
     asynchronous = ["ulysses_async"] if name_of_model in ASYNCHRONOUS else []
-    for name in ("ulysses", *asynchronous, *([FP8] if values["fp8"] else [])):
+    for name in ("ulysses", *asynchronous):
         own = twin(model)
         with in_place(theirs, before):
             settings = {} if name == "ulysses" else {name: True}

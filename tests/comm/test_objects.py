@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cocodiff.cli.doctor.facts import Card, PlaneMap
+from cocodiff.cli.doctor.facts import Card, Nic
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
 from cocodiff.planning.costs import CallKind
@@ -28,7 +28,7 @@ VALUES = [
     None,
     {"text": "ä\ud800", "numbers": [1, -(2**70), 0.1, float("inf"), True], 3: ("tuple", ()), ("a", 1): {1, 2}},
     Counter({"": 2, "qkv": 1}),
-    [PlaneMap("told", (0, 1)), Card("0000:18", (0,)), CallKind(stable=0.5), frozenset({"x"})],
+    [Nic("cxi0", (0, 1)), Card("0000:18", (0,)), CallKind(stable=0.5), frozenset({"x"})],
     [b"\0\x80\n", torch.bfloat16],
 ]
 

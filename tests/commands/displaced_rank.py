@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from cocodiff_bench.hidden import Late
 from tiny_models import qwen_inputs, qwen_transformer
 
 from cocodiff.comm.launch import detect
 from cocodiff.config import Config
 from cocodiff.engine import parallelize
 from cocodiff.processes.ranks import run_ranks
-from cocodiff.trace_summary import summarise_late
 
 RANKS, ENDLESS, AT = 3, 10_000, 5  # steps, and the one at which rank 1 is lost
 
@@ -52,7 +52,7 @@ def work(ending: str, exchange: str, transport: Any) -> None:
         if ending != "leaves":
             denoise(model, 1, ENDLESS, partial(lost, ending) if transport.rank == 1 else None)
     assert coding.bytes_held() == 0
-    (late,) = summarise_late({"run": {transport.rank: engine.trace.spans}})
+    late = Late.of([engine.trace.spans])
     own = engine.trace.bytes("late")
     assert engine.trace.dropped == 0 and late.sent == sum(own.values()) > 0
     assert all(own[link] <= sent for link, sent in engine.trace.bytes().items())

@@ -46,7 +46,7 @@ def test_a_call_takes_what_it_takes_the_slowest_rank():
     assert of_slowest_rank(of_ranks[0], transport) == {"flat": [3.0, 4.0]}
 
 
-def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_exchange_is_measured_in_every_order(tmp_path: Path) -> None:
     said = bench(tmp_path / "bench")
     found = {row["variant"]: row for row in written(tmp_path / "bench")}
     assert list(found) == [f"{exchange} {order}" for exchange in ("flat", "tapa", "split") for order in ORDERS]
@@ -59,8 +59,8 @@ def test_every_exchange_is_measured_in_every_order(tmp_path: Path, capsys: pytes
             assert (times["v_phase1_s"] is None) == name.endswith("joint")
             assert times["communication_s"] == pytest.approx(times["exposed_s"] + times["hidden_s"])
     assert found["flat joint"]["ratio_vs_flat"] == found["tapa joint"]["ratio_vs_joint"] == 1
-    assert main(["trace", "summary", str(tmp_path / "bench" / "trace.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["flat", "joint"]
+    assert said.count(" ms of messages, ") == 2 * len(found)
+    assert (tmp_path / "bench" / "trace.json").is_file()
 
 
 def test_bytes_are_those_of_a_mean_call(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_chunks_beside_none(tmp_path: Path) -> None:
 
 
 def test_numbers_that_rounding_does_not_explain_are_an_error() -> None:
-    expected = {"image": torch.tensor([4.0, 1.0])}
-    check_close(expected, {"x 2 chunks": {"image": torch.tensor([4.000001, 1.0])}}, rank=0)
+    expected = torch.tensor([4.0, 1.0])
+    check_close("rank 0: x 2 chunks", "image", expected, torch.tensor([4.000001, 1.0]))
     with pytest.raises(RuntimeError, match=r"rank 0: x 2 chunks differs by 1\.00e-04 in layer image"):
-        check_close(expected, {"x 2 chunks": {"image": torch.tensor([4.0001, 1.0])}}, rank=0)
+        check_close("rank 0: x 2 chunks", "image", expected, torch.tensor([4.0001, 1.0]))
 
 
 def test_under_mpiexec(tmp_path: Path) -> None:
@@ -111,11 +111,10 @@ def test_under_mpiexec(tmp_path: Path) -> None:
 
 
 def test_other_bits_are_an_error() -> None:
-    expected = {"joint": torch.arange(6.0), "image": torch.ones(3)}
-    check_same_bits(expected, {"tapa v_first": {kind: out.clone() for kind, out in expected.items()}}, rank=1)
-    changed = {**expected, "image": torch.tensor([1.0, 1.0, 1.0000001])}
+    expected = torch.ones(3)
+    check_same_bits("rank 1: tapa v_first", "image", expected, expected.clone())
     with pytest.raises(RuntimeError, match=r"rank 1: tapa v_first differs .* in 1 of 3 numbers of layer image"):
-        check_same_bits(expected, {"tapa v_first": changed}, rank=1)
+        check_same_bits("rank 1: tapa v_first", "image", expected, torch.tensor([1.0, 1.0, 1.0000001]))
 
 
 @pytest.mark.parametrize(

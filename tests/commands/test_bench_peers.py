@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cocodiff_bench import peers as bench_peers
-from cocodiff_bench.peers_ours import with_codecs
+from cocodiff_bench.peers import with_codecs
 from launching import assert_succeeded
 from warm import forked
 
@@ -32,8 +32,6 @@ def test_a_missing_peer_is_named_with_the_remedy(monkeypatch):
     assert "pip install cache-dit einops" in mistake(2)
     assert mistake(2).endswith("--only ours diffusers")
     assert mistake(2, "--only", "cache_dit").endswith("--only ours")
-    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None if name == "triton" else name)
-    assert mistake(2, "--fp8", "true").endswith("triton is not installed: leave --fp8 out")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,6 @@ def test_our_variants_alone_on_two_ranks(tmp_path):
     assert ahead["codec"] == "none" and 0 <= ahead["late_part"] <= 1 and "late_part" not in coded
     assert "ahead: codec auto: none, as the machine file does not tell rates" in done.stdout
     assert f"codec none, late {ahead['late_part']:.0%}" in done.stdout
-    assert ("late 0 %: every call waited" in done.stdout) == (ahead["late_part"] == 0)
     assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
     assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
     assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route

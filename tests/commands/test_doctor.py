@@ -13,7 +13,7 @@ import pytest
 from launching import mpiexec, run
 
 from cocodiff.cli.doctor import command as doctor
-from cocodiff.cli.doctor.gather import environment
+from cocodiff.cli.doctor.facts import environment
 from cocodiff.cli.main import main
 from cocodiff.comm.health import Health
 from cocodiff.errors import OwnRankError
@@ -47,7 +47,7 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path):
     facts = document["facts"]
     assert document["healthy"] and [rank["library"] for rank in facts["ranks"]] == ["mpi"] * 3
     assert len(facts["alltoalls"]) == 12 and not any(trial["wrong"] for trial in facts["alltoalls"])
-    assert facts["overlap"]["communication_s"] > 0 and len(facts["pair_gb_s"]) == 3
+    assert facts["overlap"]["communication_s"] > 0
     assert done.stdout.count("healthy: 3 rank(s)") == 1
     calls = {(one["call"], one["bytes"]) for one in facts["issues"]}
     assert len(calls) == 12 and {size for _, size in calls} == {2**12, 2**16, 2**20, 2**24}
@@ -103,7 +103,7 @@ def test_a_step_that_fails_is_named(tmp_path):
 
 
 def test_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cocodiff.cli.doctor.gather.free_memory", lambda *_: 2**30)
+    monkeypatch.setattr("cocodiff.cli.doctor.facts.free_memory", lambda *_: 2**30)
     words = ["--model", "qwen-image", "--kernels", "torch", "--out", str(tmp_path / "d")]
     assert main(["doctor", *words]) == 1
     assert "the model needs" in capsys.readouterr().out

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from worlds import topology_of
 
-from cocodiff.cli.doctor.check_versions import LEAST, numbers
-from cocodiff.cli.doctor.examine import CHECKS, examine, is_healthy
+from cocodiff.cli.doctor.checks import CHECKS, LEAST, examine, is_healthy, numbers, planes_of, spelled
 from cocodiff.cli.doctor.facts import (
     FAULT,
-    MEASURED,
+    GOOD,
+    NOTE,
     WARNING,
     AllToAll,
     Card,
@@ -24,9 +26,7 @@ from cocodiff.cli.doctor.facts import (
     Issue,
     Nic,
     Overlap,
-    PlaneMap,
     RankFacts,
-    name_nodes,
     name_ranks,
 )
 from cocodiff.cli.doctor.trials import READ_EARLY
@@ -90,11 +90,10 @@ def healthy_job() -> Facts:
     return Facts(
         ranks,
         AURORA,
-        [AllToAll("cocodiff", "float32", 64, 1e-3), AllToAll("xccl's own", "float32", 64, 1e-3)],
+        [AllToAll("float32", 64, 1e-3)],
         Overlap(1.0, 1.0, 1.05),
         6,
         [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
-        {"x1": PlaneMap("Level Zero's fabric ports", AURORA.machine.planes)},
     )
 
 
@@ -112,20 +111,15 @@ def setting(job: Facts, rank: int = -1, **values: str) -> Facts:
     return change(job, rank, environment=ENVIRONMENT | values)
 
 
-def trial(job: Facts, how: str) -> Facts:
-    bad = AllToAll(how, "bfloat16", 4096, 1e-3, ("rank 3 got other numbers than were sent from [5]",))
+def wrong_trial(job: Facts) -> Facts:
+    bad = AllToAll("bfloat16", 4096, 1e-3, ("rank 3 got other numbers than were sent from [5]",))
     return replace(job, alltoalls=[*job.alltoalls, bad])
-
-
-def planes(job: Facts, *of: int, **more: Any) -> Facts:
-    return replace(job, planes={"x1": PlaneMap("CCL_TOPO_COLOR", of or None, **more)})
 
 
 def two_hosts(job: Facts, first: Callable[[int], bool]) -> Facts:
     topology = topology_of("aurora", 24)
     ranks = [healthy_rank(rank, "x1" if first(rank) else "x2") for rank in range(24)]
-    of_host = {f"x{n + 1}": PlaneMap("Level Zero", topology.machine.planes, first=12 * n) for n in range(2)}
-    return replace(job, ranks=[replace(rank, world=24) for rank in ranks], topology=topology, planes=of_host)
+    return replace(job, ranks=[replace(rank, world=24) for rank in ranks], topology=topology)
 
 
 def on_cpu(job: Facts, **environment: str) -> Facts:
@@ -257,49 +251,27 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
     ),
     "fewer NICs": (lambda j: change(j, -1, nics=NICS[:7]), WARNING, "nics", "7 NICs on x1, .* 8", "links.nics"),
     "other planes": (
-        lambda j: planes(j, *[0, 1] * 6),
+        lambda j: setting(j, CCL_TOPO_COLOR="plane:{0,2,4,6,8,10},{1,3,5,7,9,11}"),
         FAULT,
         "planes",
-        r"finds planes \{0,2,4,6,8,10\},.* has \{0,3,4,6,8,11\}",
+        r"has planes \{0,2,4,6,8,10\},.* has \{0,3,4,6,8,11\}",
         r"planes: \[0, 1, 0, 1",
     ),
-    "other planes by rates": (
-        lambda j: replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}),
+    "too few tiles": (
+        lambda j: setting(j, CCL_TOPO_COLOR="plane:{0},{1}"),
         FAULT,
         "planes",
-        "measured rates",
-        "planes",
+        "2 tiles, 12 ranks",
+        "start 2 ranks",
     ),
-    "other planes on emulated links": (
-        lambda j: on_cpu(replace(j, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)}), COCODIFF_EMULATED="{}"),
-        FAULT,
-        "planes",
-        "measured rates",
-        "planes",
-    ),
-    "too few tiles": (lambda j: planes(j, 0, 1), FAULT, "planes", "2 tiles, 12 ranks", "start 2 ranks"),
-    "a broken link": (
-        lambda j: planes(j, *AURORA.machine.planes, broken=("port 3 of tile 1 is failed",)),
-        FAULT,
-        "planes",
-        "x1: port 3 of tile 1 is failed",
-        "operators",
-    ),
-    "planes unseen": (lambda j: planes(j, why="alike"), WARNING, "planes", "cannot be seen: alike", "CCL_TOPO_COLOR"),
-    "wrong numbers": (
-        lambda j: trial(j, "cocodiff"),
-        FAULT,
-        "all-to-all",
-        r"wrong for bfloat16 of 4096 .* rank 3 .* \[5\]",
-        "transport",
-    ),
-    "the library's wrong numbers": (
-        lambda j: trial(j, "xccl's own"),
+    "no planes in a colour": (
+        lambda j: setting(j, CCL_TOPO_COLOR="plane:{a}"),
         WARNING,
-        "all-to-all",
-        "xccl's own is wrong",
-        "does not use it",
+        "planes",
+        "names no plane for each",
+        "CCL_TOPO_COLOR",
     ),
+    "wrong numbers": (wrong_trial, FAULT, "all-to-all", r"wrong for bfloat16 of 4096 .* rank 3 .* \[5\]", "transport"),
     "nothing hidden": (
         lambda j: replace(j, overlap=Overlap(1.0, 1.0, 1.95)),
         FAULT,
@@ -400,10 +372,29 @@ def test_all_checks_have_a_simulated_fault_or_warning():
 
 def test_a_cpu_world_has_notes_where_gpus_have_faults():
     job = on_cpu(replace(healthy_job(), overlap=Overlap(1.0, 1.0, 2.0)))
-    for seen in (planes(job, why="alike"), replace(job, planes={"x1": PlaneMap(MEASURED, (0, 1) * 6)})):
-        findings = examine(seen)
-        assert is_healthy(findings)
-        assert [f.check for f in findings if f.severity == WARNING] == ["overlap"]
+    findings = examine(job)
+    assert is_healthy(findings)
+    assert [f.check for f in findings if f.severity == WARNING] == ["overlap"]
+
+
+def test_planes_are_told_and_compared_with_the_colour():
+    wanted = "{0,3,4,6,8,11},{1,2,5,7,9,10}"
+    for job, severity in ((healthy_job(), NOTE), (setting(healthy_job(), CCL_TOPO_COLOR=COLOR), GOOD)):
+        (found,) = [f for f in examine(job) if f.check == "planes"]
+        assert found.severity == severity and wanted in found.text
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.permutations(range(4)))
+def test_numbers_of_planes_carry_no_meaning(planes, names):
+    assert spelled(planes) == spelled([names[plane] for plane in planes])
+    assert spelled(planes_of("card:{0};plane:" + spelled(planes))) == spelled(planes)
+
+
+@pytest.mark.parametrize("color", ["", "card:{0,1}", "plane:{0,2}", "plane:{1,2}", "plane:{a}", "plane:{}"])
+def test_colours_that_make_no_sense(color):
+    with pytest.raises(ValueError, match="names no plane"):
+        planes_of(color)
 
 
 def test_ranks_may_share_a_tile_where_messages_pass_through_host_memory():
@@ -422,5 +413,4 @@ def test_least_versions_are_those_of_the_project():
 def test_numbers_of_versions_and_names_of_ranks():
     assert numbers("2.10.0a0+git1") == (2, 10, 0) and numbers("") == ()
     assert name_ranks([3]) == "rank 3" and name_ranks([7, 0, 1, 2]) == "ranks 0-2, 7"
-    assert name_nodes(["a", "a", "b"], [0, 1, 2]) == ["a, node 0", "a, node 1", "b"]
     assert Finding("a", FAULT, "b").remedy == ""

@@ -154,7 +154,6 @@ def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine
     assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows[:7])
     tapa = next(row for row in rows if row["variant"] == "tapa")
     assert tapa["phase1_s"] > 0 and tapa["phase2_s"] > 0
-    assert (tmp_path / "bench" / "alltoall.png").stat().st_size > 10_000
 
 
 def test_mpi_runs_over_the_emulated_links(tmp_path):

@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cocodiff_bench import oneccl
 from cocodiff_bench.alltoall import tuned_rows
-from cocodiff_bench.model_step import FITTED
-from cocodiff_bench.step_rows import over_schedule
-from cocodiff_studies.emulate import processes
-from cocodiff_studies.emulate.command import cocodiff_of, is_this_one
+from cocodiff_bench.model_step import FITTED, over_schedule
+from cocodiff_studies.emulate import command as emulation
+from cocodiff_studies.emulate.command import is_this_cocodiff
 from launching import assert_succeeded
 from warm import forked
 
@@ -43,7 +41,6 @@ pytestmark = pytest.mark.processes
         (("--", "cocodiff"), "add a subcommand"),
         (("--", "cocodiff", "plan"), "runs on no ranks"),
         (("--", "cocodiff", "bench", "alltoall", "--machine", "local"), "on an emulated aurora: leave it away"),
-        (("--", sys.executable, "-m", "cocodiff", "plan"), "runs on no ranks"),
         (("--", str(Path(sys.executable).with_name("cocodiff")), "plan"), "runs on no ranks"),
     ],
 )
@@ -53,40 +50,17 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
 
 
-def test_cocodiff_is_known_by_its_path_and_as_a_module_too(tmp_path, capsys):
-    """Each of these gets the machine; only what runs here is forked from here."""
-    ours, others = Path(sys.executable).parent, tmp_path / "other" / "bin"
+def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
+    """It gets the machine, and is forked from here; all others are executed as they stand."""
+    ours = Path(sys.executable).parent
     (tmp_path / "link").symlink_to(ours / "cocodiff")
-    (others / "python3").parent.mkdir(parents=True)
-    (others / "python3").symlink_to(sys.executable)
-    (others / "cocodiff").write_text("#!/bin/sh\n")
-    (others / "cocodiff").chmod(0o755)
-    forked = [
-        ["cocodiff"],
-        [str(ours / "cocodiff")],
-        [str(tmp_path / "link")],
-        [sys.executable, "-m", "cocodiff"],
-        [str(ours / "python3"), "-m", "cocodiff"],
-    ]
-    executed = [
-        [str(others / "cocodiff")],
-        [str(others / "python3"), "-m", "cocodiff"],
-        [sys.executable, "-u", "-m", "cocodiff"],
-    ]
-    for program in forked + executed:
-        assert cocodiff_of([*program, "bench", "alltoall"]) == program
-        assert is_this_one(program) == (program in forked), program
-        assert main(["emulate", "--", *program, "bench", "alltoall", "--machine", "local"]) == 2
+    (tmp_path / "cocodiff").write_text("#!/bin/sh\n")
+    (tmp_path / "cocodiff").chmod(0o755)
+    for program in ("cocodiff", str(ours / "cocodiff"), str(tmp_path / "link")):
+        assert is_this_cocodiff(program), program
+        assert main(["emulate", "--", program, "bench", "alltoall", "--machine", "local"]) == 2
         assert "--machine local on an emulated aurora: leave it away" in capsys.readouterr().err
-    (tmp_path / "folder" / "cocodiff").mkdir(parents=True)
-    for other in (
-        ["true"],
-        [str(tmp_path / "folder" / "cocodiff")],
-        ["python3", "x.py"],
-        ["python3", "-m", "cocodiff_eval"],
-        ["sh", "-m", "cocodiff"],
-    ):
-        assert cocodiff_of(other) == []
+    assert not any(map(is_this_cocodiff, ["true", "python3", sys.executable, str(tmp_path / "cocodiff"), "none"]))
 
 
 def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
@@ -100,19 +74,19 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
 def test_what_others_have_put_there_is_no_record_of_an_emulation(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended: list[str] = []
-    monkeypatch.setattr(processes, "kill_all", lambda token, namespaces: ended.append(token))
+    monkeypatch.setattr(emulation, "kill_all", lambda token, namespaces: ended.append(token))
     for name in ("killed", "another's"):
-        (tmp_path / f"{processes.PREFIX}{name}").mkdir()
-        (tmp_path / f"{processes.PREFIX}{name}" / OWNER).touch()
-    (tmp_path / f"{processes.PREFIX}link").symlink_to(tmp_path / f"{processes.PREFIX}killed")
-    (tmp_path / f"{processes.PREFIX}file").touch()
+        (tmp_path / f"{emulation.PREFIX}{name}").mkdir()
+        (tmp_path / f"{emulation.PREFIX}{name}" / OWNER).touch()
+    (tmp_path / f"{emulation.PREFIX}link").symlink_to(tmp_path / f"{emulation.PREFIX}killed")
+    (tmp_path / f"{emulation.PREFIX}file").touch()
     if os.geteuid() == 0:  # only root can give a folder to another user
-        os.chown(tmp_path / f"{processes.PREFIX}another's", 12345, 12345)
-    with processes.registered() as token:
+        os.chown(tmp_path / f"{emulation.PREFIX}another's", 12345, 12345)
+    with emulation.registered() as token:
         assert (tmp_path / token).stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / token).exists()
     names = ["killed"] if os.geteuid() == 0 else ["another's", "killed"]
-    assert sorted(ended) == [f"{processes.PREFIX}{name}" for name in names]
+    assert sorted(ended) == [f"{emulation.PREFIX}{name}" for name in names]
 
 
 def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
@@ -121,7 +95,7 @@ def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch
     def start_often(_: int) -> bool:
         found = []
         for _ in range(30):
-            with processes.registered() as token:
+            with emulation.registered() as token:
                 found.append((tmp_path / token).exists())
         return all(found)
 
@@ -147,15 +121,6 @@ def test_shared_memory_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("I_MPI_FABRICS", "shm:ofi")
     assert main(["emulate", "--launcher", "mpiexec", "--", "true"]) == 2
     assert "past the emulated links: unset it" in capsys.readouterr().err
-
-
-def test_oneccl_needs_mpi_and_its_libraries(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("COCODIFF_ONECCL", str(tmp_path))
-    words = ["bench", "alltoall", "--variants", "oneccl", "--ranks", "2", "--out", str(tmp_path / "out")]
-    assert main(words) == 2
-    assert "start the ranks with MPI, and name oneCCL's libraries in COCODIFF_ONECCL" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"lacks libccl\.so\.2, libccl\.so\.1.*launch/oneccl"):
-        oneccl.library()
 
 
 def test_a_models_shape_needs_an_emulation(capsys, tmp_path):

@@ -1,7 +1,7 @@
 """Binaries of the kernels for a GPU that is not here: that none spills, how they are kept, and when they are taken.
 
-The compiler is Intel's ocloc, where COCODIFF_OCLOC names a folder that launch/ocloc filled. What a GPU makes of a
-binary is not tested: where they are taken, the CPU device's own kernels stand in for them."""
+The compiler is Intel's ocloc, where COCODIFF_OCLOC names a folder that the script `ocloc` beside this file filled. What
+a GPU makes of a binary is not tested: where they are taken, the CPU device's own kernels stand in for them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cocodiff_sycl import SyclOps, Unavailable, native
 from cocodiff_sycl.build import kernel_source, native_file
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import GPU_LANES, Library
-from cocodiff_sycl.native import build_native, compile_native
-from cocodiff_sycl.ocloc import OCLOC, Usage, find_ocloc
-from cocodiff_sycl.report import Row, hot_loop
+from cocodiff_sycl.native import OCLOC, Usage, build_native, compile_native, find_ocloc
+from cost_report import Row, hot_loop
 
 from cocodiff.cli.main import main
-from cocodiff.kernels import offline
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: launch/ocloc FOLDER fetches Intel's offline compiler")
-def test_no_kernel_spills_on_the_device(sycl_on_cpu: SyclOps):
+@pytest.mark.skipif(
+    OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's offline compiler"
+)
+def test_no_kernel_spills_on_the_device(sycl_on_cpu: SyclOps, tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
-    _, usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc())
+    _, usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
     assert {one.name for one in usage} == set(re.findall(r"^KERNEL\((\w+)\)", kernel_source(GPU_LANES), re.MULTILINE))
     assert {one.simd for one in usage} == {GPU_LANES} and {one.registers for one in usage} == {128}
     assert not {one.name: (one.spill, one.private) for one in usage if one.spill or one.private}
@@ -53,7 +53,7 @@ L8:
     loop = hot_loop(assembly)
     assert (loop.bytes, loop.cycles) == (256 + 64, 1 + 2 + 4 + 1)
     assert loop.share(block=False) == 1 and loop.share(block=True) == 256 / 320
-    row = Row(Usage("a", 16, 128, 0, 0, 0, ""), loop, numbers=128, moved=512, itemsize=2)
+    row = Row(Usage("a", 16, 128, 0, 0, 0), loop, numbers=128, moved=512, itemsize=2)
     traffic, instructions = row.seconds(256e6)
     assert traffic == pytest.approx(512e6 / 1e12) and instructions == pytest.approx(8e6 / (448 * 1.6e9))
 
@@ -76,7 +76,7 @@ def cache(sycl_on_cpu: SyclOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "host_library", lambda *_: None)
 
     def made(*_: object) -> tuple[list[bytes], list[Usage]]:
-        return [b"binary"], [Usage("l1_score_f32", 16, 128, spilled[0], 0, 0, "")]
+        return [b"binary"], [Usage("l1_score_f32", 16, 128, spilled[0], 0, 0)]
 
     monkeypatch.setattr(native, "compile_native", made)
     return spilled
@@ -98,19 +98,19 @@ def test_binaries_are_made_once_for_a_compiler_and_a_device(cache, tmp_path):
 
 
 def test_both_names_of_a_gpu_make_the_same_binaries(cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(offline, "find_ocloc", lambda _: StandIn("1.0"))
+    monkeypatch.setattr(native, "find_ocloc", lambda _: StandIn("1.0"))
     for words, done in ((["--ahead_of_time", "intel_gpu_pvc"], "made in"), (["--device", "pvc"], "there already")):
         assert main(["kernels", "build", *words]) == 0
         assert f"{native_file(tmp_path, 'pvc', GPU_LANES)}, {done}" in capsys.readouterr().out
 
 
 def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
-    with pytest.raises(Unavailable, match=r"has no ocloc: launch/ocloc .* fetches it"):
+    with pytest.raises(Unavailable, match=r"has no ocloc: tests/kernels/ocloc .* fetches it"):
         find_ocloc(tmp_path)
     assert main(["kernels", "build", "--device", "pvc", "--ocloc", str(tmp_path)]) == 2
     monkeypatch.delenv(OCLOC, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match="no ocloc found: launch/ocloc FOLDER fetches it"):
+    with pytest.raises(Unavailable, match="no ocloc found: load oneAPI's, or fetch it by tests/kernels/ocloc FOLDER"):
         find_ocloc()
 
 

@@ -1,2 +1,1 @@
-"""`cocodiff doctor`: facts are gathered on every rank, and checks judge them. Checks never touch a machine, so that a
-test can hand them any faulty one."""
+"""`cocodiff doctor`: facts are gathered on every rank, and checks judge them."""

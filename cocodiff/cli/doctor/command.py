@@ -68,7 +68,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
     def imports() -> None:
         if (values["ranks"] or 1) > 1:
-            for name in ("engine", *(f"cli.doctor.{part}" for part in ("examine", "gather", "trials"))):
+            for name in ("engine", *(f"cli.doctor.{part}" for part in ("checks", "facts", "trials"))):
                 import_module(f"cocodiff.{name}")
 
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
@@ -83,7 +83,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: list[bool], transport: Any) -> None:
     """One rank's part: facts, trials, and on rank 0 the findings. verdict: takes whether all is well, on every rank."""
-    from cocodiff.cli.doctor.examine import examine, is_healthy
+    from cocodiff.cli.doctor.checks import examine, is_healthy
 
     started = time.monotonic()
     if launch.kind == "alone" and transport.size > 1:
@@ -110,18 +110,13 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
     from cocodiff.cli.doctor import trials
-    from cocodiff.cli.doctor.facts import Facts
-    from cocodiff.cli.doctor.gather import gather_rank
-    from cocodiff.cli.doctor.planes import find_planes
-    from cocodiff.cli.doctor.sysman import read_sysman
+    from cocodiff.cli.doctor.facts import Facts, gather_rank
     from cocodiff.topology.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
     step = partial(patience, values["patience_s"], transport.rank, transport.health)
     with step("reading this rank's facts"):
-        sysman = read_sysman()
-        looks = launch.local_rank == 0
-        own = gather_rank(transport, launch, values["kernels"], sysman, looks)
+        own = gather_rank(transport, launch, values["kernels"], look_at_sycl=launch.local_rank == 0)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
@@ -138,12 +133,9 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
             overlap = trials.overlap(transport, group)
         with step("calls that send and receive"):
             issues = trials.issues(transport, group)
-        with step("finding planes"):
-            planes, rates = find_planes(topology, transport, own, sysman)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
-    need = needed(values, topology, transport)
-    return Facts(ranks, topology, alltoalls, overlap, order, issues, planes, rates, need)
+    return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport))
 
 
 @contextmanager
@@ -209,22 +201,14 @@ def write(
     known = {
         "machine": facts.topology.machine.name,
         "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
-        "alltoalls": [asdict(trial) for trial in facts.alltoalls],
+        "alltoalls": [*map(asdict, facts.alltoalls)],
         "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
         "stopped": facts.stopped,
         "order_rounds": facts.order,
         "issues": [asdict(issue) | {"blocks": issue.blocks} for issue in facts.issues],
         "blocked_us": facts.blocked_us,
-        "planes": {host: asdict(plane_map) for host, plane_map in facts.planes.items()},
-        "pair_gb_s": facts.pair_gb_s,
         "needed_bytes": facts.needed,
     }
-    document = {
-        "schema": 1,
-        "cocodiff": __version__,
-        "healthy": healthy,
-        "findings": [asdict(finding) for finding in findings],
-        "facts": known,
-    }
-    write_document(folder, FILE, document, values)
+    document = {"schema": 1, "cocodiff": __version__, "healthy": healthy, "findings": [*map(asdict, findings)]}
+    write_document(folder, FILE, document | {"facts": known}, values)
     output.publish()

@@ -1,19 +1,43 @@
-"""Facts about a job, as plain data: gathered by `gather.py` and `trials.py`, judged by the checks."""
+"""Facts about a job, as plain data. One rank's are gathered here, from the environment, /proc and /sys, and the
+packages' own records; what messages do is tried in `trials.py`. Imports no diffusers."""
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partialmethod
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-from cocodiff.kernels.trial import KernelTrial
-from cocodiff.processes.emulated import EMULATED
+import torch
+
+from cocodiff.comm.launch import Launch, system_mpiexec
+from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.device import free_memory, ranks_on_device
+from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
+from cocodiff.kernels.dispatch import sycl_ops
+from cocodiff.kernels.trial import KernelTrial, try_operations
 from cocodiff.text_table import spans
 from cocodiff.topology.machine import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
-MEASURED = "measured rates"  # what a plane map is from that no system told
+PACKAGES = (
+    *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
+    *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
+)
+VARIABLES = re.compile(
+    r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
+    r"KMP_|MASTER_|COCODIFF_|GLOO_|TORCHELASTIC_RUN_ID|PBS_JOBID|SLURM_JOB_ID|http_proxy|https_proxy)"
+)
+SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
+SYS = Path("/sys")
+INTEL, DISPLAY = "0x8086", "0x03"
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class RankFacts:
 
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
-    environment: the variables that matter (`gather.VARIABLES`).
+    environment: the variables that matter (VARIABLES).
     library: what carries messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank
     alone. drawback: what is wrong with the transport that was asked for.
     device: "cpu", "xpu:3"; of its kind there are tiles_seen. device_name: as its driver has it, "" on a CPU.
@@ -109,17 +133,11 @@ class RankFacts:
     def on_cpu(self) -> bool:
         return self.device == "cpu"
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether this host's ranks have no links between them but its memory."""
-        return self.on_cpu and EMULATED not in self.environment
-
 
 @dataclass(frozen=True)
 class AllToAll:
     """A trial of one all-to-all. wrong: a line for each rank that received something else than was sent."""
 
-    how: str
     dtype: str
     bytes: int
     seconds: float
@@ -159,25 +177,10 @@ class Issue:
 
 
 @dataclass(frozen=True)
-class PlaneMap:
-    """The planes of a node's tiles, in rank order, as found by `how`; numbers carry no meaning but equality.
-
-    planes None: nothing was found, and `why` tells. broken: links that are there but not healthy. first: the node's
-    first rank.
-    """
-
-    how: str
-    planes: tuple[int, ...] | None
-    why: str = ""
-    broken: tuple[str, ...] = ()
-    first: int = 0
-
-
-@dataclass(frozen=True)
 class Facts:
     """A job. order: rounds of messages between busy streams, all of them right; None where there are no streams.
-    planes: of each node, by its host's name. needed: bytes per rank of the model asked about, or None. stopped: why the
-    trials were not gone on with; then `ranks` is the first one alone."""
+    needed: bytes per rank of the model asked about, or None. stopped: why the trials were not gone on with; then
+    `ranks` is the first one alone."""
 
     ranks: Sequence[RankFacts]
     topology: Topology
@@ -185,8 +188,6 @@ class Facts:
     overlap: Overlap | None = None
     order: int | None = None
     issues: Sequence[Issue] = ()
-    planes: dict[str, PlaneMap] = field(default_factory=dict)
-    pair_gb_s: Sequence[Sequence[float]] = ()
     needed: int | None = None
     stopped: str = ""
 
@@ -215,11 +216,163 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
 
-def name_nodes(hosts: Sequence[str], nodes: Sequence[int]) -> list[str]:
-    """A name for every rank's node: its host's, with a number where one host has ranks of several (an emulation)."""
-    nodes_of: dict[str, set[int]] = {}
-    for host, node in zip(hosts, nodes, strict=False):
-        nodes_of.setdefault(host, set()).add(node)
-    return [
-        host if len(nodes_of[host]) == 1 else f"{host}, node {node}" for host, node in zip(hosts, nodes, strict=False)
-    ]
+# One rank ------------------------------------------------------------------------------------------------------------
+
+
+def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool) -> RankFacts:
+    """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
+    device = transport.device
+    sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
+    opened = sycl_ops(device) if sycl else None
+    tried = try_operations(opened, device) if look_at_sycl and (opened or device.type != "cpu") else []
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return RankFacts(
+        rank=transport.rank,
+        host=socket.gethostname(),
+        local_rank=launch.local_rank,
+        launcher=launch.kind,
+        local_size=launch.local_size,
+        world=launch.size,
+        versions=versions(),
+        environment=environment(),
+        library=getattr(transport, "library", "none") if transport.size > 1 else "none",
+        device=str(device),
+        tile="" if device.type == "cpu" else tile_of(device),
+        tiles_seen=tiles_seen(device),
+        card=card_of(device),
+        cores=cores,
+        sockets=sockets_of(cores),
+        host_cores=os.cpu_count() or 1,
+        nics=nics(),
+        free=free_memory(device, launch.local_size or transport.size),
+        total=total_memory(device, launch.local_size or transport.size),
+        kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
+        sycl=sycl,
+        no_sycl=no_sycl,
+        mpi_library=loaded_library("libmpi"),
+        system_mpi=system_mpiexec() or "",
+        python_prefix=sys.prefix,
+        kernel_trials=tuple(tried),
+        device_name="" if device.type == "cpu" else str(properties_of(device).name),
+        drawback=getattr(transport, "drawback", ""),
+        no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
+    )
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch"] = torch.__version__
+    found["xpu runtime"] = getattr(torch.version, "xpu", None)
+    if "mpi4py.MPI" in sys.modules:
+        found["mpi"] = sys.modules["mpi4py.MPI"].Get_library_version().splitlines()[0].strip("\0 ")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The variables that matter, without what gives access to anything: the file may be sent to others."""
+    known = ((name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
+    return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
+
+
+def properties_of(device: torch.device) -> Any:
+    """Of a device that is no CPU, as torch tells them."""
+    return torch.get_device_module(device).get_device_properties(device)
+
+
+def tile_of(device: torch.device) -> str:
+    """A name that no other tile of the host has: the driver's own number of it, else its index and what selects
+    devices."""
+    uuid = getattr(properties_of(device), "uuid", None)
+    selecting = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
+    selected = [os.environ[name] for name in selecting if os.environ.get(name)]
+    return str(uuid) if uuid is not None else "/".join([*selected, str(device.index)])
+
+
+def tiles_seen(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are dealt to cards in order of their
+    addresses, which is known only while no variable selects among them."""
+    if device.type == "cuda":
+        of = properties_of(device)
+        if not hasattr(of, "pci_bus_id"):
+            return None
+        return card_at(f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0")
+    if device.type != "xpu" or {"ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"} & set(os.environ):
+        return None
+    addresses = intel_cards()
+    tiles = tiles_seen(device)
+    if not addresses or tiles % len(addresses):
+        return None
+    return card_at(addresses[(device.index or 0) // (tiles // len(addresses))])
+
+
+def intel_cards() -> tuple[str, ...]:
+    """Addresses of Intel's GPUs on the PCI bus, in order."""
+    found = []
+    for path in sorted((SYS / "bus/pci/devices").glob("*")):
+        if read(path / "vendor") == INTEL and read(path / "class").startswith(DISPLAY):
+            found.append(path.name)
+    return tuple(found)
+
+
+def card_at(address: str) -> Card:
+    return Card(address, sockets_of(cpu_list(read(SYS / "bus/pci/devices" / address / "local_cpulist"))))
+
+
+def nics() -> tuple[Nic, ...]:
+    """Fast NICs: Slingshot's (cxi) and InfiniBand's."""
+    paths = [*(SYS / "class/cxi").glob("cxi*"), *(SYS / "class/infiniband").glob("*")]
+    return tuple(Nic(p.name, sockets_of(cpu_list(read(p / "device/local_cpulist")))) for p in sorted(paths))
+
+
+def sockets_of(cores: tuple[int, ...]) -> tuple[int, ...]:
+    """The sockets that cores are on; none where the system does not tell."""
+    paths = (SYS / f"devices/system/cpu/cpu{core}/topology/physical_package_id" for core in cores)
+    return tuple(sorted({int(text) for path in paths if (text := read(path)).lstrip("-").isdigit()}))
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """The numbers of a list like 0-3,8."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def total_memory(device: torch.device, ranks: int) -> int | None:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(properties_of(device).total_memory) // ranks_on_device(device, ranks)
+
+
+def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
+    """The device that SYCL kernels run on, or "" and why they do not."""
+    if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
+        return "", "torch was asked for"
+    try:
+        ops = sycl_ops(device, required=True)
+    except ValueError as error:
+        return "", str(error)
+    return (f"{ops.library.device_name} ({ops.library.backend})", "") if ops is not None else ("", "no reason given")
+
+
+def loaded_library(name: str) -> str:
+    """The path of a shared library that this process has loaded, "" where it has not."""
+    found = re.search(rf"\S*/{name}\.so\S*", read(Path("/proc/self/maps")))
+    return found[0] if found else ""

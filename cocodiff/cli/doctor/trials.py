@@ -1,12 +1,11 @@
 """Trials on all ranks: all-to-alls whose content is known, messages beside other work and between streams that are kept
-busy, how long calls that send and receive hold the host, rates between pairs."""
+busy, how long calls that send and receive hold the host."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from cocodiff.comm.transport import Group, Pending, Transport
 from cocodiff.errors import OwnRankError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
-TRANSPORT = "cocodiff"
 REPEATS = 3
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
-PAIR_BYTES = {"cpu": 2**17, "other": 32 * 2**20}
 BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
 ISSUE_BYTES = (4096, 2**16, 2**20, 2**24)
@@ -45,14 +42,11 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 
 
 def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
-    """Every dtype and size through the transport, sizes uneven and some empty, and once more with checksums; then the
-    library's own."""
-    cases = [(dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)]
-    found = [_all_to_all(transport, group, dtype, size) for dtype, size in cases]
-    own = getattr(group, "library_all_to_all", None)
-    if own is not None:
-        found += [_library_all_to_all(transport, own, dtype, size) for dtype, size in cases]
-    return found
+    """Every dtype and size, sizes uneven and some empty, and once more with checksums. Rank 0's answer is of all ranks,
+    others' of their own messages."""
+    return [
+        _all_to_all(transport, group, dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)
+    ]
 
 
 def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int) -> AllToAll:
@@ -65,42 +59,23 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
     recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
     expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
-    checked = CheckedGroup(group, Health())
-    trial = _trial(transport, TRANSPORT, size, lambda: group.all_to_all(sends, recvs), recvs, expected)
-    with_sums = _trial(transport, TRANSPORT, size, lambda: checked.all_to_all(sends, recvs), recvs, expected)
-    return replace(trial, wrong=trial.wrong or with_sums.wrong)
-
-
-def _library_all_to_all(
-    transport: Transport, exchange: Callable[[Tensor, Tensor], Any], dtype: torch.dtype, size: int
-) -> AllToAll:
-    me, peers, device = transport.rank, range(transport.size), transport.device
-    length = size // dtype.itemsize
-    send = torch.cat([content(me, peer, length, dtype, device) for peer in peers])
-    recv = torch.full_like(send, 99)
-    expected = [content(peer, me, length, dtype, device) for peer in peers]
-    name = f"{getattr(transport, 'library', 'library')}'s own all_to_all_single"
-    return _trial(transport, name, size, lambda: exchange(recv, send), list(recv.split(length)), expected)
-
-
-def _trial(
-    transport: Transport, how: str, size: int, start: Callable[[], Any], got: list[Tensor], expected: list[Tensor]
-) -> AllToAll:
-    """Times an exchange, and compares what arrives in `got`: on rank 0 of all ranks, elsewhere of this one."""
-    synchronise(transport.device)
-    started, word = time.perf_counter(), ""
-    try:
-        start().wait()
-    except WrongMessage as error:
-        word = str(error)
-    synchronise(transport.device)
-    seconds = time.perf_counter() - started
-    bad = [peer for peer, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
-    if bad:
-        word = word or f"rank {transport.rank} got other numbers than were sent from {bad}"
-    of_ranks = transport.gather_object((seconds, word)) or [(seconds, word)]
-    slowest, words = max(one for one, _ in of_ranks), tuple(text for _, text in of_ranks if text)
-    return AllToAll(how, str(expected[0].dtype).removeprefix("torch."), size, slowest, words)
+    times, words = [], []
+    for over in (group, CheckedGroup(group, Health())):
+        synchronise(device)
+        started = time.perf_counter()
+        try:
+            over.all_to_all(sends, recvs).wait()
+        except WrongMessage as error:
+            words.append(str(error))
+        synchronise(device)
+        times.append(time.perf_counter() - started)
+        bad = [peer for peer, (a, b) in enumerate(zip(recvs, expected, strict=True)) if not torch.equal(a, b)]
+        if bad and not words:
+            words.append(f"rank {me} got other numbers than were sent from {bad}")
+    own = (times[0], words[:1])
+    of_ranks = transport.gather_object(own) or [own]
+    wrong = tuple(word for _, said in of_ranks for word in said)
+    return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong)
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:
@@ -225,21 +200,8 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
         own = torch.zeros_like(parts_of_all[0])
         return lambda: group.all_gather(own, parts_of_all)
 
-    found = []
-    calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
-    for name, peers, call in calls:
-        for length in ISSUE_BYTES:
-            times = _timed(call(length), group, device)
-            of_ranks = transport.gather_object(times) or [times]
-            returns_s, complete_s = (max(one[at] for one in of_ranks) for at in (0, 1))
-            found.append(Issue(name, length, 2 * peers, returns_s, complete_s))
-    return found
-
-
-def _timed(call: Callable[[], Pending], group: Group, device: torch.device) -> tuple[float, float]:
-    """Seconds until the call returns, and until its messages are through; once before, uncounted."""
-    of_calls = []
-    for _ in range(1 + REPEATS):
+    def timed(call: Callable[[], Pending]) -> tuple[float, float]:
+        """Seconds until the call returns, and until its messages are through."""
         group.barrier()
         synchronise(device)
         started = time.perf_counter()
@@ -247,36 +209,18 @@ def _timed(call: Callable[[], Pending], group: Group, device: torch.device) -> t
         returned = time.perf_counter()
         pending.wait()
         synchronise(device)
-        of_calls.append((returned - started, time.perf_counter() - started))
-    return tuple(statistics.median(one[at] for one in of_calls[1:]) for at in (0, 1))  # type: ignore[return-value]
+        return returned - started, time.perf_counter() - started
 
-
-def pair_rates(transport: Transport, groups: list[list[int]]) -> list[list[float]]:
-    """GB/s between all pairs of ranks of each group (a node), one pair of each group at a time; 0 for all others.
-
-    Every rank calls it; rank 0's answer is whole.
-    """
-    world = transport.group(range(transport.size))
-    device, length = transport.device, of_device(PAIR_BYTES, transport.device)
-    send, recv = (torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(2))
-    rates = [0.0] * transport.size
-    own = next(group for group in groups if transport.rank in group)
-    largest = max(len(group) for group in groups)
-    for a in range(largest):
-        for b in range(a + 1, largest):
-            world.barrier()
-            if b >= len(own) or transport.rank not in (own[a], own[b]):
-                continue
-            peer = own[b] if transport.rank == own[a] else own[a]
-            best = float("inf")
-            for _ in range(2):
-                synchronise(device)
-                started = time.perf_counter()
-                world.send_recv([(send, peer)], [(recv, peer)]).wait()
-                synchronise(device)
-                best = min(best, time.perf_counter() - started)
-            rates[peer] = length / best / 1e9
-    return transport.gather_object(rates) or []
+    found = []
+    calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
+    for name, peers, make in calls:
+        for length in ISSUE_BYTES:
+            call = make(length)
+            timed(call)  # uncounted
+            own = [statistics.median(times) for times in zip(*(timed(call) for _ in range(REPEATS)), strict=True)]
+            of_ranks = transport.gather_object(own) or [own]
+            found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
+    return found
 
 
 def synchronise(device: torch.device) -> None:

@@ -6,16 +6,17 @@ speed. Namespaces have no names and belong to this process: when it ends, in wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,18 @@ from cocodiff.console.options import Option, parse
 from cocodiff.console.terminal import limit_threads, quiet_libraries, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import EVERY_RANK_IMPORTS
-from cocodiff.processes.children import die_with_parent, without_launcher
+from cocodiff.processes.children import StopRequest, die_with_parent, fork, signal_all, stop_requests, without_launcher
 from cocodiff.processes.emulated import EMULATED
+from cocodiff.processes.job_folder import job_folder
 from cocodiff.processes.room import check_room
 from cocodiff.topology.machine import Topology
-from cocodiff_studies.emulate.enter import TILES
-from cocodiff_studies.emulate.network import BRIDGE, Network, address
-from cocodiff_studies.emulate.processes import TOKEN, fork_all, kill_all, registered
-from cocodiff_studies.emulate.verify import Rate, measure_rates
+from cocodiff_studies.emulate.namespaces import TILES
+from cocodiff_studies.emulate.network import BRIDGE, Network, Rate, address, measure_rates
 
 PORT = "29400"
+GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
+PREFIX = "cocodiff-emulation-"
+TOKEN = "COCODIFF_EMULATION"  # in the environment of every program started in an emulation
 OFF = 0.1  # a link that misses its rate by more than this part is called out
 MODELS = ("inpaint", "generate", "sweep")  # subcommands whose ranks load a pipeline
 ON_RANKS = (*MODELS, "bench")
@@ -61,12 +64,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if not command or not command[0]:
         raise UserError("emulate has no command to run: cocodiff emulate [options] -- cocodiff bench alltoall")
     topology = topology_of(values)
-    program = cocodiff_of(command)
-    if program:
-        command = [*program, *settle_command(command[len(program) :], values)]
-    own = is_this_one(program)
+    own = is_this_cocodiff(command[0])
     if own:
-        command = ["cocodiff", *command[len(program) :]]
+        command = ["cocodiff", *settle_command(command[1:], values)]
     check_host(values)
     if not own and shutil.which(command[0]) is None:
         raise UserError(f"emulate cannot run {command[0]}: there is no such program, or it is not executable")
@@ -98,35 +98,10 @@ def topology_of(values: dict[str, Any]) -> Topology:
     return Topology.build(machine, a_node * values["nodes"])
 
 
-def cocodiff_of(command: Sequence[str]) -> list[str]:
-    """The words of a command that start cocodiff: `cocodiff`, a path or link to it, or Python's `-m cocodiff`.
-    None where it is another program."""
-    file = found_at(command[0])
-    if command[0] == "cocodiff" or (os.path.realpath(file).endswith("/cocodiff") and not file.is_dir()):
-        return [command[0]]
-    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", command[1:]))
-    module = command[1 + len(flags) : 3 + len(flags)]
-    if Path(command[0]).name.startswith("python") and list(module) == ["-m", "cocodiff"]:
-        return [command[0], *flags, *module]
-    return []
-
-
-def is_this_one(program: Sequence[str]) -> bool:
-    """Whether the words of `cocodiff_of` start the cocodiff that runs here: its ranks can be forked from this process.
-    One of another environment, or with flags for Python, is executed as it stands."""
-    if list(program) == ["cocodiff"]:
-        return True
-    if len(program) not in (1, 3):
-        return False
-    # The links of an environment's Python lead out of it, those to its cocodiff lead into it.
-    file = found_at(program[0])
-    folder = file.resolve().parent if len(program) == 1 else file.parent.resolve()
-    return folder == Path(sys.executable).parent.resolve()
-
-
-def found_at(word: str) -> Path:
-    """The file that a command's first word runs."""
-    return Path(shutil.which(word) or word)
+def is_this_cocodiff(word: str) -> bool:
+    """Whether a command's first word starts the cocodiff that runs here: its ranks can be forked from this process."""
+    own = Path(sys.executable).parent / "cocodiff"
+    return word == "cocodiff" or (own.is_file() and Path(shutil.which(word) or word).resolve() == own.resolve())
 
 
 def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
@@ -250,7 +225,7 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 
 
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Ranks of one MPI job: `cocodiff_studies.emulate.enter` takes each to its tile."""
+    """Ranks of one MPI job: `cocodiff_studies.emulate.namespaces` takes each to its tile."""
     program = [sys.executable, "-m", "cocodiff", *command[1:]] if own else command
     tiles = ":".join(network.tile(rank).path for rank in range(network.topology.size))
     over_tcp = {
@@ -268,7 +243,7 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
         str(network.topology.size),
         sys.executable,
         "-m",
-        "cocodiff_studies.emulate.enter",
+        "cocodiff_studies.emulate.namespaces",
         *program,
     ]
 
@@ -281,3 +256,83 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
         return process.wait()
 
     return fork_all([run])
+
+
+# Processes: started in their namespaces, watched, and ended together --------------------------------------------------
+
+
+def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
+    """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end.
+
+    A job returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed;
+    on STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    children: dict[int, int] = {}
+    with stop_requests() as stop:
+        try:
+            for rank, job in enumerate(jobs):
+                children[fork(partial(_told, job), signal.SIG_DFL)] = rank
+            return _attend(children, stop)
+        finally:
+            signal_all(children, signal.SIGKILL)
+            for pid in children:
+                os.waitpid(pid, 0)
+
+
+def _told(job: Callable[[], int]) -> int:
+    try:
+        return job()
+    except BaseException as error:
+        print(f"cocodiff: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def _attend(children: dict[int, int], stop: StopRequest) -> int:
+    """Waits for all children, which it takes out of `children` as they end."""
+    code, deadline, told = 0, float("inf"), False
+    while children and time.monotonic() < deadline:
+        if stop.asked and not told:
+            told, deadline = True, time.monotonic() + GRACE_S
+            signal_all(children, signal.SIGTERM)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid not in children:
+            time.sleep(0.02)
+            continue
+        rank = children.pop(pid)
+        if status and not told and not code:
+            deadline = time.monotonic() + GRACE_S
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                print(f"cocodiff: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+                code = 1
+            elif code != 2:  # a user's mistake has been told
+                print(f"cocodiff: rank {rank} left with code {code}", file=sys.stderr)
+    if told:
+        print("cocodiff: interrupted; every rank was ended", file=sys.stderr)
+        return 130
+    return code
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[str]:
+    """The token of a new emulation, on record for as long as this process lives: the name of a folder. First ends what
+    killed ones have left."""
+    with job_folder(PREFIX, lambda folder: kill_all(folder.name, ())) as folder:
+        yield folder.name
+
+
+def kill_all(token: str, namespaces: Collection[int]) -> int:
+    """Kills every process that was started with the token, or is in one of the namespaces (inodes). Not this one."""
+    mark, inside = f"{TOKEN}={token}".encode(), {f"net:[{inode}]" for inode in namespaces}
+    killed = 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it may end while we look
+            own = str((entry / "ns" / "net").readlink()) in inside
+            if own or mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed += 1
+    return killed

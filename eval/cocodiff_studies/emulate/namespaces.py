@@ -1,6 +1,10 @@
 """Network namespaces without names: each lives as long as a process is in it or a descriptor of it is open.
 
 So nothing stays behind when the process that made them dies, however it dies, and two emulations cannot collide.
+
+`python -m cocodiff_studies.emulate.namespaces PROGRAM...` is a rank of an MPI launcher that enters its tile and then
+becomes the program. The launcher starts all ranks alike; which tile is a rank's own it learns from the launcher's
+environment.
 """
 
 from __future__ import annotations
@@ -9,13 +13,17 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cocodiff.comm.launch import detect
 from cocodiff.errors import UserError
+from cocodiff.processes.children import die_with_parent
 
 CLONE_NEWNET = 0x40000000
 OWN = "/proc/thread-self/ns/net"
+TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by rank
 
 
 def _system(call: str, *arguments: int) -> None:
@@ -81,10 +89,19 @@ class Namespace:
         os.close(self.descriptor)
 
 
-def enter_path(path: str) -> None:
-    """Moves the calling thread into the namespace that another process holds open."""
-    descriptor = os.open(path, os.O_RDONLY)
+def main(words: Sequence[str]) -> None:
     try:
-        _system("setns", descriptor, CLONE_NEWNET)
-    finally:
-        os.close(descriptor)
+        rank = detect().rank
+    except UserError as error:
+        raise SystemExit(f"cocodiff: {error}") from error
+    if rank is None:
+        raise SystemExit("cocodiff: the MPI launcher does not say which rank this is")
+    die_with_parent(os.getppid())
+    descriptor = os.open(os.environ[TILES].split(":")[rank], os.O_RDONLY)
+    _system("setns", descriptor, CLONE_NEWNET)
+    os.close(descriptor)
+    os.execvp(words[0], list(words))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

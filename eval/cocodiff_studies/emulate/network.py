@@ -2,14 +2,19 @@
 
 Every tile is a namespace with its address on an empty bridge; every sibling and Xe link a veth pair with a token
 bucket at both ends; every NIC a namespace between its tiles and the switch. Traffic between planes of different cards
-is routed over the sibling, so what two hops contend for is contended for.
+is routed over the sibling, so what two hops contend for is contended for. Rates are measured with TCP streams of half a
+second, one of each kind of link at a time.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from cocodiff.topology.links import next_hops, wires
 from cocodiff.topology.machine import Topology
@@ -27,6 +32,7 @@ SETTINGS = {
     "ipv4/tcp_early_retrans": "0",
     "ipv4/tcp_no_metrics_save": "1",
 }
+START_S, STOP_S = 0.15, 0.5  # what is counted of a stream: not its start
 ROUTE = "initcwnd 20 rto_min 5s congctl cubic"
 Key = tuple[str, int, int]  # ("tile", rank, 0), ("nic", node, nic) or ("switch", 0, 0)
 
@@ -137,3 +143,66 @@ class Network:
             self._routes["tile", rank, 0].append(
                 f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
             )
+
+
+class Rate(NamedTuple):
+    """Of one stream between two ranks, in Mbit/s."""
+
+    kind: str
+    source: int
+    target: int
+    nominal: float
+    measured: float
+
+
+def measure_rates(network: Network) -> list[Rate]:
+    """One stream for each class of link that the topology has, one after the other."""
+    links = network.topology.machine.links
+    gb_s = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s, "node": links.nic_gb_s}
+    gb_s["cross_plane"] = min(links.sibling_gb_s, links.plane_gb_s)
+    return [
+        Rate(kind, a, b, mbit_s(gb_s[kind], network.scale), stream_rate(network, a, b))
+        for kind, (a, b) in representative_pairs(network.topology).items()
+    ]
+
+
+def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
+    """Class of link -> two ranks that it joins: the last such pair for siblings, the first one for all others."""
+    pairs: dict[str, tuple[int, int]] = {}
+    for a in range(topology.size):
+        for b in range(topology.size):
+            kind = topology.link_class(a, b)
+            if kind is not None and (kind not in pairs or (kind == "sibling" and a < b)):
+                pairs[kind] = (a, b)
+    return pairs
+
+
+def stream_rate(network: Network, source: int, target: int) -> float:
+    """Mbit/s of a TCP stream whose sockets belong to the two ranks' namespaces; 0 where nothing arrives."""
+    with network.tile(target).inside():
+        listener = socket.create_server((address(target), 0))
+    with listener:
+        with network.tile(source).inside():
+            sender = socket.create_connection(listener.getsockname(), timeout=5.0)
+        receiver, _ = listener.accept()
+    receiver.settimeout(5.0)
+
+    def send() -> None:
+        with suppress(OSError):  # the receiver has what it wanted, or nothing arrives
+            while True:
+                sender.send(bytes(1 << 16))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    buffer, begun, first, last, counted = bytearray(1 << 16), time.perf_counter(), 0.0, 0.0, 0
+    with sender:
+        with receiver, suppress(OSError):
+            while time.perf_counter() - begun < STOP_S:
+                got = receiver.recv_into(buffer)
+                now = time.perf_counter()
+                if now - begun > START_S:
+                    if first:
+                        counted, last = counted + got, now
+                    first = first or now
+        thread.join()
+    return counted * 8 / (last - first) / 1e6 if last > first else 0.0

@@ -29,51 +29,29 @@ from cocodiff.topology.machine import Machine, Topology
 
 FITTED = ("latency_us", "sibling", "plane")
 TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links
-READINGS = {  # what "message size" may mean -> MB per rank (own block included) of a size of 1, and why
-    "per rank": (1.0, "a rank's whole tensor, as 14 MB are in the paper's running example (q, k and v: 14.2 MB)"),
-    "per message of phase 1": (2.0, "what one tile sends its sibling: half of its tensor"),
-    "per pair": (12.0, "what one rank sends another: a twelfth of its tensor"),
-}
 BASELINES = ("flat_serial", "flat")
 LARGEST_BATCH = 32  # the paper's
 CACHES = state_sizes(Config(selection="v_major", scoring="card"))
 
 
-def figure_11(per_size: float, baseline: str) -> list[Measured]:
-    """The statements of the paper's text on Figure 11, with the baseline read as an exchange of ours. Phase 1 "stays at
+def figure_11(baseline: str) -> dict[str, Measured]:
+    """The statements of the paper's text on Figure 11, with the baseline read as an exchange of ours, and a message
+    size as a rank's whole tensor (14 MB in the paper's running example; q, k and v are 14.2 MB). Phase 1 "stays at
     0.3-0.5 ms" from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over TAPA is 3.0 at 24 MB and 1
     at 6 MB."""
-
-    def tapa(size: float, value: float, part: str = "whole") -> Measured:
-        return Measured("tapa", size * per_size, value, part)
-
-    def over(size: float, ratio: float) -> Measured:
-        return Measured(baseline, size * per_size, ratio, over=tapa(size, 0.0))
-
-    return [
-        tapa(3, 0.3e-3, "phase1"),
-        tapa(48, 0.5e-3, "phase1"),
-        tapa(48, 6.0e-3, "phase2"),
-        Measured(baseline, 48 * per_size, 25.5e-3),
-        over(24, 3.0),
-        over(6, 1.0),
-    ]
+    return {
+        "TAPA, phase 1, 3 MB": Measured("tapa", 3, 0.3e-3, "phase1"),
+        "TAPA, phase 1, 48 MB": Measured("tapa", 48, 0.5e-3, "phase1"),
+        "TAPA, phase 2, 48 MB": Measured("tapa", 48, 6.0e-3, "phase2"),
+        "oneCCL, 48 MB": Measured(baseline, 48, 25.5e-3),
+        "oneCCL over TAPA, 24 MB": Measured(baseline, 24, 3.0, over=Measured("tapa", 24, 0.0)),
+        "oneCCL over TAPA, 6 MB": Measured(baseline, 6, 1.0, over=Measured("tapa", 6, 0.0)),
+    }
 
 
-ABOUT_FIGURE_11 = (
-    "TAPA, phase 1, 3 MB",
-    "TAPA, phase 1, 48 MB",
-    "TAPA, phase 2, 48 MB",
-    "oneCCL, 48 MB",
-    "oneCCL over TAPA, 24 MB",
-    "oneCCL over TAPA, 6 MB",
-)
-
-
-def fit_figure_11(machine: Machine, reading: str = "per rank", baseline: str = "flat_serial") -> Fit:
+def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
     topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
-    measured = figure_11(READINGS[reading][0], baseline)
-    return Calibration(topology, measured).fit(Constants(), FITTED, TIED)
+    return Calibration(topology, [*figure_11(baseline).values()]).fit(Constants(), FITTED, TIED)
 
 
 @dataclass(frozen=True)
@@ -204,9 +182,9 @@ def mean(values: Iterable[float]) -> float | None:
 def run_paper(values: dict[str, Any]) -> None:
     machine = load_machine(values["machine"])
     output = OutputFolder(values["out"], values["overwrite"])
-    readings, lines = read_figure_11(machine)
-    say("\n".join(lines))
-    fit = readings["per rank", "flat_serial"]
+    fits = {baseline: fit_figure_11(machine, baseline) for baseline in BASELINES}
+    say("\n".join(lines_of(fits)))
+    fit = fits["flat_serial"]
     paper = Paper(fit.constants.machine(machine), cache(load_shape))
     say("\npredicted with these constants; the baseline read as one that serves one peer at a time (flat_serial) and")
     say("as one that serves all at once (flat); ranks beyond the paper's degree of Ulysses, or the heads, are in rings")
@@ -218,13 +196,7 @@ def run_paper(values: dict[str, Any]) -> None:
         "constants": asdict(fit.constants),
         "rows": rows,
         "readings": [
-            {
-                "message_size": reading,
-                "baseline": baseline,
-                "rms": one.rms(figure_11(READINGS[reading][0], baseline)),
-                **asdict(one.constants),
-            }
-            for (reading, baseline), one in readings.items()
+            {"baseline": name, "rms": rms_of(one, name), **asdict(one.constants)} for name, one in fits.items()
         ],
     }
     with output.held(), output.writing():
@@ -238,22 +210,24 @@ def say_row(row: dict[str, Any]) -> None:
     say(f"{row['what']:<66}{row['paper']:>22}{shown[0]:>13}{shown[1]:>8}")
 
 
-def read_figure_11(machine: Machine) -> tuple[dict[tuple[str, str], Any], list[str]]:
-    """The fit of every reading, and the table of the one that is taken."""
-    fits = {(reading, name): fit_figure_11(machine, reading, name) for reading in READINGS for name in BASELINES}
-    lines = [f"Figure 11 fitted with {', '.join(FITTED)} (of NICs as of Xe links), for every reading:"]
-    lines.append(f"{'message size':<26}{'baseline':<14}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
-    for (reading, name), fit in fits.items():
+def rms_of(fit: Fit, baseline: str) -> float:
+    return fit.rms([*figure_11(baseline).values()])
+
+
+def lines_of(fits: dict[str, Fit]) -> list[str]:
+    """The fits by reading of the baseline, and the table of the one that is taken."""
+    lines = [f"Figure 11 fitted with {', '.join(FITTED)} (of NICs as of Xe links):"]
+    lines.append(f"{'baseline':<26}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
+    for name, fit in fits.items():
         c = fit.constants
-        rms = fit.rms(figure_11(READINGS[reading][0], name))
-        lines.append(f"{reading:<26}{name:<14}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms:>8.0%}")
-    lines.append("taken: per rank, flat_serial")
+        lines.append(f"{name:<26}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms_of(fit, name):>8.0%}")
+    lines.append("taken: flat_serial")
     lines.append(f"{'':<26}{'paper':>10}{'plan':>10}{'off by':>9}")
-    measured = figure_11(READINGS["per rank"][0], "flat_serial")
-    for name, one, seconds in zip(ABOUT_FIGURE_11, measured, fits["per rank", "flat_serial"].predicted, strict=True):
+    measured = figure_11("flat_serial").items()
+    for (name, one), seconds in zip(measured, fits["flat_serial"].predicted, strict=True):
         unit = 1.0 if one.over is not None else 1e3
         lines.append(f"{name:<26}{one.value * unit:>10.2f}{seconds * unit:>10.2f}{seconds / one.value - 1:>9.0%}")
-    return fits, lines
+    return lines
 
 
 def shown_as(value: float | None, share: bool) -> str:

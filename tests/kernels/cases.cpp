@@ -1,4 +1,4 @@
-// What `cocodiff kernels report` counts beside the kernels themselves: their path for contiguous heads of 128 channels,
+// What `cost_report.py` counts beside the kernels themselves: their path for contiguous heads of 128 channels,
 // with the weight, interleaved angles and no renewal, whose choices are known here. The compiler leaves one loop without
 // branches, so that its instructions can be counted. A copy's loop needs none of this.
 inline Heads usual(Heads of) {

@@ -1,4 +1,5 @@
-"""What the kernels cost on a device that is not here: counted in the instructions that its compiler made of them.
+"""What the kernels cost on a tile of GPU Max, counted in the instructions that Intel's offline compiler made of them:
+`COCODIFF_OCLOC=FOLDER python tests/kernels/cost_report.py` prints the table of docs/kernels.md.
 
 A hardware thread runs LANES work-items. Its hot loop is the innermost one whose wide messages move the most bytes;
 cases.cpp has the arithmetic kernels' path for heads of 128 channels without other paths beside it. A case whose name
@@ -8,13 +9,14 @@ goes on after a kernel's has a line of its own: it is another path of that kerne
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from cocodiff_sycl.build import HERE, kernel_source
+from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
-from cocodiff_sycl.native import compile_native
-from cocodiff_sycl.ocloc import Ocloc, Usage
+from cocodiff_sycl.native import PREFIX, Ocloc, Usage, compile_native, find_ocloc
 
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
@@ -122,11 +124,16 @@ def _cycles(line: str) -> int:
 
 def report(device: str, ocloc: Ocloc) -> list[Row]:
     """Of all kernels and cases. Raises Unavailable."""
-    cases = (HERE / "kernels" / "cases.cpp").read_text()
-    _, usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc)
+    cases = Path(__file__).with_name("cases.cpp").read_text()
+    with tempfile.TemporaryDirectory() as parts:
+        _, usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc, Path(parts))
+        text = {file.name: file.read_text() for file in Path(parts).rglob(".text.*.asm")}
     paths = {name: replace(one, name=name) for one in usage if (name := one.name.removeprefix(CASE)) != one.name}
     own = {one.name: one for one in usage if not one.name.startswith(CASE)}
-    return [row_of(one, paths.get(name, one).assembly) for name, one in sorted({**paths, **own}.items())]
+    return [
+        row_of(one, text[f".text.{PREFIX}{CASE * (name in paths)}{name}.asm"])
+        for name, one in sorted({**paths, **own}.items())
+    ]
 
 
 def row_of(usage: Usage, path: str) -> Row:
@@ -175,3 +182,7 @@ def table_of(rows: list[Row]) -> list[str]:
             cells += ["memory" if traffic >= instructions else "instructions"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table_of(report("pvc", find_ocloc()))))

@@ -5,7 +5,7 @@ the rank's main thread waits, and hidden while that thread does something else. 
 of V-First (CoCoDiff section III-C): V-First can hide all of T(Vp1) where T(Q,K) is longer.
 
 Late messages bring displaced tensors, which no call waits for before the next call of the same site. Theirs is an
-account of its own, in time and in bytes: whatever the main thread waits for meanwhile exposes them.
+account of its own, in bytes: whatever the main thread waits for meanwhile exposes them.
 """
 
 from __future__ import annotations
@@ -43,42 +43,24 @@ class AttentionTimes(NamedTuple):
     hidden_s: float
 
 
-class LateMessages(NamedTuple):
-    """Of one kind of layer in one mode, all ranks together: what displaced calls sent.
+class Late(NamedTuple):
+    """Bytes that no call waited for, and those of them that were hidden: that travelled while the rank's main thread
+    waited for nothing. Of a message that is hidden in part, the bytes are by its time."""
 
-    seconds: that late messages were on their way, waiting for late peers included; sent: their bytes. hidden_s,
-    hidden_bytes: the part in which the rank's main thread waited for nothing. Of a message that is hidden in part, the
-    bytes are by its time.
-    """
-
-    mode: str
-    layer: str
-    seconds: float
-    hidden_s: float
     sent: int
-    hidden_bytes: float
+    hidden: float
 
-
-def summarise_late(spans: Spans) -> list[LateMessages]:
-    """One entry for each mode and kind of layer that had late messages, in the order in which they come."""
-    found = []
-    for mode, of_ranks in spans.items():
-        layers = dict.fromkeys(s.layer for of_rank in of_ranks.values() for s in by_time(of_rank) if s.late_bytes)
-        found += [_late_of_layer(mode, layer, of_ranks.values()) for layer in layers]
-    return found
-
-
-def _late_of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> LateMessages:
-    seconds = hidden = hidden_bytes = 0.0
-    sent = 0
-    for of_rank in of_ranks:
-        waits = _waits(of_rank)
-        for late in (s for s in of_rank if s.layer == layer and s.late_bytes):
-            duration = late.end_ns - late.start_ns
-            unseen = duration - overlap(_times([late]), waits)
-            seconds, hidden, sent = seconds + duration / 1e9, hidden + unseen / 1e9, sent + late.late_bytes
-            hidden_bytes += late.late_bytes * (unseen / duration if duration else 1)
-    return LateMessages(mode, layer, seconds, hidden, sent, hidden_bytes)
+    @classmethod
+    def of(cls, of_ranks: Iterable[Sequence[Span]]) -> Late:
+        """By the spans of every rank."""
+        sent, hidden = 0, 0.0
+        for of_rank in of_ranks:
+            waits = _waits(of_rank)
+            for late in (span for span in of_rank if span.late_bytes):
+                duration = late.end_ns - late.start_ns
+                unseen = duration - overlap(_times([late]), waits)
+                sent, hidden = sent + late.late_bytes, hidden + late.late_bytes * (unseen / duration if duration else 1)
+        return cls(sent, hidden)
 
 
 def summarise(spans: Spans) -> list[AttentionTimes]:
@@ -98,36 +80,24 @@ def first_phase(spans: Iterable[Span]) -> str | None:
 
 
 def _of_layer(mode: str, layer: str, of_ranks: Collection[Sequence[Span]]) -> AttentionTimes:
-    calls = project_v = project_qk = v_phase1 = v_phase1_exposed = communication = exposed = 0
+    calls = 0
     phase1 = first_phase(s for of_rank in of_ranks for s in of_rank if s.layer == layer)
+    totals = []  # of each rank, in nanoseconds and in the order of the fields
     for of_rank in of_ranks:
         own = [s for s in of_rank if s.layer == layer]
         waits = _waits(of_rank)
+        project_v, project_qk, v_travels = (
+            union(_times(s for s in own if s.name == name)) for name in ("project v", "project qk", phase1)
+        )
         travels = union(_times(s for s in own if s.lane != MAIN))
-        v_travels = union(_times(s for s in own if s.name == phase1))
         calls += sum(s.name == ATTENTION for s in own)
-        project_v += length(_times(s for s in own if s.name == "project v"))
-        project_qk += length(_times(s for s in own if s.name == "project qk"))
-        v_phase1 += length(v_travels)
-        v_phase1_exposed += overlap(v_travels, waits)
-        communication += length(travels)
-        exposed += overlap(travels, waits)
-
-    def mean_s(total_ns: int) -> float:
-        return total_ns / calls / 1e9
-
-    return AttentionTimes(
-        mode,
-        layer,
-        calls,
-        mean_s(project_v),
-        mean_s(project_qk),
-        mean_s(v_phase1) if phase1 else None,
-        mean_s(v_phase1 - v_phase1_exposed) if phase1 else None,
-        mean_s(communication),
-        mean_s(exposed),
-        mean_s(communication - exposed),
-    )
+        v_phase1, v_exposed = length(v_travels), overlap(v_travels, waits)
+        communication, exposed = length(travels), overlap(travels, waits)
+        v_times, all_times = (v_phase1, v_phase1 - v_exposed), (communication, exposed, communication - exposed)
+        totals.append((length(project_v), length(project_qk), *v_times, *all_times))
+    v, qk, v_phase1_s, v_hidden_s, *rest = (sum(of_field) / calls / 1e9 for of_field in zip(*totals, strict=True))
+    of_phase1 = (v_phase1_s, v_hidden_s) if phase1 else (None, None)
+    return AttentionTimes(mode, layer, calls, v, qk, *of_phase1, *rest)
 
 
 def _waits(of_rank: Iterable[Span]) -> list[Interval]:
@@ -160,12 +130,4 @@ def length(intervals: Iterable[Interval]) -> int:
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
     """The time that two unions have in common."""
-    common, i, j = 0, 0, 0
-    while i < len(first) and j < len(second):
-        (a, b), (c, d) = first[i], second[j]
-        common += max(0, min(b, d) - max(a, c))
-        if b < d:
-            i += 1
-        else:
-            j += 1
-    return common
+    return length(first) + length(second) - length(union([*first, *second]))

@@ -1,21 +1,17 @@
-"""Sums over spans: what is hidden, what is exposed, and the same from a saved trace on the command line."""
+"""Sums over spans: what is hidden, what is exposed."""
 
-import json
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from cocodiff_bench.step_rows import Late, Measured, key_of
+from cocodiff_bench.hidden import Late, length, overlap, summarise, union
+from cocodiff_bench.model_step import Measured, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodiff.cli.main import main
 from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.trace import Span
-from cocodiff.trace_files import load_traces, save_traces
-from cocodiff.trace_summary import length, overlap, summarise, summarise_late, union
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
@@ -110,21 +106,19 @@ def displaced_call() -> list[Span]:
 
 def test_late_bytes_are_hidden_while_main_waits_for_nothing():
     others = [Span("late qkv plane", "plane", 0, 10, "blocks.attn2", 50)]
-    spans = {"flat": {0: joint_call()}, "ahead": {0: [*displaced_call(), *others], 1: displaced_call()}}
-    by_layer = {late.layer: late for late in summarise_late(spans)}
-    assert by_layer.keys() == {LAYER, "blocks.attn2"}
-    late = by_layer[LAYER]
-    assert (late.mode, late.sent) == ("ahead", 1600)
-    assert late[2:4] == pytest.approx([80e-9, 50e-9])  # of two ranks
-    assert late.hidden_bytes == pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20))
-    assert by_layer["blocks.attn2"].hidden_bytes == by_layer["blocks.attn2"].sent == 50
+    assert Late.of([joint_call()]) == (0, 0)
+    assert Late.of([others]) == (50, 50)
+    of_two_ranks = Late.of([[*displaced_call(), *others], displaced_call()])
+    assert of_two_ranks == (1650, pytest.approx(2 * (600 * 15 / 20 + 200 * 10 / 20) + 50))
 
 
 def test_a_step_tells_how_much_of_what_it_sends_late_is_hidden():
     """Of calls of several kinds, each by its part of the steps."""
-    records = [{"spans": displaced_call()}, {"spans": displaced_call()}]
     qkv, qkvo = CallKind(displaced="qkv"), CallKind(displaced="qkvo")
-    late = {key_of("ahead", qkvo): Late.of(records), key_of("ahead", qkv): Late(1200, 1200.0)}
+    late = {
+        key_of("ahead", qkvo): Late.of([displaced_call(), displaced_call()]),
+        key_of("ahead", qkv): Late(1200, 1200.0),
+    }
     assert late[key_of("ahead", qkvo)] == (1600, pytest.approx(1100))
     steps = [{WHOLE: 1.0}, {qkvo: 0.5, qkv: 0.25, CallKind(): 0.25}, {qkvo: 1.0}]
     share = partial(Measured.hidden_share, Mock(late=late))
@@ -171,92 +165,3 @@ def test_interval_arithmetic_is_that_of_sets(first, second):
     assert overlap(union(first), union(second)) == len(moments(first) & moments(second))
     joined = union(first)
     assert all(a[1] < b[0] for a, b in pairwise(joined))
-
-
-# A saved trace --------------------------------------------------------------------------------------------------------
-
-
-def save(path: Path, spans: list[Span], dropped: int = 0) -> Path:
-    save_traces(path, {"tapa": [{"rank": 0, "spans": spans, "dropped": dropped, "bytes": {}, "kernels": {}}]})
-    return path
-
-
-def scaled(spans: list[Span], factor: int = 1_000_000) -> list[Span]:
-    return [s._replace(start_ns=s.start_ns * factor + 77, end_ns=s.end_ns * factor + 77) for s in spans]
-
-
-def test_a_saved_trace_comes_back(tmp_path):
-    traces = load_traces(save(tmp_path / "trace.json", scaled(v_first_call()), dropped=3))
-    assert traces.not_kept == 3
-    first = min(s.start_ns for s in scaled(v_first_call()))
-    moved = [s._replace(start_ns=s.start_ns - first, end_ns=s.end_ns - first) for s in scaled(v_first_call())]
-    assert traces.spans == {"tapa": {0: moved}}
-
-
-def test_the_command_prints_milliseconds(tmp_path, capsys):
-    assert main(["trace", "summary", str(save(tmp_path / "trace.json", scaled(v_first_call())))]) == 0
-    heading, row, *_ = capsys.readouterr().out.splitlines()
-    assert heading.split()[:5] == ["mode", "layer", "calls", "T(V)", "T(Q,K)"]
-    assert row.split() == [
-        "tapa",
-        LAYER,
-        "1",
-        "10.00",
-        "20.00",
-        "30.00",
-        "20.00",
-        "67",
-        "70.00",
-        "50.00",
-        "20.00",
-        "29",
-    ]
-
-
-def test_the_command_tells_what_of_late_bytes_was_hidden(tmp_path, capsys):
-    spans = [s._replace(late_bytes=s.late_bytes * 10_000) for s in scaled(displaced_call())]
-    counts = {("attention", "plane"): 8_000_000, ("whole", "plane"): 16_000_000, ("late", "plane"): 6_000_000}
-    record = {"rank": 0, "spans": spans, "dropped": 0, "bytes": counts, "kernels": {}}
-    save_traces(tmp_path / "trace.json", {"ahead": [record]})
-    assert main(["trace", "summary", str(tmp_path / "trace.json")]) == 0
-    printed = capsys.readouterr().out
-    row = next(line for line in printed.splitlines() if line.startswith("ahead") and "8.00" in line)
-    assert row.split() == ["ahead", LAYER, "8.00", "5.50", "69", "40.00", "25.00", "62"]
-    assert "0.500 of what whole tensors take, 0.125 that attention waited for" in printed
-
-
-def test_the_command_says_what_was_not_kept(tmp_path, capsys):
-    assert main(["trace", "summary", str(save(tmp_path / "trace.json", v_first_call(), dropped=12))]) == 0
-    assert "12 later spans were not kept" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "cannot read"),
-        ("no json", "not a trace of this version"),
-        ("[]", "not a trace of this version"),
-        (json.dumps({"traceEvents": [{"ph": "X", "name": "work", "ts": 0, "dur": 1}]}), "not a trace of this version"),
-        (json.dumps({"traceEvents": [], "otherData": {"spans_not_kept": 0}}), "2 or more ranks"),
-    ],
-)
-def test_files_that_are_no_trace_of_layers(tmp_path, capsys, content, said):
-    path = tmp_path / "trace.json"
-    if content is not None:
-        path.write_text(content)
-    assert main(["trace", "summary", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and "trace.json" in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
-def test_a_trace_of_spans_without_layers(tmp_path, capsys):
-    spans = [s._replace(layer="") for s in v_first_call()]
-    assert main(["trace", "summary", str(save(tmp_path / "trace.json", spans))]) == 2
-    assert "no attention layers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["summry", "x"], ["summary"], ["summary", "a", "b"]])
-def test_words_that_do_not_fit(words, capsys):
-    assert main(["trace", *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,486 @@
+"""The checks: functions of facts, which never touch a machine, so that a test can hand them any faulty one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cocodiff.cli.doctor.facts import (
+    FAULT,
+    NOTE,
+    WARNING,
+    Facts,
+    Finding,
+    Findings,
+    Issue,
+    RankFacts,
+    by_value,
+    name_ranks,
+)
+from cocodiff.comm.host import THROUGH_HOST
+from cocodiff.comm.settings import overlap_killers
+from cocodiff.kernels.trial import KernelTrial
+
+# As pyproject.toml asks for; a test compares the two.
+LEAST = {"torch": (2, 10), "diffusers": (0, 42), "transformers": (5,)}
+BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
+HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # decide what counts as a device
+HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
+GIB = 2**30
+LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
+TAKEN = 0.1  # of a tile's memory that somebody else holds
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """2.10.0a0+git1 -> (2, 10, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def check_versions(facts: Facts) -> Findings:
+    """Old or missing packages, and ranks whose versions differ."""
+    found, first = Findings("versions"), facts.ranks[0].versions
+    for package, least in LEAST.items():
+        remedy = f"pip install '{package}>={'.'.join(map(str, least))}' into this environment"
+        for version in sorted({str(rank.versions.get(package) or "") for rank in facts.ranks}):
+            if not version:
+                found.fault(f"{package} is not installed", remedy)
+            elif numbers(version) < least:
+                found.fault(f"{package} {version} is too old", remedy)
+    for package in sorted({name for rank in facts.ranks for name in rank.versions}):
+        values = [str(rank.versions.get(package)) for rank in facts.ranks]
+        if len(set(values)) > 1:
+            remedy = "start every rank with the same Python: give mpiexec the environment's full path"
+            found.fault(f"{package} differs: {by_value(facts.ranks, values)}", remedy)
+    ipex, torch = first.get("intel_extension_for_pytorch"), first.get("torch") or ""
+    if ipex is not None and numbers(ipex)[:2] != numbers(torch)[:2]:
+        remedy = "uninstall it, or install the one of the same major and minor version"
+        found.warning(f"IPEX {ipex} is not for torch {torch}: it is not imported", remedy)
+    if not found:
+        shown = ("cocodiff", "python", "torch", "diffusers", "transformers", "mpi", "xpu runtime")
+        found.good(", ".join(f"{name} {first[name]}" for name in shown if first.get(name)))
+    return found
+
+
+def check_launch(facts: Facts) -> Findings:
+    """Did launcher, MPI and transport find the same ranks?"""
+    found, first, hosts = Findings("launch"), facts.ranks[0], facts.hosts()
+    size, nodes = len(facts.ranks), facts.topology.nodes
+    if first.world is not None and first.world != size:
+        found.fault(
+            f"the launcher started {first.world} rank(s), but they found {size} of them together",
+            "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library",
+        )
+    for host, ranks in hosts.items():
+        told = {rank.local_size for rank in ranks if rank.local_size is not None}
+        if told and told != {len(ranks)}:
+            text = f"{host} has {len(ranks)} ranks, the launcher says {'/'.join(map(str, sorted(told)))}"
+            found.fault(text, "start the same number of ranks on every node (--ppn)")
+    if not found and len(hosts) not in (1, nodes):
+        text = f"{len(hosts)} hosts, but the machine file puts {size} ranks on {nodes} node(s)"
+        found.fault(text, f"start {size // nodes} ranks a node, or choose another --machine")
+    for host, ranks in hosts.items():
+        of_nodes = {facts.topology.places[rank.rank].node for rank in ranks}
+        if not found and len(hosts) > 1 and len(of_nodes) > 1:
+            named = name_ranks([rank.rank for rank in ranks])
+            text = f"{named} are on {host}, but belong to {len(of_nodes)} nodes of the machine file"
+            found.fault(text, "place ranks node by node, not round-robin")
+    if not found:
+        how = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[first.launcher]
+        found.good(f"{size} rank(s) on {len(hosts)} host(s), started {how}, messages by {first.library}")
+    return found
+
+
+def check_mpi(facts: Facts) -> Findings:
+    """PyPI's impi-rt beside an MPI of the system: mpi4py takes the first one it finds, which is not the launcher's. And
+    windows that MPI does not have, or that gain nothing."""
+    found, first = Findings("mpi"), facts.ranks[0]
+    rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
+    if rank is not None:
+        ours = rank.mpi_library and Path(rank.mpi_library).is_relative_to(Path(rank.python_prefix).resolve())
+        loaded = f"; {rank.mpi_library} is loaded" if rank.mpi_library else ""
+        found.add(
+            FAULT if ours or not rank.mpi_library or rank.launcher == "mpi" else WARNING,
+            f"impi-rt {rank.versions['impi-rt']} of PyPI is installed beside {rank.system_mpi}{loaded}",
+            "pip uninstall impi-rt, and never install the extra local-mpi where the system has an MPI",
+        )
+    elif first.launcher == "mpi" and first.versions.get("mpi4py") is None:
+        remedy = "pip install mpi4py, built on the MPI that the launcher belongs to"
+        found.fault("an MPI launcher started the ranks, but mpi4py is not installed", remedy)
+    elif first.drawback:
+        found.fault(f"transport mpi-rma: {first.drawback}", "use --transport mpi")
+    elif first.versions.get("mpi4py") and (lacks := next(filter(None, (r.no_shared_memory for r in facts.ranks)), "")):
+        found.warning(*lacks.split(": ", 1))
+    elif told := first.versions.get("mpi"):
+        found.good(told)
+    else:
+        found.note("not used")
+    return found
+
+
+def check_tiles(facts: Facts) -> Findings:
+    """Two ranks on one tile; ranks on different kinds of device; tiles that nobody uses."""
+    found, first = Findings("tiles"), facts.ranks[0]
+    kinds = {rank.device.split(":")[0] for rank in facts.ranks}
+    if len(kinds) > 1:
+        found.fault(f"ranks compute on different devices: {', '.join(sorted(kinds))}", "choose one with --device")
+        return found
+    if kinds == {"cpu"}:
+        found.note("ranks compute on the CPU: no tiles")
+        return found
+    for host, ranks in facts.hosts().items():
+        of_tile: dict[str, list[int]] = {}
+        for rank in ranks:
+            of_tile.setdefault(rank.tile, []).append(rank.rank)
+        for tile, sharing in of_tile.items():
+            if len(sharing) > 1 and first.library.startswith(THROUGH_HOST):
+                found.note(f"{name_ranks(sharing)} share tile {tile} of {host}")
+            elif len(sharing) > 1:
+                found.fault(
+                    f"{name_ranks(sharing)} share tile {tile} of {host}",
+                    "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
+                    "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK",
+                )
+    machine = facts.topology.machine
+    if kinds == {"xpu"} and first.tiles_seen < (machine.tiles_per_node or 0):
+        told = (f"{name} {first.environment.get(name, 'not set')}" for name in HIERARCHY)
+        found.fault(
+            f"a rank sees {first.tiles_seen} devices where machine {machine.name} has {machine.tiles_per_node} tiles "
+            f"({', '.join(told)})",
+            "export ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK",
+        )
+    idle = max(rank.tiles_seen - len(facts.hosts()[rank.host]) for rank in facts.ranks)
+    if idle > 0 and not found:
+        found.note(f"{idle} tile(s) of a host have no rank")
+    if not found:
+        found.good(f"{len(facts.ranks)} ranks, each on a tile of its own")
+    return found
+
+
+def check_cores(facts: Facts) -> Findings:
+    """Ranks far from their cards; ranks on the same cores."""
+    found = Findings("cores")
+    for rank in facts.ranks:
+        if rank.card and _apart(rank.sockets, rank.card.sockets):
+            found.fault(
+                f"rank {rank.rank} runs on socket {_join(rank.sockets)} of {rank.host}, its card "
+                f"{rank.card.address} is on socket {_join(rank.card.sockets)}",
+                BIND,
+            )
+    if spread := [rank.rank for rank in facts.ranks if rank.card and len(rank.sockets) > 1]:
+        found.warning(f"{name_ranks(spread)} may wander between sockets, away from the card", BIND)
+    for host, ranks in facts.hosts().items():
+        bound = [rank for rank in ranks if rank.cores and len(rank.cores) < rank.host_cores]
+        if shared := _sharing(bound):
+            text = f"{name_ranks(shared)} share cores on {host}"
+            if all(rank.on_cpu for rank in bound):
+                found.note(text)
+            else:
+                found.warning(text, BIND)
+        affinity = ranks[0].environment.get("CCL_WORKER_AFFINITY", "")
+        workers = {int(core) for core in affinity.split(",") if core.strip().isdigit()}
+        if hit := [rank.rank for rank in ranks if not rank.on_cpu and workers & set(rank.cores)]:
+            text = f"CCL_WORKER_AFFINITY={affinity} puts oneCCL's workers on cores of {name_ranks(hit)} on {host}"
+            found.warning(text, "name cores that no rank has, or unset CCL_WORKER_AFFINITY")
+    if not found:
+        cores = sorted({len(rank.cores) for rank in facts.ranks})
+        found.good(f"{_join(cores)} core(s) for each rank, near its card where that is known")
+    return found
+
+
+def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
+    return bool(a and b) and not set(a) & set(b)
+
+
+def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
+    owners: dict[int, list[int]] = {}
+    for rank in ranks:
+        for core in rank.cores:
+            owners.setdefault(core, []).append(rank.rank)
+    return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
+
+
+def check_nics(facts: Facts) -> Findings:
+    """NICs that a rank was given but that are not there or on the other socket; fewer NICs than the machine has."""
+    found, first, wanted = Findings("nics"), facts.ranks[0], facts.topology.machine.links.nics
+    for rank in facts.ranks:
+        known = {nic.name: nic for nic in rank.nics}
+        given = [n.strip() for n in rank.environment.get("FI_CXI_DEVICE_NAME", "").split(",") if n.strip()]
+        if missing := [name for name in given if name not in known]:
+            found.fault(
+                f"FI_CXI_DEVICE_NAME of rank {rank.rank} names {', '.join(missing)}; {rank.host} has "
+                f"{', '.join(known) or 'no fast NIC'}",
+                "unset FI_CXI_DEVICE_NAME, or name NICs of the node",
+            )
+        elif given and all(_apart(rank.sockets, known[name].sockets) for name in given):
+            found.fault(
+                f"rank {rank.rank} runs on socket {_join(rank.sockets)}, its NIC {', '.join(given)} is "
+                f"on socket {_join(known[given[0]].sockets)}",
+                "unset FI_CXI_DEVICE_NAME: MPI picks a NIC of the rank's socket",
+            )
+    if found:
+        return found
+    fewer = [host for host, ranks in facts.hosts().items() if len(ranks[0].nics) < wanted]
+    if not first.nics and (facts.topology.nodes == 1 or first.on_cpu):
+        found.note("no Slingshot or InfiniBand NIC to be seen")
+    elif not first.nics:
+        remedy = "check FI_PROVIDER and the node: messages between nodes take the slow network"
+        found.warning("no Slingshot or InfiniBand NIC to be seen on a run of several nodes", remedy)
+    elif fewer and not first.on_cpu:
+        text = f"{len(first.nics)} NICs on {', '.join(fewer)}, machine {facts.topology.machine.name} has {wanted}"
+        found.warning(text, "leave these hosts out, or correct links.nics in the machine file")
+    else:
+        found.good(f"{len(first.nics)} NICs on each host: {', '.join(nic.name for nic in first.nics)}")
+    return found
+
+
+def _join(values: Sequence[int]) -> str:
+    return "/".join(map(str, values))
+
+
+def check_planes(facts: Facts) -> Findings:
+    """The machine file's planes, and CCL_TOPO_COLOR, by which oneCCL knows them, against these."""
+    found, machine, places = Findings("planes"), facts.topology.machine, facts.topology.places
+    for host, ranks in facts.hosts().items():
+        color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
+        wanted = [place.plane for place in places if place.node == places[ranks[0].rank].node]
+        if "plane" not in color:
+            continue
+        try:
+            told = planes_of(color)[: len(wanted)]
+        except ValueError as error:
+            found.warning(f"{host}: {error}", "unset CCL_TOPO_COLOR, or name every tile's plane in it")
+            continue
+        if len(told) < len(wanted):
+            text = f"{host}: CCL_TOPO_COLOR tells of {len(told)} tiles, {len(wanted)} ranks are there"
+            found.fault(text, f"start {len(told)} ranks a node, or mend CCL_TOPO_COLOR")
+        elif spelled(told) != spelled(wanted):
+            found.fault(
+                f"{host}: CCL_TOPO_COLOR has planes {spelled(told)}, machine {machine.name} has {spelled(wanted)}",
+                f"copy the machine file, write planes: {list(told)} and name it with --machine",
+            )
+        else:
+            found.good(f"{host}: machine {machine.name} and CCL_TOPO_COLOR have planes {spelled(wanted)}")
+    if not found:
+        found.note(f"machine {machine.name} has planes {spelled([p.plane for p in places if not p.node])}")
+    return found
+
+
+def spelled(planes: Sequence[int]) -> str:
+    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
+    groups: dict[int, list[int]] = {}
+    for tile, plane in enumerate(planes):
+        groups.setdefault(plane, []).append(tile)
+    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
+
+
+def planes_of(color: str) -> tuple[int, ...]:
+    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
+    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
+    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
+    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
+    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
+        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
+    return tuple(plane_of[tile] for tile in range(len(plane_of)))
+
+
+def check_alltoall(facts: Facts) -> Findings:
+    """Numbers that arrive as they were sent."""
+    found, trials = Findings("all-to-all"), facts.alltoalls
+    if bad := [trial for trial in trials if trial.wrong]:
+        cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
+        remedy = "trust no result of this job: try another --transport, another node, and report the versions"
+        found.fault(f"messages are wrong for {cases}: {bad[0].wrong[0]}", remedy)
+    elif trials:
+        dtypes, largest = dict.fromkeys(trial.dtype for trial in trials), max(trials, key=lambda trial: trial.bytes)
+        found.good(
+            f"{len(trials)} trials right ({', '.join(dtypes)}, up to {largest.bytes} bytes to each peer in "
+            f"{largest.seconds * 1e3:.1f} ms)"
+        )
+    else:
+        found.note("one rank: no messages")
+    return found
+
+
+def check_overlap(facts: Facts) -> Findings:
+    """Messages hidden behind work. On a CPU ranks share the cores that copy, so a low figure is no fault."""
+    found = Findings("overlap")
+    if facts.overlap is None:
+        found.note("one rank: no messages to hide")
+        return found
+    times, hidden, on_cpu = facts.overlap, facts.overlap.hidden, facts.ranks[0].on_cpu
+    work = "sleep" if on_cpu else "matrix products"
+    text = (
+        f"{hidden:.0%} of the messages hidden: messages {times.communication_s * 1e3:.1f} ms, {work} "
+        f"{times.work_s * 1e3:.1f} ms, both {times.both_s * 1e3:.1f} ms"
+    )
+    if hidden >= HIDDEN_LEAST:
+        found.good(text)
+    elif on_cpu:
+        found.warning(text, "give every rank a core of its own for its messages")
+    else:
+        remedy = "see the settings below; else give the backend's asynchronous collectives their own stream"
+        found.fault(text, remedy)
+    return found
+
+
+def check_order(facts: Facts) -> Findings:
+    """Messages of streams that are kept busy."""
+    found = Findings("order")
+    if facts.stopped:
+        found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
+    elif facts.order is None:
+        found.note("one rank, or the CPU: no streams")
+    else:
+        found.good(f"messages keep their place between streams that are kept busy: {facts.order} rounds right")
+    return found
+
+
+def check_host(facts: Facts) -> Findings:
+    """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
+    with transport host a lane waits for its copies, so that is no warning there."""
+    found, first = Findings("host"), facts.ranks[0]
+    for call in dict.fromkeys(issue.call for issue in facts.issues):
+        issues = [issue for issue in facts.issues if issue.call == call]
+        text = f"{call}: " + "; ".join(map(_told, issues))
+        if any(issue.blocks for issue in issues) and not first.on_cpu and not first.library.startswith(THROUGH_HOST):
+            remedy = f"write links: blocked_us: {facts.blocked_us:.3g} into the machine file, for plans to count it"
+            found.warning(text, remedy)
+        else:
+            found.note(text)
+    if not found:
+        found.note("one rank: no messages")
+    return found
+
+
+def _told(issue: Issue) -> str:
+    size = f"{issue.bytes >> 20} MiB" if issue.bytes >> 20 else f"{issue.bytes >> 10} KiB"
+    times = f"returns after {issue.returns_s * 1e6:.0f} us, complete after {issue.complete_s * 1e6:.0f} us"
+    return f"{size} {times}: the host is {'blocked' if issue.blocks else 'free'}"
+
+
+def check_settings(facts: Facts) -> Findings:
+    """Settings that take overlap away, and one that the library in use does not read."""
+    found, seen, first = Findings("settings"), set(), facts.ranks[0]
+    for rank in facts.ranks:
+        for killer in overlap_killers(rank.environment, rank.library, rank.device.split(":")[0]):
+            if killer.setting not in seen:
+                seen.add(killer.setting)
+                found.fault(f"{killer.setting} {killer.harm}: nothing is hidden", killer.remedy)
+    for killer in overlap_killers(first.environment, "xccl", "xpu"):
+        if killer.setting not in seen:
+            text = f"{killer.setting} would make a run on GPUs block; {first.library} does not read it"
+            found.warning(text, killer.remedy)
+    under_pals = "PALS_RANKID" in first.environment or "PALS_LOCAL_RANKID" in first.environment
+    if under_pals and first.library in ("xccl", "ccl") and first.environment.get("CCL_PROCESS_LAUNCHER") != "pmix":
+        remedy = "export CCL_PROCESS_LAUNCHER=pmix, as launch/aurora.pbs does"
+        found.warning("oneCCL is not told that PALS started the ranks", remedy)
+    if not found:
+        found.good("none that takes overlap away")
+    return found
+
+
+def check_memory(facts: Facts) -> Findings:
+    """Free memory of every rank against the model asked about, or against the least that any run takes."""
+    found = Findings("memory")
+    told = [rank for rank in facts.ranks if rank.free is not None]
+    if not told:
+        found.warning("the system does not tell how much memory is free")
+        return found
+    tightest = min(told, key=lambda rank: rank.free or 0)
+    least = facts.needed or LEAST_FREE["cpu" if tightest.on_cpu else "accelerator"]
+    what = "the model needs" if facts.needed else "any run needs"
+    text = f"{(tightest.free or 0) / GIB:.2f} GiB free on rank {tightest.rank}, the tightest"
+    if short := [rank.rank for rank in told if (rank.free or 0) < least]:
+        found.fault(
+            f"{text}; {what} {least / GIB:.2f} GiB on {name_ranks(short)}",
+            "end what else runs there, start fewer ranks a node, or use more nodes (cocodiff plan says which)",
+        )
+    held = [rank for rank in told if not rank.on_cpu and rank.total and (rank.free or 0) < (1 - TAKEN) * rank.total]
+    if held:
+        ranks = name_ranks([rank.rank for rank in held])
+        remedy = "look for left-over processes on the node (xpu-smi ps)"
+        found.warning(f"{text}; somebody else holds memory on the tiles of {ranks}", remedy)
+    if not found:
+        found.good(f"{text}; {what} {least / GIB:.2f}")
+    return found
+
+
+def check_sycl(facts: Facts) -> Findings:
+    """Which of SYCL and torch moves data, on each host that looked, and why."""
+    found = Findings("sycl")
+    for host, ranks in facts.hosts().items():
+        rank = next((rank for rank in ranks if rank.sycl or rank.no_sycl), None)
+        if rank is None:
+            continue
+        if rank.sycl:
+            found.good(f"{host}: SYCL kernels on {rank.sycl}")
+        elif rank.kernels == "sycl":
+            remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
+            found.fault(f"{host}: kernels sycl were asked for, but {rank.no_sycl}", remedy)
+        else:
+            slower = rank.device.startswith("xpu") and rank.kernels != "torch"
+            remedy = "load a oneAPI compiler and run cocodiff kernels build" if slower else ""
+            found.add(WARNING if slower else NOTE, f"{host}: torch's operations run: {rank.no_sycl}", remedy)
+    if not found:
+        found.note("nobody looked")
+    return found
+
+
+def check_kernels(facts: Facts) -> Findings:
+    """Every operation against torch's, with its greatest difference. A vendor's own torch is not judged."""
+    found = Findings("kernels")
+    for host, ranks in facts.hosts().items():
+        rank = next((rank for rank in ranks if rank.kernel_trials), None)
+        if rank is None:
+            continue
+        where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
+        for op in dict.fromkeys(trial.op for trial in rank.kernel_trials):
+            trials = [trial for trial in rank.kernel_trials if trial.op == op]
+            told: dict[str, list[str]] = {}
+            for trial in trials:
+                told.setdefault(_difference(trial), []).append(trial.dtype)
+            verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
+            text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
+            if rank.sycl and any(trial.wrong for trial in trials):
+                remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
+                found.fault(text, remedy)
+            else:
+                found.good(text)
+    if not found:
+        found.note("torch's operations on the CPU: nothing to compare them with")
+    return found
+
+
+def _difference(trial: KernelTrial) -> str:
+    told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
+    return f"{told} ({trial.wrong})" if trial.wrong else told
+
+
+CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
+    check_versions,
+    check_launch,
+    check_mpi,
+    check_tiles,
+    check_cores,
+    check_nics,
+    check_planes,
+    check_alltoall,
+    check_overlap,
+    check_order,
+    check_host,
+    check_settings,
+    check_memory,
+    check_sycl,
+    check_kernels,
+)
+
+
+def examine(facts: Facts) -> list[Finding]:
+    checks = (check_versions, check_order) if facts.stopped else CHECKS
+    return [finding for check in checks for finding in check(facts)]
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(finding.severity != FAULT for finding in findings)
