@@ -202,7 +202,8 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             found.append((stack, mask, scale, known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    return [Task(*one, *more) for one, *more in zip(found, names, words, volumes, strict=True)]
+    steps = values.get("steps", 0)
+    return [Task(*one, *more, steps) for one, *more in zip(found, names, words, volumes, strict=True)]
 
 
 def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:

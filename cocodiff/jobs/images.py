@@ -25,7 +25,7 @@ from cocodiff.files import flush
 from cocodiff.jobs.bound import Bound
 from cocodiff.jobs.cost import measured
 from cocodiff.jobs.items import Batch, Drawn
-from cocodiff.jobs.job import Done, Job, Judged
+from cocodiff.jobs.job import Done, Job, Judged, Way
 from cocodiff.jobs.session import Session
 from cocodiff.jobs.videos import frames_of, has_encoder, save_frames, save_mp4, shown_frames
 from cocodiff.loading.model_checks import check_sides
@@ -53,6 +53,10 @@ class ImageJob(Job[Batch]):
 
     def settings(self) -> dict[str, Any]:
         return self.session.prepared.request.content | {"sides": list(self.sides)}
+
+    def begin(self, way: Way, first: bool) -> None:
+        if first:
+            self.session.images.mkdir(exist_ok=True)
 
     def watched(self, advance: Callable[[int], None]) -> None:
         self._advance = advance

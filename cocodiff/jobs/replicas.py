@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.config import load_machine
@@ -103,17 +102,15 @@ class Queue:
     def __init__(
         self,
         replica: Replica,
-        record: Record,
+        record: JobRecord,
         counts: Sequence[int],
         unit: str,
         shows_bar: bool,
         expected: int | None = None,
-        together: int = 1,
     ) -> None:
         """counts: the items (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now;
-        `expect` tells of others. together: so many of them that follow each other are one replica's.
-        Raises UserError where another start's settings were others."""
-        self._replica, self._counts, self._together = replica, counts, together
+        `expect` tells of others. Raises UserError where another start's settings were others."""
+        self._replica, self._counts = replica, counts
         self._record, total = record, sum(counts[:expected])
         whole = replica.whole
         if whole.rank == 0:
@@ -136,12 +133,8 @@ class Queue:
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
-        groups: dict[int, list[int]] = {}
-        for number in numbers:
-            if not self.is_done(number):
-                groups.setdefault(number // self._together, []).append(number)
-        for group in self._replica.take([*groups], self._record.claims):
-            yield from groups[group]
+        missing = [number for number in numbers if not self.is_done(number)]
+        yield from self._replica.take(missing, self._record.claims)
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
@@ -172,31 +165,6 @@ class Queue:
         """The rows of all batches in their order, when all are done."""
         entries = self._record.finished()
         return [row for number in sorted(entries) for row in entries[number].rows]
-
-
-class Record(Protocol):
-    """Where a queue learns what is finished and notes what is. out: the folder of results as errors name it; where: the
-    record as they name it; claims: of the batches that replicas take."""
-
-    out: str
-    where: Path
-    claims: Journals
-
-    def begin(self, total: int) -> None:
-        """On rank 0: a new record, or one to go on with. total: items of the job. Raises UserError where that cannot
-        be."""
-
-    def finished(self) -> Mapping[int, Entry]:
-        """The finished batches by their numbers."""
-
-    def counter(self) -> Callable[[], int]:
-        """A function that tells how many items are finished by now, all replicas together."""
-
-    def expect(self, total: int) -> None:
-        """On rank 0: what the job turns out to have."""
-
-    def open_journal(self, rank: int) -> Any:
-        """What a replica's leader adds an `Entry` to for each batch, which is on the disk when `add` returns."""
 
 
 class JobRecord:
