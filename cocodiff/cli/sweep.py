@@ -144,11 +144,11 @@ def work(tasks: list[Any], grid: Grid, prepared: Prepared, transport: Any) -> No
 
 def report(folder: Path) -> None:
     """Draws the picture of a finished sweep again, and prints its tables. Raises UserError for no results."""
-    from cocodiff_eval.sweeps import PARETO, cost_table, quality_table, read_rows, save_pareto
+    from cocodiff_eval.sweeps import PARETO, read_rows, save_pareto, told
 
     from cocodiff.outputs.folder import storage_faults
 
     rows = read_rows(folder)
     with storage_faults(f"the picture of {folder}"):
         save_pareto(folder / PARETO, rows)
-    say(f"\n{quality_table(rows)}\n\n{cost_table(rows)}\n\npicture: {folder / PARETO}")
+    say(f"\n{told(rows)}\n\npicture: {folder / PARETO}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cocodiff_eval.metrics import OF_RUN, json_ready
-from cocodiff_eval.sweeps import LINES, PARETO, cost_table, quality_table, save_pareto, summarise
+from cocodiff_eval.sweeps import LINES, PARETO, save_pareto, summarise, told
 
 from cocodiff.jobs.grid import Grid
 from cocodiff.jobs.items import Batch, Drawn
@@ -73,7 +73,7 @@ class SweepJob(SliceJob):
             "slices": {task.stack.name: task.stack.numbers for task in once if len(task.stack) > 1},
             "title": "Sweep",
             "swept": rows,
-            "told": f"{quality_table(rows)}\n\n{cost_table(rows)}",
+            "told": told(rows),
         }
 
     def _lines(self, done: Done) -> Iterator[dict[str, Any]]:

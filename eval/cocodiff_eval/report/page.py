@@ -16,6 +16,7 @@ import numpy as np
 from cocodiff_eval.report.pictures import LOSSLESS
 from cocodiff_eval.report.tables import (
     LINK_HEADS,
+    Column,
     Series,
     Table,
     bound_table,
@@ -29,7 +30,7 @@ from cocodiff_eval.report.tables import (
 )
 from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
 from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
-from cocodiff_eval.sweeps import PARETO, Row, cost_cells, note, quality_cells
+from cocodiff_eval.sweeps import PARETO, WORDS, Row, note, tables
 from cocodiff_eval.table import grouped
 
 
@@ -114,10 +115,12 @@ def _template() -> Any:
 
 def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
     """A sweep as the template shows it."""
-    cells = {"Quality": quality_cells(rows), "Bytes and speed": cost_cells(rows)}
     return {
         "picture": base64.b64encode(path.with_name(PARETO).read_bytes()).decode("ascii"),
-        "tables": [Table.of_lines(label, lines) for label, lines in cells.items()],
+        "tables": [
+            Table.of(label, [Column(head, cells, head in WORDS) for head, cells in of.items()], [False] * len(rows))
+            for label, of in tables(rows).items()
+        ],
         "note": note(rows),
     }
 

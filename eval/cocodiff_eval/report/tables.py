@@ -214,12 +214,6 @@ class Table(NamedTuple):
         ]
         return cls(label, [one for one in whole if any(cell[0] not in NOTHING for cell in one.cells)], [*muted])
 
-    @classmethod
-    def of_lines(cls, label: str, lines: Sequence[Sequence[str]]) -> Table:
-        """lines: the heads, then the rows, of which the first two columns are names."""
-        columns = [Column(head, cells, place < 2) for place, (head, *cells) in enumerate(zip(*lines, strict=True))]
-        return cls.of(label, columns, [False] * (len(lines) - 1))
-
 
 def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
