@@ -14,7 +14,7 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff.cli.inpaint import find_tasks
+from cocodiff.cli.inpaint import SLICE_BY_SLICE, find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.console.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.console.terminal import say
@@ -39,16 +39,7 @@ OWN = (
     Option("report_only", "tell the results in --out again, without running anything", False, type=bool),
 )
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
-FIXED = {
-    "samples": 1,
-    "axes": ["z"],
-    "hidden_test": False,
-    "method": "cocodiff",
-    "keep_samples": False,
-    "exact": True,
-    "exact_slices": 10**9,
-    "quality": None,
-}
+FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
 LEFT_AWAY = (*FIXED, "preset", *(own.name for own in (*BOUND_OPTIONS, *OWN)))
 # One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
 CHANGED = {"parallel": "off", "resume": True}

@@ -51,7 +51,7 @@ PLAIN_STATE = ("step", "smoothed", "best_loss", "best", "rows")
 REMEMBERED = ("model", "anew", "iterations", "batch", "rate", "patches", "seed", "range")
 
 
-def _average(averaged: list[Tensor], weights: list[Tensor], count: int | Tensor) -> None:
+def _average(averaged: Any, weights: Any, count: int | Tensor) -> None:
     torch._foreach_lerp_(averaged, weights, 1 - min(AVERAGE, (int(count) + 1) / (int(count) + 11)))
 
 
@@ -76,7 +76,8 @@ class Trainer:
         shown = reading_bar(self.first and not values["quiet"])
         counts = (-(-values["patches"] // transport.size), HELD_OUT)
         self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
-        self.held, self.hidden_BHW = held, self._masks(len(held), [values["seed"], 9])
+        generator = np.random.default_rng([values["seed"], 9])
+        self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
         self.forward = self._forward(self.model)
         self.step, self.smoothed = 0, 0.0
         self.best_loss = math.inf
@@ -123,10 +124,6 @@ class Trainer:
         shift = self.pipe.scheduler.config.shift
         batch = make_batch(image01_BHW, mask_BHW, self.pipe.vae.cpu(), shift, noise, known_BHW)
         return batch.to(self.transport.device)
-
-    def _masks(self, count: int, seed: Sequence[int]) -> np.ndarray:
-        generator = np.random.default_rng(seed)
-        return np.stack([block_mask(generator, self.side) for _ in range(count)])
 
     # On rank 0 --------------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,9 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(0.08, 0.1)
-    handles = [(colour, "s", f"{n}  {point}") for n, (colour, point) in enumerate(zip(colours, points, strict=True), 1)]
+    handles: list[tuple[Any, str, str]] = [
+        (colour, "s", f"{n}  {point}") for n, (colour, point) in enumerate(zip(colours, points, strict=True), 1)
+    ]
     handles += [("0.35", MARKERS[n % len(MARKERS)], f"{mask}, {steps} steps") for n, (mask, steps) in enumerate(series)]
     lines = [Line2D([], [], color=one, marker=of, linestyle="", markersize=7, label=name) for one, of, name in handles]
     figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=9)
