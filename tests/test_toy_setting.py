@@ -15,7 +15,7 @@ from cocodiff.cli.main import main
 from cocodiff.config import Config
 from cocodiff.console.options import parse, preset_configs, with_settings
 from cocodiff.errors import UserError
-from cocodiff.jobs.sweep.points import Grid, read_grid
+from cocodiff.jobs.grid import Grid, read_grid
 from cocodiff.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
 
 

@@ -97,6 +97,15 @@ OPTIONS = (
     *DEAL_OPTIONS,
     *RUN_OPTIONS,
 )
+# What the options of volumes are where each slice is restored, or cut from, by itself.
+SLICE_BY_SLICE = {
+    "samples": 1,
+    "axes": ["z"],
+    "hidden_test": False,
+    "method": "cocodiff",
+    "keep_samples": False,
+    "quality": None,
+}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
@@ -202,7 +211,9 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             found.append((stack, mask, scale, known))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    return [Task(*one, *more) for one, *more in zip(found, names, words, volumes, strict=True)]
+    steps = values.get("steps", 0)
+    parts = zip(found, names, words, volumes, strict=True)
+    return [Task(*one, name, word, volume, steps) for one, name, word, volume in parts]
 
 
 def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:

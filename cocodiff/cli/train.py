@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff import __version__
-from cocodiff.cli.inpaint import find_tasks
+from cocodiff.cli.inpaint import SLICE_BY_SLICE, find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.config import Config
 from cocodiff.console.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
@@ -23,16 +23,6 @@ ABOUT = (
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
-# How inputs are opened: as those that are restored in slices along z.
-AS_RESTORED = {
-    "truth": None,
-    "axes": ["z"],
-    "hidden_test": False,
-    "samples": 1,
-    "quality": None,
-    "keep_samples": False,
-    "method": "cocodiff",
-}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),
@@ -76,7 +66,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return 0
     if launch.speaks:
         say(f"cocodiff {__version__}: training on {ranks} rank(s) into {values['out']}")
-    tasks = find_tasks(values | AS_RESTORED | {"mask": [values["mask"]]}, unmasked=NOTHING)
+    tasks = find_tasks(values | SLICE_BY_SLICE | {"mask": [values["mask"]], "truth": None}, unmasked=NOTHING)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     config = Config.preset("flat", **engine_settings(values))
 

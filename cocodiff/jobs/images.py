@@ -1,14 +1,16 @@
-"""The job of `generate`: an image or a video for each prompt."""
+"""The job of `generate`: an image or a video for each prompt, and the files of videos."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tifffile
 import torch
 from cocodiff_eval.finite import check_finite
 from cocodiff_eval.intensity import IntensityRange
@@ -25,9 +27,8 @@ from cocodiff.files import flush
 from cocodiff.jobs.bound import Bound
 from cocodiff.jobs.cost import measured
 from cocodiff.jobs.items import Batch, Drawn
-from cocodiff.jobs.job import Done, Job, Judged
+from cocodiff.jobs.job import Done, Job, Judged, Way
 from cocodiff.jobs.session import Session
-from cocodiff.jobs.videos import frames_of, has_encoder, save_frames, save_mp4, shown_frames
 from cocodiff.loading.model_checks import check_sides
 
 
@@ -53,6 +54,10 @@ class ImageJob(Job[Batch]):
 
     def settings(self) -> dict[str, Any]:
         return self.session.prepared.request.content | {"sides": list(self.sides)}
+
+    def begin(self, way: Way, first: bool) -> None:
+        if first:
+            self.session.images.mkdir(exist_ok=True)
 
     def watched(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
@@ -187,3 +192,45 @@ def psnr_vs_exact_db(exact: Drawn, one: Drawn) -> float | None:
     """None for the same bits."""
     images = image01(exact), image01(one)
     return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))
+
+
+# Videos: all frames in a TIFF stack, and an MP4 to look at where imageio-ffmpeg is installed --------------------------
+
+
+def has_encoder() -> bool:
+    """Whether an MP4 can be written."""
+    return find_spec("imageio_ffmpeg") is not None
+
+
+def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
+    """uint8 [F, Y, X, C], without loss. Returns when they are on the disk."""
+    tifffile.imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
+    flush(path)
+
+
+def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
+    """uint8 [F, Y, X, C], with loss, fps frames a second. Returns when it is on the disk."""
+    from imageio_ffmpeg import write_frames
+
+    height, width = frames_FYXC.shape[1:3]
+    writer = write_frames(str(path), (width, height), fps=fps, quality=8)
+    writer.send(None)
+    for frame_YXC in frames_FYXC:
+        writer.send(np.ascontiguousarray(frame_YXC))
+    writer.close()
+    flush(path)
+
+
+def frames_of(path: Path) -> np.ndarray:
+    """What `save_frames` has written."""
+    frames = np.asarray(tifffile.imread(path))
+    return frames if frames.ndim == 4 else frames[None]
+
+
+def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:
+    """Four frames in a picture [Y, X, C], row by row from the first to the last; of fewer than four the middle one."""
+    count = len(frames_FYXC)
+    if count < 4:
+        return frames_FYXC[count // 2]
+    four = [frames_FYXC[round(place * (count - 1) / 3)] for place in range(4)]
+    return np.concatenate([np.concatenate(four[row : row + 2], axis=1) for row in (0, 2)])

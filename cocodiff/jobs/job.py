@@ -2,7 +2,7 @@
 
 `running.run_batches` runs any of them: replicas take batches from one queue, a journal tells what is finished, another
 start goes on with it, and a bound on quality chooses the setting of each batch. Restored slices (`slices.py`),
-generated images (`images.py`) and the runs of a sweep (`sweep/runs.py`) are jobs.
+generated images (`images.py`) and the slices of a sweep (`sweep.py`) are jobs.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Job(ABC, Generic[B]):
         that they are not."""
         return self.sums(batch) == sums
 
-    def told(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """What is said of a batch that is done, by the leader of its replica."""
-        return None
+        return ""
 
     def complete(self, done: Done) -> dict[str, Any]:
         """Called on all ranks when everything is made. Returns what `session.finish` takes besides the rows."""

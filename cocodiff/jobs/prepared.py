@@ -29,10 +29,17 @@ class Prepared:
 
     @classmethod
     def checked(
-        cls, values: dict[str, Any], quality: Quality | None, request: Request, ranks: int, started: float
+        cls,
+        values: dict[str, Any],
+        quality: Quality | None,
+        request: Request,
+        ranks: int,
+        started: float,
+        presets: dict[str, Config] | None = None,
     ) -> Prepared:
-        """Checks a request against machine, model and output. Raises UserError; writes nothing."""
-        presets = preset_configs(values) if quality is None else quality.presets
+        """Checks a request against machine, model and output. presets: unless the options name them. Raises UserError;
+        writes nothing."""
+        presets = presets or (preset_configs(values) if quality is None else quality.presets)
         Topology.build(load_machine(values["machine"]), ranks)
         check_model(request, 1, weights=not values["dry_run"])
         output = OutputFolder(values["out"], values["overwrite"], values["resume"])

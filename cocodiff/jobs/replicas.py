@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.config import load_machine
@@ -103,29 +102,27 @@ class Queue:
     def __init__(
         self,
         replica: Replica,
-        record: Record,
+        record: JobRecord,
         counts: Sequence[int],
         unit: str,
         shows_bar: bool,
         expected: int | None = None,
-        together: int = 1,
     ) -> None:
         """counts: the items (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now;
-        `expect` tells of others. together: so many of them that follow each other are one replica's.
-        Raises UserError where another start's settings were others."""
-        self._replica, self._counts, self._together = replica, counts, together
+        `expect` tells of others. Raises UserError where another start's settings were others."""
+        self._replica, self._counts = replica, counts
         self._record, total = record, sum(counts[:expected])
         whole = replica.whole
         if whole.rank == 0:
             record.begin(total)
-            record.claims.open_claims()
-        self._done = set(whole.broadcast_object(set(record.finished()) if whole.rank == 0 else None))
-        replica.check_shared(record.claims, record.out)
+            record.journals.open_claims()
+        self._done = set(whole.broadcast_object(set(record.journals.finished()) if whole.rank == 0 else None))
+        replica.check_shared(record.journals, record.out)
         self.bar = JobBar(total, unit, record.counter(), shows_bar)
 
     @cached_property
     def _journal(self) -> Any:
-        return self._record.open_journal(self._replica.whole.rank)
+        return self._record.journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -136,12 +133,8 @@ class Queue:
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
-        groups: dict[int, list[int]] = {}
-        for number in numbers:
-            if not self.is_done(number):
-                groups.setdefault(number // self._together, []).append(number)
-        for group in self._replica.take([*groups], self._record.claims):
-            yield from groups[group]
+        missing = [number for number in numbers if not self.is_done(number)]
+        yield from self._replica.take(missing, self._record.journals)
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
@@ -159,44 +152,19 @@ class Queue:
         total = sum(self._counts[number] for number in {*numbers, *self._done})
         self.bar.total = total
         if self._replica.whole.rank == 0:
-            self._record.expect(total)
+            self._record.journals.expect(total)
 
     def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
         """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
         checksums of its results, where a later start is to know by them that they are there."""
-        with storage_faults(f"a line of {self._record.where}"):
+        with storage_faults(f"a line of {self._record.journals.folder}"):
             self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
     def rows(self) -> list[Any]:
         """The rows of all batches in their order, when all are done."""
-        entries = self._record.finished()
+        entries = self._record.journals.finished()
         return [row for number in sorted(entries) for row in entries[number].rows]
-
-
-class Record(Protocol):
-    """Where a queue learns what is finished and notes what is. out: the folder of results as errors name it; where: the
-    record as they name it; claims: of the batches that replicas take."""
-
-    out: str
-    where: Path
-    claims: Journals
-
-    def begin(self, total: int) -> None:
-        """On rank 0: a new record, or one to go on with. total: items of the job. Raises UserError where that cannot
-        be."""
-
-    def finished(self) -> Mapping[int, Entry]:
-        """The finished batches by their numbers."""
-
-    def counter(self) -> Callable[[], int]:
-        """A function that tells how many items are finished by now, all replicas together."""
-
-    def expect(self, total: int) -> None:
-        """On rank 0: what the job turns out to have."""
-
-    def open_journal(self, rank: int) -> Any:
-        """What a replica's leader adds an `Entry` to for each batch, which is on the disk when `add` returns."""
 
 
 class JobRecord:
@@ -214,12 +182,12 @@ class JobRecord:
         """settings: what the results depend on, and is_whole: both asked for on rank 0; counts, unit: as of `Queue`."""
         self._output, self._settings, self._counts, self._unit = output, settings, counts, unit
         self._is_whole, self._shows_bar = is_whole, shows_bar
-        self.claims: Journals = output.journals
-        self.out, self.where = output.out, self.claims.folder
+        self.journals: Journals = output.journals
+        self.out = output.out
 
     def begin(self, total: int) -> None:
         """Raises UserError for the first setting in which a job to go on with differs."""
-        header, settings = self.claims.header(), as_read(self._settings())
+        header, settings = self.journals.header(), as_read(self._settings())
         found = first_difference(header["settings"], settings) if header is not None else None
         if found is not None:
             name, old, new = found
@@ -228,27 +196,24 @@ class JobRecord:
                 f"--resume goes on with the same ones; start afresh with --overwrite"
             )
         if header is None:
-            self.claims.begin(settings, total, self._unit, self._output.overwrite)
+            self.journals.begin(settings, total, self._unit, self._output.overwrite)
         self._drop_what_is_gone()
         if self._output.resume:
-            kept = self.claims.kept()
+            kept = self.journals.kept()
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
         """Drops from the journals the batches whose results are no longer there, which are done again."""
-        found, counts = [*self.claims.finished().values()], self._counts
+        found, counts = [*self.journals.finished().values()], self._counts
         fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
         order = reading_bar(self._shows_bar)(range(len(fitting)), "checking results")
         whole = [fitting[n] for n in order if self._is_whole(fitting[n])]
         if len(whole) < len(found):
-            self.claims.keep(whole)
+            self.journals.keep(whole)
             say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
 
-    def finished(self) -> dict[int, Entry]:
-        return self.claims.finished()
-
     def counter(self) -> Callable[[], int]:
-        reader, counted = Reader(self.where), 0
+        reader, counted = Reader(self.journals.folder), 0
 
         def count() -> int:
             nonlocal counted
@@ -256,9 +221,3 @@ class JobRecord:
             return counted
 
         return count
-
-    def expect(self, total: int) -> None:
-        self.claims.expect(total)
-
-    def open_journal(self, rank: int) -> Any:
-        return self.claims.open_journal(f"{time.time_ns()}-{rank}")

@@ -79,7 +79,7 @@ def run_batches(
     return Done(sorted(rows, key=lambda row: row[:2]), way.records)
 
 
-def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Parts | None = None) -> None:
+def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Parts) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
@@ -90,7 +90,6 @@ def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Part
             continue
         drawn = {name: made[setting] for name, setting in settings.items()}
         if not batch.whole:
-            assert parts is not None, "there is a place for parts of items"
             parts.keep(batch, drawn)
             queue.add(number, [])
             continue
@@ -99,7 +98,7 @@ def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Part
             of_item = {name: items[place] for name, items in drawn.items()}
             rows += finish_item(job, batch, place, of_item, exact)
         queue.add(number, rows, job.sums(batch))
-        if (told := job.told([row for *_, row in rows])) is not None:
+        if told := job.told([row for *_, row in rows]):
             queue.bar.say(told)
 
 

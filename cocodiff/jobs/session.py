@@ -214,8 +214,6 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     if prepared.quality is None:  # else those of the settings that are tried
         _ = [*engines.values()]
     folder = prepared.output.open() if transport.rank == 0 else None
-    if folder is not None:
-        (folder / "images").mkdir(exist_ok=True)
     prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
     if folder is not None:
         replica.say_ready(prepared.started)
@@ -231,12 +229,13 @@ def finish(
     inputs: Sequence[dict[str, Any]] = (),
     volumes: Sequence[dict[str, Any]] = (),
     jumps: Sequence[dict[str, Any]] = (),
+    told: str = "",
     **report: Any,
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `report_pictures.jumps`; pictures,
-    report: arguments of `cocodiff_eval.report.write_report`.
+    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `report_pictures.jumps`; told: in the table's
+    place; pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
@@ -246,7 +245,7 @@ def finish(
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         records = {"inputs": inputs, "volumes": volumes, "jumps": jumps}
-        _write_results(session, session.folder, done, pictures, records, report)
+        _write_results(session, session.folder, done, pictures, records, told, report)
     transport.broadcast_object(None)
 
 
@@ -256,6 +255,7 @@ def _write_results(
     done: Done,
     pictures: Iterable[str],
     records: Mapping[str, Sequence[dict[str, Any]]],
+    told: str,
     report: dict[str, Any],
 ) -> None:
     from cocodiff_eval.metrics import metrics_document
@@ -274,7 +274,7 @@ def _write_results(
         "ranks": str(ranks),
         "machine": values["machine"],
         "presets": ", ".join(session.prepared.presets),
-        "steps": str(values["steps"]),
+        "steps": str(values["steps"]).strip("[]"),
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
         **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
@@ -283,5 +283,5 @@ def _write_results(
     write_report(folder / "report.html", document, pictures, facts, **report)
     write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
-    say("\n".join([*compiled, "", *verdicts, terminal_table(document), ""]))
+    say("\n".join([*compiled, "", *verdicts, told or terminal_table(document), ""]))
     say(f"report: {session.prepared.output.final / 'report.html'}")

@@ -25,7 +25,7 @@ from cocodiff.jobs.judging import Restored, Seen, judge_slice, picture_of, psnr_
 from cocodiff.jobs.quality import Quality
 from cocodiff.jobs.record import described_inputs, lasting
 from cocodiff.jobs.report_pictures import ReportPictures, is_volume, jumps, shown_volume
-from cocodiff.jobs.restoring import Restorer, slices_together
+from cocodiff.jobs.restoring import TOGETHER, Restorer, slices_together
 from cocodiff.jobs.samples import batches_of
 from cocodiff.jobs.session import Session
 from cocodiff.jobs.tasks import Task, checksums, result_files, save_mask, slice_name
@@ -51,6 +51,8 @@ class SliceJob(Job[Batch]):
     """tasks: stacks and their masks; masked: which slices of each have something to restore; hidden: what is hidden of
     the volumes that are tested."""
 
+    together = TOGETHER
+
     def __init__(
         self,
         session: Session,
@@ -62,9 +64,9 @@ class SliceJob(Job[Batch]):
         self.session, self.tasks, self.masked = session, tasks, masked
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
         self.unit = "slices" if self.samples == 1 else "samples"
-        restorer = Restorer.of_model(session.model, values, values["steps"], session.engines, session.replica.number)
-        self.restorer, native = restorer, restorer.inpainter.native_size
-        compared = values["exact_slices"]
+        self.restorers = {task.steps: self._restorer(task.steps) for task in tasks}
+        restorer = self.restorers[tasks[0].steps]
+        native, compared = restorer.inpainter.native_size, values["exact_slices"]
         self.volumes = Volumes(session, restorer, tasks, hidden)
         self.before = self.volumes.sizes
         self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
@@ -73,7 +75,7 @@ class SliceJob(Job[Batch]):
             if number in self.volumes.of:
                 self.batches += self.volumes.batches(number)
                 continue
-            together = slices_together(task.stack.shape[1:], native, restorer.batch)
+            together = min(self.together, slices_together(task.stack.shape[1:], native, restorer.batch))
             apart = self._masks[number].apart(number) if self._masks else []
             self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
         self._journals = session.prepared.output.journals.folder
@@ -82,6 +84,10 @@ class SliceJob(Job[Batch]):
         self.pages = ReportPictures(self._journals, plan)
         self._way: Way | None = None
         self._last: tuple[Batch | None, list[Seen]] = (None, [])
+
+    def _restorer(self, steps: int) -> Restorer:
+        session = self.session
+        return Restorer.of_model(session.model, session.prepared.values, steps, session.engines, session.replica.number)
 
     def settings(self) -> dict[str, Any]:
         return describe_inputs(self.tasks, self.session.prepared.values)
@@ -96,6 +102,7 @@ class SliceJob(Job[Batch]):
         """Makes the files of results, where an earlier start has not."""
         self._way = way
         if first:
+            self.session.images.mkdir(exist_ok=True)
             files = (file for number in range(len(self.tasks)) for file in self._files(number, to_write=True).values())
             CreatedFiles(self._journals).create(files)
 
@@ -120,12 +127,14 @@ class SliceJob(Job[Batch]):
         }
 
     def watched(self, advance: Callable[[int], None]) -> None:
-        self.restorer.inpainter.on_step = advance
+        for restorer in self.restorers.values():
+            restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
         if batch.task in self.volumes.of:
             return 0
-        return self.restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
+        restorer = self.restorers[self.tasks[batch.task].steps]
+        return restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
 
     def _seen(self, batch: Batch) -> list[Seen]:
         """The slices of a batch, which are read once: those of the last one are remembered."""
@@ -139,12 +148,13 @@ class SliceJob(Job[Batch]):
         if batch.task in self.volumes.of:
             leads = self.session.replica.leads
             return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
-        seen, scale = self._seen(batch), self.tasks[batch.task].scale
-        prepared = [prepare_slice(one.original_YX, one.mask_YX, scale) for one in seen]
+        seen, task = self._seen(batch), self.tasks[batch.task]
+        prepared = [prepare_slice(one.original_YX, one.mask_YX, task.scale) for one in seen]
         leads = self.session.replica.leads
         if batch.copied:  # a slice without masked voxels is its own restoration
             return {one: [Drawn(Moments.of(p_YX), Cost()) for p_YX in prepared if leads] for one in settings}
-        return {one: self.restorer.draw(batch, prepared, seen, one, leads) for one in settings}
+        restorer = self.restorers[task.steps]
+        return {one: restorer.draw(batch, prepared, seen, one, leads) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
         intervals = self.volumes.intervals(batch.task, batch.indices[place])

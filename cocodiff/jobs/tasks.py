@@ -46,7 +46,7 @@ class FileNames:
 class Task:
     """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
     results, a word of `cocodiff_eval.formats.table.FORMATS`; volume: how it is restored, unless it is slice by slice
-    along z alone."""
+    along z alone; steps: of denoising."""
 
     stack: Stack
     mask: Mask
@@ -55,6 +55,7 @@ class Task:
     files: FileNames
     format: str = "tiff"
     volume: Volume | None = None
+    steps: int = 0
 
     @property
     def left(self) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,21 @@ import torch
 from cocodiff_eval.baseline import biharmonic
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from cocodiff.console.plots import plot_losses
 from cocodiff.console.terminal import progress_bar, reading_bar, say
 from cocodiff.demo_model import load_pipeline, prompt_embeddings
-from cocodiff.demo_model.training.flow import Batch, Training, loss_of, make_batch, new_model, save_model, save_state
-from cocodiff.demo_model.training.masks import block_mask, training_mask
-from cocodiff.demo_model.training.optimizer import Optimizer
+from cocodiff.demo_model.training import (
+    Batch,
+    Optimizer,
+    block_mask,
+    loss_of,
+    make_batch,
+    new_model,
+    relative_rate,
+    training_mask,
+)
 from cocodiff.errors import UserError
 from cocodiff.jobs.patches import cut_patches
 from cocodiff.jobs.record import described_inputs
@@ -33,10 +42,17 @@ from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.journal import Entry
 from cocodiff.outputs.settings import write_settings
 
-MUON_RATE, ADAM_RATE, AVERAGE = 5e-3, 2e-3, 0.998
+AVERAGE = 0.998  # of its weights so far, at most, in the average
+MODEL = ("config.json", "vae_config.json", "scheduler_config.json")  # the model's files beside its weights
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECKS, LEAST_APART = 20, 25  # of held-out patches, in a run; updates between two
 HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # patches of the loss, and of these as many that are restored
+PLAIN_STATE = ("step", "smoothed", "best_loss", "best", "rows")
 REMEMBERED = ("model", "anew", "iterations", "batch", "rate", "patches", "seed", "range")
+
+
+def _average(averaged: Any, weights: Any, count: int | Tensor) -> None:
+    torch._foreach_lerp_(averaged, weights, 1 - min(AVERAGE, (int(count) + 1) / (int(count) + 11)))
 
 
 class Trainer:
@@ -48,19 +64,22 @@ class Trainer:
         self.first = transport.rank == 0
         torch.manual_seed(values["seed"])
         self.pipe = load_pipeline(weights=weights)
-        self.config = json.loads((weights / "config.json").read_text())
         if values["anew"]:
-            self.pipe.transformer = new_model({k: v for k, v in self.config.items() if not k.startswith("_")})
+            config = json.loads((weights / "config.json").read_text())
+            self.pipe.transformer = new_model({k: v for k, v in config.items() if not k.startswith("_")})
         self.pipe.to(transport.device)
-        model = self.pipe.transformer.train()
-        rate = values["rate"]
-        optimizer = Optimizer(model, MUON_RATE * rate, ADAM_RATE * rate, AVERAGE)
-        self.side = model.config.sample_size * 8
+        self.model = self.pipe.transformer.train()
+        self.optimizer = Optimizer(self.model, values["rate"])
+        self.averaged = AveragedModel(self.model, multi_avg_fn=_average)
+        self.scale = tuple(self.pipe.vae.config.channel_scale)
+        self.side = self.model.config.sample_size * 8
         shown = reading_bar(self.first and not values["quiet"])
         counts = (-(-values["patches"] // transport.size), HELD_OUT)
         self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
-        self.held, self.hidden_BHW = held, self._masks(len(held), [values["seed"], 9])
-        self.run = Training(model, self.pipe.vae, optimizer, self._forward(model))
+        generator = np.random.default_rng([values["seed"], 9])
+        self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
+        self.forward = self._forward(self.model)
+        self.step, self.smoothed = 0, 0.0
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
         self.rows: list[dict[str, float]] = []
@@ -77,14 +96,20 @@ class Trainer:
         return nn.parallel.DistributedDataParallel(model)
 
     def advance(self) -> None:
-        """One update. Raises UserError where the loss is not finite any more."""
-        try:
-            self.run.advance(self._batch(), self.values["iterations"])
-        except ArithmeticError as error:
-            raise UserError(f"{error}: training has diverged; start again with a lower --rate") from error
+        """One update. Raises UserError where its gradient is not finite."""
+        loss = loss_of(self.forward, self._batch(), self.scale)
+        loss.backward()
+        if not self.optimizer.step(relative_rate(self.step, self.values["iterations"])):
+            raise UserError(
+                f"the loss is {loss.item():g} at step {self.step + 1}: training has diverged; start again with a lower "
+                f"--rate"
+            )
+        self.averaged.update_parameters(self.model)
+        self.smoothed = loss.item() if self.step == 0 else 0.98 * self.smoothed + 0.02 * loss.item()
+        self.step += 1
 
     def _batch(self) -> Batch:
-        generator = np.random.default_rng([self.values["seed"], self.transport.rank, self.run.step])
+        generator = np.random.default_rng([self.values["seed"], self.transport.rank, self.step])
         noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
         chosen = generator.integers(len(self.own), size=max(1, self.values["batch"] // self.transport.size))
         turns = [(int(generator.integers(4)), bool(generator.integers(2))) for _ in chosen]
@@ -97,39 +122,39 @@ class Trainer:
 
     def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> Batch:
         shift = self.pipe.scheduler.config.shift
-        batch = make_batch(image01_BHW, mask_BHW, self.run.vae.cpu(), shift, noise, known_BHW)
+        batch = make_batch(image01_BHW, mask_BHW, self.pipe.vae.cpu(), shift, noise, known_BHW)
         return batch.to(self.transport.device)
-
-    def _masks(self, count: int, seed: Sequence[int]) -> np.ndarray:
-        generator = np.random.default_rng(seed)
-        return np.stack([block_mask(generator, self.side) for _ in range(count)])
 
     # On rank 0 --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """The loss on held-out patches, by the average of the weights, which is kept where it is the least so far."""
-        model = self.run.model
-        with self.run.optimizer.averaged_weights(), torch.no_grad():
-            losses = []
+        losses = []
+        with torch.no_grad():
             for start in range(0, len(self.held), 32):
                 here = slice(start, start + 32)
                 image01_BHW, known_BHW = (torch.from_numpy(one[here]).float() for one in self.held)
                 noise = torch.Generator().manual_seed(start)
                 mask_BHW = torch.from_numpy(self.hidden_BHW[here]).float()
                 batch = self._made(image01_BHW, mask_BHW, noise, known_BHW)
-                losses.append(float(loss_of(model, batch, tuple(self.run.vae.config.channel_scale))))
-            loss = float(np.mean(losses))
-            if loss < self.best_loss:
-                self.best_loss = loss
-                self.best = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        self.rows.append({"step": self.run.step, "loss": self.run.smoothed, "held_out_loss": loss})
+                losses.append(float(loss_of(self.averaged.module, batch, self.scale)))
+        loss = float(np.mean(losses))
+        if loss < self.best_loss:
+            self.best_loss = loss
+            self.best = {name: value.clone() for name, value in self.averaged.module.state_dict().items()}
+        self.rows.append({"step": self.step, "loss": self.smoothed, "held_out_loss": loss})
 
     def state(self) -> dict[str, Any]:
-        return self.run.state() | {"best_loss": self.best_loss, "best": self.best, "rows": self.rows}
+        plain = {name: getattr(self, name) for name in PLAIN_STATE}
+        models = {"model": self.model.state_dict(), "averaged": self.averaged.state_dict()}
+        return {**plain, **models, "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.run.load_state(state)
-        self.best_loss, self.best, self.rows = state["best_loss"], state["best"], state["rows"]
+        self.model.load_state_dict(state["model"])
+        self.averaged.load_state_dict(state["averaged"])
+        self.optimizer.load_state(state["optimizer"])
+        for name in PLAIN_STATE:
+            setattr(self, name, state[name])
 
     def psnr_db(self) -> float:
         """Over the hidden blocks of held-out patches, with the model's weights as they are."""
@@ -174,22 +199,24 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
     journal = output.journals.open_journal(str(transport.rank)) if trainer.first else None
     total = values["iterations"]
     with progress_bar("training", total, trainer.first and not values["quiet"]) as bar:
-        bar.update(trainer.run.step)
-        while trainer.run.step < total:
+        bar.update(trainer.step)
+        while trainer.step < total:
             trainer.advance()
             bar.update(1)
-            bar.set_postfix_str(f"loss {trainer.run.smoothed:.4f}", refresh=False)
-            step = trainer.run.step
+            bar.set_postfix_str(f"loss {trainer.smoothed:.4f}", refresh=False)
+            step = trainer.step
             if (step % every and step < total) or journal is None:
                 continue
             trainer.check()
             row = trainer.rows[-1]
             with bar.external_write_mode():
                 say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
-            save_state(trainer.state(), output.journals.folder / "state.pt")
+            unfinished = output.journals.folder / "state.partial"
+            torch.save(trainer.state(), unfinished)
+            unfinished.replace(unfinished.with_suffix(".pt"))
             journal.add(Entry((step - 1) // every, min(every, step - (step - 1) // every * every), []))
     if trainer.first:
-        _publish(trainer, output, before)
+        _publish(trainer, weights, output, before)
     transport.broadcast_object(None)
 
 
@@ -217,12 +244,19 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     return state, before
 
 
-def _publish(trainer: Trainer, output: OutputFolder, before: float) -> None:
-    trainer.run.model.load_state_dict(trainer.best)
+def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:
+    """Writes the files of a model that `load_pipeline` reads, its weights in float16. weights: the folder of the model
+    that was gone on from, whose other files hold for it too."""
+    from safetensors.torch import save_file
+
+    trainer.model.load_state_dict(trainer.best)
     after, smooth = trainer.psnr_db(), trainer.biharmonic_db()
-    folder, scheduler = output.partial, dict(trainer.pipe.scheduler.config)
-    config = {name: value for name, value in trainer.config.items() if not name.startswith("_")}
-    save_model(trainer.best, config, trainer.run.vae, {k: scheduler[k] for k in SCHEDULE}, folder)
+    folder = output.partial
+    halves = {name: tensor.half().contiguous() for name, tensor in trainer.best.items()}
+    save_file(halves, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
+    for name in MODEL:
+        shutil.copyfile(weights / name, folder / name)
     found = {"psnr_db": {"before": before, "after": after, "biharmonic": smooth}, "losses": trainer.rows}
     (folder / "training.json").write_text(json.dumps(found, indent=1))
     plot_losses(trainer.rows, folder / "training.png")
@@ -233,6 +267,3 @@ def _publish(trainer: Trainer, output: OutputFolder, before: float) -> None:
     if after <= before:
         say("training did not help on held-out patches: keep the model that it began with, or give it more data")
     say(f"use it with --model {output.final}")
-
-
-SCHEDULE = ("num_train_timesteps", "shift", "use_dynamic_shifting")

@@ -187,14 +187,10 @@ class Result:
         absent |= {"bytes_exact"} if not self.drift else set()
         return json_ready({name: value for name, value in found.items() if name not in absent})
 
-    def of_run(self) -> dict[str, Any]:
-        """What a sweep's line says of a run and of the exact one alike: quality, seconds and bytes."""
-        return {name: value for name, value in self.row().items() if name in OF_RUN}
-
 
 QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
-OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")
+OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
 # What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
 ONLY_WHERE_KNOWN = (

@@ -222,7 +222,7 @@ class Job:
         words += ["--check_messages"] if fault in MESSAGES else []
         if "--resume" in more:
             words = [word for word in words if word != "--overwrite"]
-            words += ["--resume"] if self.command != "sweep" else []
+            words += ["--resume"]
         given = given | {"temporary": str(self.temporary)}
         out, err = self.folder / "stdout", self.folder / "stderr"
         process = Started([json.dumps(given), *words], out, err, module="struck_run")
@@ -246,8 +246,6 @@ class Job:
             self.compare(whole)
         elif not reached:
             wrong.append(f"nothing was done to it, and it ended with {code}")
-        elif self.command == "sweep" and given["stage"] == "publish" and fault not in OF_DISKS:
-            pass  # the reports are written when all ranks have ended
         elif fault == "KILL" and (who != "one" or ranks == 1):
             wrong += [] if code == -9 else [f"ended with {code}"]
         elif fault == "lost" and ABORTS.search(said):
@@ -271,8 +269,6 @@ class Job:
 
     def judge_folder(self, whole: Path, said: str) -> list[str]:
         """What is wrong with what a run that ended badly, and could clean up, has left."""
-        if self.command == "sweep":
-            return [] if {path.name for path in self.disk.iterdir()} <= {"out"} else ["left something beside a sweep"]
         partial = partial_of(self.out)
         kept = Journals(partial).kept()
         finished = (self.out / "metrics.json").exists()
@@ -294,20 +290,11 @@ class Job:
 
     def compare(self, whole: Path) -> None:
         """Notes where the results are not those of a run that nothing happened to."""
-        if self.command == "sweep":
-            if sweep_lines(self.out) != sweep_lines(whole):
-                self.wrong.append(f"other lines than {whole}")
-        elif results(self.out) != results(whole):
+        if results(self.out) != results(whole):
             self.wrong.append(f"other results than {whole}")
         files, expected = ({path.name for path in folder.glob("[!.]*")} for folder in (self.out, whole))
         if files != expected:
             self.wrong.append(f"files {files}, not {expected}")
-
-
-def sweep_lines(out: Path) -> list[str]:
-    """The lines of a sweep without times, in any order."""
-    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    return sorted(json.dumps({**line, "seconds": 0, "exact": {**line["exact"], "seconds": 0}}) for line in lines)
 
 
 def partial_of(out: Path) -> Path:

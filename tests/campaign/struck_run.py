@@ -24,24 +24,18 @@ from cocodiff.cli.main import main as cocodiff
 # By stage the functions in which operations are counted. Results are created or published in the last ones.
 STAGES = {
     "start": [],  # before the ranks meet
-    "load": ["jobs.session.load_requested", "jobs.sweep.runs.load_requested"],
+    "load": ["jobs.session.load_requested"],
     "attend": ["engine.Engine.attend"],
     "write": [
         "jobs.slices.SliceJob.write",
         "jobs.items.Parts.keep",
         "jobs.images.ImageJob.write",
         "outputs.journal.Journal.add",
-        "jobs.sweep.lines.LineWriter.add",
-        "jobs.sweep.lines.LineJournal.add",
     ],
-    "create": [
-        "outputs.folder.OutputFolder.open",
-        "jobs.slices.SliceJob.begin",
-        "jobs.sweep.lines.LineWriter.__init__",
-    ],
+    "create": ["outputs.folder.OutputFolder.open", "jobs.slices.SliceJob.begin", "jobs.sweep.SweepJob.begin"],
     "put together": ["jobs.running.put_together"],
-    "hand over": ["jobs.slices.SliceJob.complete", "jobs.session.finish", "jobs.sweep.lines.LineWriter.gather"],
-    "publish": ["outputs.folder.OutputFolder.publish", "cli.sweep.report"],
+    "hand over": ["jobs.slices.SliceJob.complete", "jobs.sweep.SweepJob.complete", "jobs.session.finish"],
+    "publish": ["outputs.folder.OutputFolder.publish"],
 }
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 

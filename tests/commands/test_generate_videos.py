@@ -21,8 +21,8 @@ from PIL import Image
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.jobs import videos
 from cocodiff.jobs.deal import image_tokens
+from cocodiff.jobs.images import frames_of, has_encoder, save_frames, shown_frames
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.loading.pipelines import Request
 from cocodiff.models.family import GENERATE
@@ -128,29 +128,29 @@ def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) 
 
 
 def test_results_have_the_promised_names_and_the_report_shows_frames(made: Path) -> None:
-    ends = ["mp4", "tif"] if videos.has_encoder() else ["tif"]
+    ends = ["mp4", "tif"] if has_encoder() else ["tif"]
     names = [f"image_{preset}.{end}" for preset in ("flat", "tapa") for end in ends]
     assert sorted(path.name for path in (made / "two" / "images").iterdir()) == names
     page = (made / "two" / "report.html").read_text()
     assert "Generated videos" in page and "four of a video's 5 frames" in page
     assert "1 of 1 videos" in (made / "two-said").read_text()
-    assert ("without an MP4" in (made / "two-said").read_text()) != videos.has_encoder()
+    assert ("without an MP4" in (made / "two-said").read_text()) != has_encoder()
 
 
 def test_a_picture_shows_frames_from_the_first_to_the_last() -> None:
     numbered = np.arange(9, dtype=np.uint8)[:, None, None, None] + np.zeros((9, 2, 4, 3), np.uint8)
-    assert videos.shown_frames(numbered)[::2, ::4, 0].tolist() == [[0, 3], [5, 8]]
-    assert videos.shown_frames(numbered[:3]).shape == (2, 4, 3) and videos.shown_frames(numbered[:3]).max() == 1
+    assert shown_frames(numbered)[::2, ::4, 0].tolist() == [[0, 3], [5, 8]]
+    assert shown_frames(numbered[:3]).shape == (2, 4, 3) and shown_frames(numbered[:3]).max() == 1
 
 
 def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     for count in (1, 5):
         made = np.random.default_rng(0).integers(0, 255, (count, 16, 32, 3), dtype=np.uint8)
-        videos.save_frames(tmp_path / "video.tif", made)
-        assert np.array_equal(videos.frames_of(tmp_path / "video.tif"), made)
+        save_frames(tmp_path / "video.tif", made)
+        assert np.array_equal(frames_of(tmp_path / "video.tif"), made)
 
 
-@pytest.mark.skipif(not videos.has_encoder(), reason="imageio-ffmpeg is not installed: no MP4 is written")
+@pytest.mark.skipif(not has_encoder(), reason="imageio-ffmpeg is not installed: no MP4 is written")
 def test_an_mp4_has_every_frame(made: Path) -> None:
     from imageio_ffmpeg import count_frames_and_secs, read_frames
 

@@ -7,22 +7,22 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.sweep_summary import better_than, summarise
+from cocodiff_eval.sweeps import better_than, summarise
 from launching import end_group
 from warm import Started
 
 from cocodiff.cli.main import main
 from cocodiff.config import Config
 from cocodiff.errors import UserError
+from cocodiff.jobs.grid import read_grid
 from cocodiff.jobs.quality import read_ladder
-from cocodiff.jobs.sweep.lines import Key, LineWriter, count_lines, read_results
-from cocodiff.jobs.sweep.points import read_grid
+from cocodiff.outputs.journal import Journals
 
 pytestmark = pytest.mark.processes
 
@@ -36,6 +36,22 @@ SWEEP = {
     ],
 }
 POINTS = ["schedule fixed, reference sent", "flat", "coded", "round"]
+FILES = {"results.jsonl", "pareto.png", "report.html", "metrics.json", "run.yaml", "trace.json"}
+
+
+class Key(NamedTuple):
+    """The run that a line is the result of; no two lines have the same."""
+
+    point: str
+    steps: int
+    mask: str
+    slice: str
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Key:
+        return cls(*(line[name] for name in cls._fields))
+
+
 KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
 
 
@@ -72,7 +88,7 @@ def to_its_end(folder: Path, out: Path, *more: str, ranks: int = 2) -> str:
 def whole(folder: Path) -> Path:
     """The results of a sweep that nobody disturbed."""
     printed = to_its_end(folder, folder / "whole")
-    assert "16/16" in printed and "d PSNR dB (2)" in printed and "pareto.png" in printed
+    assert "coded, center, scan[1]: " in printed and "d PSNR dB (2)" in printed and "report.html" in printed
     return folder / "whole"
 
 
@@ -117,29 +133,47 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
             assert [row["step"] for row in line["drift"]] == [0, 1, 2]
             assert line["drift"][2]["change"] > 0 and line["drift"][2]["stable_fraction"] > 0.4
     assert found[Key(POINTS[0], 3, "block", "scan[0]")]["settings"]["reference"] == "sent"
-    assert {path.name for path in whole.iterdir()} == {"results.jsonl", "sweep.yaml", "pareto.png", "report.html"}
+    assert {path.name for path in whole.glob("[!.]*")} == FILES
+
+
+def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
+    rows = json.loads((whole / "metrics.json").read_text())["images"]
+    assert {(row["mode"], row["mask"], row["name"]) for row in rows} == {(k.point, k.mask, k.slice) for k in KEYS}
+    assert all(row["exact_compared"] for row in rows)
+    page = (whole / "report.html").read_text()
+    assert "data:image/png;base64," in page and "coded" in page and "biharmonic" in page
+    assert 'src="http' not in page and "beaten by" in page
 
 
 @pytest.mark.full
 def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
-    """First in two replicas, which write lines of their own, then in one."""
+    """First in two replicas, which write journals of their own, then in one."""
     out = folder / "killed"
     process = begin(folder, out, "--replicas", "2", ranks=4)
-    lines, deadline = out / "results.jsonl", time.monotonic() + 180
-    while count_lines(out) < 4 or not list(out.glob("results-*.jsonl")):
+    journals, deadline = Journals(folder / ".killed.partial"), time.monotonic() + 180
+    while not journals.finished():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(20)
     time.sleep(0.5)  # ranks die with their parent, a moment later
-    before = read_results(out).lines
-    assert 4 <= len(before) < len(KEYS)
-    with lines.open("ab") as file:
-        file.write(b'{"point": "flat", "steps": 3, "ma')  # as a kill in the middle of a write leaves it
+    kept = journals.kept()
+    assert kept is not None and kept.done < kept.total == 4
     printed = to_its_end(folder, out)
-    assert f"{len(before)} of 16 runs are done already" in printed
-    assert [line for line in read_results(out).lines if line in before] == before
-    assert by_key(out) == by_key(whole) and {path.name for path in out.iterdir()} == {p.name for p in whole.iterdir()}
+    assert f"going on: {kept.done} of 4 slices are there already" in printed
+    assert by_key(out) == by_key(whole) and {path.name for path in out.glob("[!.]*")} == FILES
+
+
+def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2]}}))
+    given = ["--config", str(tmp_path / "two.yaml"), "--input", str(folder / "scan.tif"), "--slices", "0:1"]
+    assert main(["sweep", *given, "--quiet", "--out", str(tmp_path / "out")]) == 0
+    assert by_key(tmp_path / "out").keys() == {Key("tapa", steps, "block", "scan[0]") for steps in (1, 2)}
+    rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
+    assert [row["mode"] for row in rows] == [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
+    repeated = ["sweep", "--config", str(tmp_path / "out" / "run.yaml")]
+    assert main([*repeated, "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
 
 
 def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,8 +182,6 @@ def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: py
     printed = capsys.readouterr().out
     assert all(point in printed for point in POINTS) and "volume" in printed and "identical" in printed
     assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    page = (whole / "report.html").read_text()
-    assert "data:image/png;base64," in page and "coded" in page and "http" not in page.split("<style>")[1]
 
 
 def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,11 +189,11 @@ def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.Cap
     other = mistake(capsys, *words(folder, whole, "--seed", "1"))
     assert "other settings (seed: 0 there, 1 now)" in other and "--overwrite" in other
     assert "other settings (steps: 3 there, 4 now)" in mistake(capsys, *words(folder, whole, "--steps", "4"))
-    assert "ranks: 2 there, 4 now" in mistake(capsys, *words(folder, whole, ranks=4))
-    assert "no record of a sweep" in mistake(capsys, *words(folder, folder, "--overwrite"))
+    assert "ranks of a replica: 2 there, 4 now" in mistake(capsys, *words(folder, whole, ranks=4))
+    assert main(words(folder, whole)) == 0  # nothing is left to do
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
-    assert "holds no sweep.yaml" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))
+    assert "not ours to overwrite" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))
     assert (whole / "results.jsonl").read_bytes() == before
 
 
@@ -169,10 +201,6 @@ def test_v_major_on_one_rank_is_refused(folder: Path, tmp_path: Path, capsys: py
     refused = mistake(capsys, *words(folder, tmp_path / "out", ranks=1))
     assert "selects nothing on one rank" in refused and "2 ranks or more" in refused
     assert not (tmp_path / "out").exists()
-
-
-def line(point: str) -> dict[str, Any]:
-    return {"point": point, "steps": 3, "mask": "block", "slice": "scan"}
 
 
 def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
@@ -185,29 +213,6 @@ def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
     rows = summarise([line("flat", 100, None), line("a", 50, 40.0), line("b", 30, 41.0), line("c", 30, 42.0)])
     assert [better_than(row, rows) for row in rows] == ["", "c", "c", ""]
     assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
-
-
-def test_lines_are_kept_and_torn_ones_are_not(tmp_path: Path) -> None:
-    out, settings = tmp_path / "out", {"seed": 0, "lines": 3}
-    first = LineWriter(str(out), settings, overwrite=False)
-    first.add(line("a"))
-    with pytest.raises(UserError, match="another sweep is at work"):
-        LineWriter(str(out), settings, overwrite=False)
-    first._file.write(json.dumps(line("b")).encode())  # whole, but for its newline
-    first._file.close()
-    second = LineWriter(str(out), settings, overwrite=False)
-    assert second.done == {Key("a", 3, "block", "scan")}
-    second.add(line("b"))
-    second._file.close()
-    assert [one["point"] for one in read_results(out).lines] == ["a", "b"]
-    with pytest.raises(UserError, match="seed: 0 there, 1 now"):
-        LineWriter(str(out), settings | {"seed": 1}, overwrite=False)
-    third = LineWriter(str(out), settings | {"seed": 1}, overwrite=True)
-    assert third.done == set() and read_results(out).settings["seed"] == 1
-    third._file.close()
-    (out / "results.jsonl").write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"results.jsonl, line 1 is damaged"):
-        read_results(out)
 
 
 def grid(**sections: Any) -> Any:

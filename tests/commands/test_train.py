@@ -16,7 +16,6 @@ from train_few import FEWER
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.demo_model.training import flow
 from cocodiff.jobs import training
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -72,7 +71,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     advance = training.Trainer.advance
 
     def stopping(trainer: training.Trainer) -> None:
-        if trainer.run.step == 5:
+        if trainer.step == 5:
             raise KeyboardInterrupt
         advance(trainer)
 
@@ -120,5 +119,5 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     assert "too much is masked to train on" in refused("--mask", tmp_path / "most.tif")
     tifffile.imwrite(tmp_path / "none.tif", np.zeros_like(mask))
     assert "the mask is empty" in refused("--mask", tmp_path / "none.tif")
-    monkeypatch.setattr(flow, "loss_of", lambda model, *_: next(model.parameters()).sum() * float("nan"))
+    monkeypatch.setattr(training, "loss_of", lambda model, *_: next(model.parameters()).sum() * float("nan"))
     assert "training has diverged; start again with a lower --rate" in refused()

@@ -1,18 +1,17 @@
-"""The shipped checkpoint and its pipeline, and the script that makes them."""
+"""The shipped checkpoint and its pipeline."""
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cocodiff_studies.demo_model import slices, train
+from cocodiff_studies import phantoms
 from safetensors import safe_open
 
 from cocodiff import demo_model
-from cocodiff.demo_model.training.masks import center_mask
+from cocodiff.demo_model.training import center_mask
 
 pytestmark = pytest.mark.processes
 
@@ -47,7 +46,7 @@ def restored_and_truth() -> tuple[np.ndarray, np.ndarray]:
     assert pipeline.vae_scale_factor == 8
     assert pipeline.transformer.config.num_attention_heads % 12 == 0
     pipeline.set_progress_bar_config(disable=True)
-    truth_NHW = np.stack([slices.make_slice(seed) for seed in slices.HELD_OUT_SEEDS[:2]])
+    truth_NHW = np.stack([phantoms.make_slice(seed, family="organ") for seed in phantoms.HELD_OUT_SEEDS[:2]])
     masks_NHW = np.stack([center_mask()] * 2)
     return restore(pipeline, truth_NHW, masks_NHW), truth_NHW
 
@@ -86,35 +85,3 @@ def test_loading_says_nothing() -> None:
     code = "from cocodiff.demo_model import load_pipeline; load_pipeline()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "" and done.stderr == "", done.stderr
-
-
-@pytest.mark.full
-def test_training_runs_and_repeats_itself(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train.train(tmp_path / name, seed=3, iterations=2, images=4)
-    files = ["config.json", "diffusion_pytorch_model.safetensors", "scheduler_config.json", "vae_config.json"]
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
-    for file in files:
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    shipped = (demo_model.WEIGHTS / "config.json").read_text()
-    assert (tmp_path / "a" / "config.json").read_text() == shipped
-    demo_model.load_pipeline(weights=tmp_path / "a")
-
-
-@pytest.mark.full
-def test_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "SAVED_EVERY", 1)
-    train.train(tmp_path / "whole", seed=3, iterations=2, images=4)
-    keep = train.save_state
-
-    def stopping(state: dict, file: Path) -> None:
-        keep(state, file)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(train, "save_state", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            train.train(tmp_path / "parts", seed=3, iterations=2, images=4, resume=tmp_path / "state")
-    train.train(tmp_path / "parts", seed=3, iterations=2, images=4, resume=tmp_path / "state")
-    file = "diffusion_pytorch_model.safetensors"
-    assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()

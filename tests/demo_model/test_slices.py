@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_studies.demo_model import slices, train
+from cocodiff_studies import phantoms as slices
 
-from cocodiff.demo_model.training.masks import block_mask, center_mask, training_mask
+from cocodiff.cli.main import main
+from cocodiff.demo_model.training import block_mask, center_mask, training_mask
+from cocodiff.jobs import training
 
 
 @pytest.mark.parametrize("zoom", [1.0, 3.0])
@@ -28,8 +30,9 @@ def test_every_family_has_structure_at_every_zoom(family: str) -> None:
 
 def test_the_mixture_has_all_families() -> None:
     assert sum(slices.SHARES.values()) == pytest.approx(1) and slices.SHARES.keys() == slices.FAMILIES.keys()
-    seed = next(seed for seed in range(100) if slices.family_of(seed) == "rock")
-    assert np.array_equal(slices.make_slice(seed, 2.0), slices.make_slice(seed, 2.0, "rock"))
+    found = [slices.make_slice(seed, 2.0) for seed in range(60)]
+    for family in slices.FAMILIES:
+        assert any(np.array_equal(one, slices.make_slice(seed, 2.0, family)) for seed, one in enumerate(found))
 
 
 def test_zoom_below_1_is_refused() -> None:
@@ -37,32 +40,35 @@ def test_zoom_below_1_is_refused() -> None:
         slices.make_slice(0, 0.5)
 
 
-@pytest.mark.full
-def test_training_never_reaches_the_held_out_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def record(seed: int, zoom: float = 1.0) -> np.ndarray:
-        seen.append(seed)
-        return np.zeros((96, 96), np.float32)
-
-    monkeypatch.setattr(train, "make_slice", record)
-    train.training_images(train.IMAGES, 0)
-    train.training_images(100, 3)
-    assert not set(seen) & set(slices.HELD_OUT_SEEDS)
-    with pytest.raises(ValueError, match="held-out"):
-        train.training_images(train.IMAGES, slices.HELD_OUT_SEEDS.start // train.IMAGES)
-
-
 def test_command_writes_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "held_out.tif"
-    arguments = ["slices", "--count", "3", "--out", str(out), "--png", str(tmp_path / "png")]
+    arguments = ["phantoms", "--count", "3", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
     slices.main()
     stack = tifffile.imread(out)
     assert stack.shape == (3, 96, 96) and stack.dtype == np.uint16
     expected = slices.make_slice(slices.HELD_OUT_SEEDS[1], family="organ")
     assert np.abs(stack[1] / 65535 - expected).max() <= 0.5 / 65535 + 1e-6
-    assert len(list((tmp_path / "png").glob("*.png"))) == 3
+
+
+def test_the_mixture_is_what_train_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As stacks of slices that have nothing to do with each other, none of them a held-out one."""
+    most = str(slices.HELD_OUT_SEEDS.start + 1)
+    monkeypatch.setattr(sys, "argv", ["phantoms", "--family", "mixed", "--count", most, "--out", str(tmp_path / "no")])
+    with pytest.raises(SystemExit):
+        slices.main()
+    assert "choose 1 to 1000000" in capsys.readouterr().err
+    monkeypatch.setattr(slices, "STACK", 20)
+    monkeypatch.setattr(sys, "argv", ["phantoms", "--family", "mixed", "--count", "36", "--out", str(tmp_path / "in")])
+    slices.main()
+    stacks = sorted((tmp_path / "in").glob("*.tif"))
+    assert [len(tifffile.imread(path)) for path in stacks] == [20, 16]
+    for name, value in {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2, "LEAST_APART": 4}.items():
+        monkeypatch.setattr(training, name, value)
+    words = ["--mask", "none", "--range", "0,65535", "--anew", "--iterations", "2", "--patches", "8", "--batch", "2"]
+    assert main(["train", "--input", *map(str, stacks), *words, "--quiet", "--out", str(tmp_path / "model")]) == 0
 
 
 def test_masks_cover_what_they_say() -> None:

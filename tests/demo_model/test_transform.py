@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from cocodiff.demo_model.fill import fill_holes
-from cocodiff.demo_model.vae import LappedTransformVAE, lapped_matrix
+from cocodiff.demo_model.vae import LappedTransformVAE, fill_holes, lapped_matrix
 
 
 @pytest.mark.parametrize("size", [8, 16, 96, 200])

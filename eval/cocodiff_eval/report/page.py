@@ -6,18 +6,31 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cocodiff_eval.report.encode import LOSSLESS
-from cocodiff_eval.report.series import Series, key_of, numbers, remarks, series_of
-from cocodiff_eval.report.tables import LINK_HEADS, bound_table, decibels, quality_table, summary_table
-from cocodiff_eval.report.templates import write_template
+from cocodiff_eval.report.pictures import LOSSLESS
+from cocodiff_eval.report.tables import (
+    LINK_HEADS,
+    Column,
+    Series,
+    Table,
+    bound_table,
+    decibels,
+    key_of,
+    numbers,
+    quality_table,
+    remarks,
+    series_of,
+    summary_table,
+)
 from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
 from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
+from cocodiff_eval.sweeps import PARETO, WORDS, Row, note, tables
 from cocodiff_eval.table import grouped
 
 
@@ -43,6 +56,7 @@ def write_report(
     shown: Sequence[ShownVolume] = (),
     side: int | None = None,
     frames: int | None = None,
+    swept: Sequence[Row] = (),
 ) -> None:
     """Writes the report as one HTML page without external resources.
 
@@ -54,19 +68,19 @@ def write_report(
     shown         volumes that are looked at from three sides, each read when it is written
     side          pixels of the pictures' longer side, for the page to say
     frames        of a video, of which a picture shows some; None for images
+    swept         of a sweep, whose picture lies beside the page
     """
     of_stacks, rows = slices or {}, metrics["images"]
     found = series_of(rows, of_stacks, metrics.get("inputs", ()))
     sections = [_section(series, prompts or {}, metrics) for series in found.values()]
     heads = {column.head for section in sections for column in section["table"].columns}
     bounds = metrics.get("quality", ())
-    write_template(
-        path,
-        "report.html.j2",
+    pieces = _template().generate(
         title=title,
         facts={**facts, "ranks": str(metrics["ranks"])} if "ranks" not in facts else dict(facts),
         sections=sections,
-        summary=summary_table(metrics),
+        summary=None if swept else summary_table(metrics),
+        swept=_swept(path, swept) if swept else None,
         bounds=[_bound(one) for one in bounds],
         bound_table=bound_table(bounds),
         judged=any(row["mask"] is not None for row in rows),
@@ -82,6 +96,33 @@ def write_report(
         side=side,
         frames=frames,
     )
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(pieces)  # what iterators among the values yield is not kept
+
+
+@cache
+def _template() -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    ).get_template("report.html.j2")
+
+
+def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """A sweep as the template shows it."""
+    return {
+        "picture": base64.b64encode(path.with_name(PARETO).read_bytes()).decode("ascii"),
+        "tables": [
+            Table.of(label, [Column(head, cells, head in WORDS) for head, cells in of.items()], [False] * len(rows))
+            for label, of in tables(rows).items()
+        ],
+        "note": note(rows),
+    }
 
 
 def _blocks(

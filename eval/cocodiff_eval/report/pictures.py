@@ -1,15 +1,39 @@
-"""What the report shows of a slice or a generated image, and which slices it shows."""
+"""What the report shows of a slice or a generated image, which slices it shows, how large, and their pictures as text.
+
+Pictures are small WebP images in JSON, which the page decodes when they are looked at. What the page can derive is not
+stored: the masked input is the original with the mask painted over, and a restored slice is the original with the
+masked part replaced, so of that only this part is stored. Differences are stored, as those of compressed pictures would
+show the compression.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from PIL import Image
+from scipy import ndimage
 
-from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.intensity import IntensityRange, fences
+from cocodiff_eval.slices import to_grey8
 
 SHOWN_SLICES = 4
+PICTURE_BYTES = 19_000_000  # of all pictures; in base64, and with the numbers, the page stays under 30 MB
+SIDES = (512, 384, 320, 256, 224, 192, 160)  # pixels on the longer side
+USUAL = 0.09  # bytes a pixel of a compressed picture of a noisy slice
+SMALLEST = 0.05  # the same of one that still shows its slice
+MASKED = 0.3  # share of a slice that is taken to be masked: only that part of a restored slice is stored
+WORST = 48  # slices of a stack whose pictures are shown although they are not in the sample
+LOSSLESS = 100
+QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP
+SMALLEST_SIDE = 64  # pixels; below it nothing could be seen
+BLOCK = 16  # pixels of a side of the blocks that WebP codes
 
 
 @dataclass(frozen=True)
@@ -60,3 +84,202 @@ def error_image(
     known_YX = mask_YX & np.isfinite(truth_YX)
     difference_YX = np.where(known_YX, scale.normalise(restored_YX) - scale.normalise(truth_YX), 0.0)
     return np.abs(difference_YX), known_YX
+
+
+@dataclass(frozen=True)
+class PicturePlan:
+    """side: of pictures, in pixels. share: bytes of all pictures of a slice with masked voxels. unmasked_share: of one
+    without. shown: for each task the slices that have pictures. worst: so many of the slices that were restored worst
+    have pictures as well, 0 where all have."""
+
+    side: int
+    share: int
+    unmasked_share: int
+    shown: tuple[frozenset[int], ...]
+    worst: int
+
+
+def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
+    """For tasks whose slices have masked voxels or not, each restored in so many modes (biharmonic and maps of the
+    spread included). Depends on nothing but these numbers."""
+    frames = 1 + 2 * modes * MASKED  # pictures of a slice, in whole ones: the original, restored ones and their errors
+    hidden = sum(map(sum, masked))
+    whole = hidden + (sum(map(len, masked)) - hidden) / frames
+    smallest = SIDES[-1] ** 2 * frames * SMALLEST
+    if whole * smallest <= PICTURE_BYTES:
+        share, worst = PICTURE_BYTES / max(1.0, whole), 0
+        shown = [frozenset(range(len(of_task))) for of_task in masked]
+    else:
+        share, worst = smallest, WORST
+        limit = max(len(masked), int(PICTURE_BYTES / smallest) - WORST * len(masked))
+        shown = [frozenset(shown_slices(of_task, max(1, limit * sum(of_task) // hidden))) for of_task in masked]
+    side = next((side for side in SIDES if side**2 * frames * USUAL <= share), SIDES[-1])
+    return PicturePlan(side, int(share), int(share / frames), tuple(shown), worst)
+
+
+def worst_slices(psnr_db: dict[int, list[float]], shown: frozenset[int], count: int) -> list[int]:
+    """The slices with the lowest PSNR in any mode that are not among those shown. psnr_db: of slices, in each mode."""
+    found = sorted((min(values), index) for index, values in psnr_db.items() if values and index not in shown)
+    return sorted(index for _, index in found[:count])
+
+
+def encode(picture: Picture | Generated, side: int, share: int) -> str:
+    """JSON of the pictures of a slice or image: at most `side` pixels on their longer side, and fewer where they would
+    take more than `share` bytes in all (before they become base64) at the lowest quality."""
+    while True:
+        head, images = _of_image(picture, side) if isinstance(picture, Generated) else _of_slice(picture, side)
+        masks = sum(len(head.get(kind, "")) * 3 // 4 for kind in ("hole", "unknown"))
+        quality, files = _fitting(images, share - masks)
+        if masks + sum(map(len, files.values())) <= share or side <= SMALLEST_SIDE:
+            break
+        side = max(SMALLEST_SIDE, side * 3 // 4)
+    document = {**head, "quality": quality}
+    for (kind, mode), data in files.items():
+        if mode:
+            document.setdefault(kind, {})[mode] = _base64(data)
+        else:
+            document[kind] = _base64(data)
+    return json.dumps(document, separators=(",", ":"))
+
+
+Images = dict[tuple[str, str], np.ndarray]  # uint8, by their kind and mode
+
+
+def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
+    images = {("images", mode): _reduced8(image, side) for mode, image in picture.images.items()}
+    return {"name": picture.name, "mask": None, "index": 0}, images
+
+
+def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
+    """The numbers and masks of a slice, and its pictures."""
+    scale, mask_YX = picture.scale, picture.mask_YX
+    original_YX, unknown_YX = _original(picture)
+    low, high = window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
+    hole_YX = _touched(mask_YX, side)
+    plain_YX = ~_near(hole_YX)
+    images = {("original", ""): _grey8(original_YX, low, high, side)}
+    for mode, restored_YX in picture.restored.items():
+        grey_YX = _grey8(restored_YX, low, high, side)
+        grey_YX[plain_YX] = 127
+        images["restored", mode] = grey_YX
+    head = {
+        "name": picture.name,
+        "mask": picture.mask,
+        "index": picture.slice_index,
+        "width": hole_YX.shape[1],
+        "height": hole_YX.shape[0],
+        "hole": _bits(hole_YX),
+        "unknown": _bits(_touched(unknown_YX, side)),
+    }
+    errors = {}
+    if picture.truth_YX is not None:
+        for mode, restored_YX in picture.restored.items():
+            errors[mode] = error_image(picture.truth_YX, restored_YX, mask_YX, scale)
+    spreads = {mode: (np.where(mask_YX, std_YX / scale.scale, 0.0), mask_YX) for mode, std_YX in picture.spread.items()}
+    for kind, maps in (("error", errors), ("spread", spreads)):
+        known = [values_YX[known_YX] for values_YX, known_YX in maps.values() if known_YX.any()]
+        top = max((float(np.quantile(values, 0.99)) for values in known), default=0.0)
+        for mode, (values_YX, known_YX) in maps.items():
+            images[kind, mode] = to_grey8(_mean_where(values_YX, known_YX, side), 0.0, top)
+            head[f"{kind}_top"] = f"{top:.3g}"
+    return head, images
+
+
+def window(
+    original_YX: np.ndarray, known_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
+) -> tuple[float, float]:
+    """The intensities that are black and white: the range outside the mask, wider where brighter or darker material
+    lies wholly under the mask, but not for outliers."""
+    hidden = original_YX[known_YX & mask_YX]
+    if scale.low <= hidden.min(initial=scale.low) and hidden.max(initial=scale.high) <= scale.high:
+        return scale.low, scale.high
+    lowest, highest = fences(original_YX[known_YX], int(np.count_nonzero(known_YX)))
+    hidden = hidden[(hidden >= lowest) & (hidden <= highest)]
+    return float(hidden.min(initial=scale.low)), float(hidden.max(initial=scale.high))
+
+
+def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
+    """The slice with its truth under the mask, float64 [Y, X], and where that is not known: there it holds the mean of
+    all else, for what lies under a mask is not read."""
+    original_YX, unknown_YX = picture.input_YX.astype(np.float64), picture.mask_YX
+    if picture.truth_YX is not None:
+        original_YX = np.where(picture.mask_YX, picture.truth_YX.astype(np.float64), original_YX)
+        unknown_YX = picture.mask_YX & ~np.isfinite(original_YX)
+    known = original_YX[~unknown_YX]
+    return np.where(unknown_YX, known.mean() if known.size else picture.scale.low, original_YX), unknown_YX
+
+
+def _shape(image_YX: np.ndarray, side: int) -> tuple[int, int]:
+    """Rows and columns of the picture of an image: never more than those of the image."""
+    ratio = min(1.0, side / max(image_YX.shape[:2]))
+    return max(1, round(image_YX.shape[0] * ratio)), max(1, round(image_YX.shape[1] * ratio))
+
+
+def _reduced(image_YX: np.ndarray, side: int) -> np.ndarray:
+    """Means over boxes of voxels, float32 [Y, X]."""
+    rows, columns = _shape(image_YX, side)
+    if (rows, columns) == image_YX.shape:
+        return image_YX
+    picture = Image.fromarray(np.ascontiguousarray(image_YX, np.float32))
+    return np.asarray(picture.resize((columns, rows), Image.Resampling.BOX))
+
+
+def _grey8(image_YX: np.ndarray, low: float, high: float, side: int) -> np.ndarray:
+    return to_grey8(_reduced(to_grey8(image_YX, low, high).astype(np.float32), side), 0.0, 255.0)
+
+
+def _reduced8(image_YXC: np.ndarray, side: int) -> np.ndarray:
+    rows, columns = _shape(image_YXC, side)
+    return np.asarray(Image.fromarray(image_YXC).resize((columns, rows), Image.Resampling.BOX))
+
+
+def _touched(mask_YX: np.ndarray, side: int) -> np.ndarray:
+    """Pixels in whose box a voxel is masked."""
+    return _reduced(mask_YX.astype(np.float32), side) > 1e-6
+
+
+def _mean_where(values_YX: np.ndarray, known_YX: np.ndarray, side: int) -> np.ndarray:
+    """Means over the known voxels of each box, 0 where there are none."""
+    weight_YX = _reduced(known_YX.astype(np.float32), side)
+    total_YX = _reduced(np.where(known_YX, values_YX, 0.0), side)
+    return np.divide(total_YX, weight_YX, out=np.zeros(weight_YX.shape), where=weight_YX > 1e-6)
+
+
+def _near(mask_YX: np.ndarray) -> np.ndarray:
+    """Pixels of WebP's blocks that hold masked pixels or lie beside one."""
+    rows, columns = mask_YX.shape
+    near_YX = np.pad(ndimage.binary_dilation(mask_YX, iterations=2), ((0, -rows % BLOCK), (0, -columns % BLOCK)))
+    blocks = near_YX.reshape(near_YX.shape[0] // BLOCK, BLOCK, near_YX.shape[1] // BLOCK, BLOCK).any((1, 3))
+    return np.asarray(blocks.repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns])
+
+
+def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[Any, bytes]]:
+    """The best quality at which all images together take at most `share` bytes (or the lowest), and their files."""
+    made: dict[int, dict[Any, bytes]] = {}
+
+    def fits(quality: int) -> bool:
+        made[quality] = {key: _webp(image, quality) for key, image in images.items()}
+        return sum(map(len, made[quality].values())) <= share
+
+    quality = QUALITIES[bisect_left(QUALITIES[:-1], True, key=fits)]
+    return quality, made.get(quality) or {key: _webp(image, quality) for key, image in images.items()}
+
+
+def _webp(image: np.ndarray, quality: int) -> bytes:
+    buffer = io.BytesIO()
+    # Method 2 takes half the time of the default, 4, and a tenth more bytes.
+    Image.fromarray(image).convert("RGB").save(buffer, "WEBP", lossless=quality == LOSSLESS, quality=quality, method=2)
+    return buffer.getvalue()
+
+
+def _bits(mask_YX: np.ndarray) -> str:
+    """A mask as a PNG of one bit a pixel in base64; an empty one as an empty text."""
+    if not mask_YX.any():
+        return ""
+    buffer = io.BytesIO()
+    Image.fromarray(mask_YX).save(buffer, "PNG", optimize=True)
+    return _base64(buffer.getvalue())
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

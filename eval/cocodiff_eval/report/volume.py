@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.report.encode import window
+from cocodiff_eval.report.pictures import window
 from cocodiff_eval.slices import to_grey8
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64

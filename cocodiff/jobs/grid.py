@@ -22,14 +22,14 @@ from typing import Any
 from cocodiff.config import Config, preset_names
 from cocodiff.console.options import engine_record, engine_settings
 from cocodiff.errors import UserError, check_choice, check_keys
-from cocodiff.loading.pipelines import Request
-from cocodiff.planning.deals import Deal
+from cocodiff.jobs.modes import EXACT
 from cocodiff.setting import settings_of
 
 SECTIONS = ("base", "grid", "points")
 OF_RUNS = ("steps", "mask")
 MOST_RUNS = 10_000  # of one slice: points, times numbers of steps, times masks
 DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
+EXACT_RUN = "exact run"  # the preset that points are compared with, where none of them has its settings
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep runs: every point at each number of steps under each mask."""
+    """What a sweep runs: every point at each number of steps under each mask. presets: the points' settings by their
+    names, after those of the exact run."""
 
     points: list[Point]
     steps: list[int]
     masks: list[str]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A checked sweep. settings: what it is, in plain data: the same settings give the same lines."""
-
-    values: dict[str, Any]
-    request: Request
-    grid: Grid
-    tasks: list[Any]
-    settings: dict[str, Any]
-    started: float
-    deal: Deal
+    presets: dict[str, Config]
 
 
 def read_grid(values: Mapping[str, Any]) -> Grid:
@@ -88,7 +77,10 @@ def read_grid(values: Mapping[str, Any]) -> Grid:
     settings = {key: value for key, value in base.items() if key in varied}
     engine = engine_settings(dict(values))
     points = _unique([_point(entry, settings, engine) for entry in entries])
-    return Grid(points, of_runs["steps"], of_runs["mask"])
+    exact = engine_record().preset(EXACT, **engine)
+    same = next((point.name for point in points if point.config == exact), EXACT_RUN)
+    presets = {point.name: point.config for point in _unique([Point(same, exact, {}), *points])}
+    return Grid(points, of_runs["steps"], of_runs["mask"], presets)
 
 
 def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid: Mapping[str, Any]) -> list[Any]:
