@@ -29,10 +29,10 @@ from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.planning.deal_prices import OUTPUT_CHANNELS
 from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.layers import Case, Kind, PlannedLayer
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.partition import OUTPUT_CHANNELS
 from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import PLACEMENTS, Axes
 from cocodiff.topology.machine import Topology

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from cocodiff.config import Config
 from cocodiff.planning.costs import WHOLE, CallKind
 from cocodiff.planning.decisions import decisions_of
-from cocodiff.planning.layers import Case, kinds_of_steps, over_steps, recorded_kinds
+from cocodiff.planning.layers import Case, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace_summary import summarise_late
@@ -84,7 +84,7 @@ def config_of(values: Values, name: str) -> Config:
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
-    return list(STABLE) if case.config.selection == "v_major" else recorded_kinds(case)
+    return list(STABLE) if case.config.selection == "v_major" else sampled_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:
