@@ -27,12 +27,11 @@ from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.placement import InStages, ring_of
+from cocodiff.planning.placement import InStages, in_chunks, ring_of
 from cocodiff.planning.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
-from cocodiff.planning.traffic import Hop, Latencies, Stage, Wires, stages_of
+from cocodiff.planning.traffic import Hop, Latencies, Wires, of_ranks, stages_of
 from cocodiff.registry import ORDERS, load
 from cocodiff.routes.choice import megabytes_per_rank
-from cocodiff.routes.chunks import chunk_ranks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
@@ -158,11 +157,10 @@ class Sent:
         mesh, config, costs = case.mesh, case.config, costs_of(case.config)
         layouts = mesh.layouts(kind.segments, case.shape.heads)
         self.width = costs.sent_bytes(config, case.shape.head_dim, case.load.itemsize, call)
-        rows_P, all_P, heads_P, gathered_P = (np.zeros(mesh.topology.size) for _ in range(4))
-        for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
-            ranks = list(group)
-            rows_P[ranks], all_P[ranks] = costs.rows_sent(config, part, layout, call), layout.rows
-            gathered_P[ranks], heads_P[ranks] = costs.gathered(config, part, layout, call), layout.heads
+        groups = list(zip(mesh.parts, layouts, strict=True))
+        rows_P = of_ranks(mesh, (costs.rows_sent(config, *group, call) for group in groups))
+        gathered_P = of_ranks(mesh, (costs.gathered(config, *group, call) for group in groups))
+        all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
         self.rows = float(sum(rows_P[list(mesh.groups[0])]))
         work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
         self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
@@ -181,28 +179,14 @@ class Sent:
             there, here = (sum(hop.sent[link] for hop in hops) for hops in (self.forward, self.back))
             self.bytes[link] += 3 * there + here + gathers[link]
         chunks = chunking(config, mesh.parts[0])
-        if chunks.chunks > 1 and size_mb >= chunks.from_mb:
-            hop_of = partial(Stage.hop, rows_P=all_P, heads_P=heads_P, cell=cell, latencies=latencies)
-            in_stages = stages_by_chunk(mesh, stages, chunks.chunks, all_P, hop_of)
+
+        def seconds(chosen_PP: np.ndarray) -> float:
+            hops = [stage.only(chosen_PP).hop(all_P, heads_P, cell, latencies) for stage in stages]
+            return sum(4 * hop.link_s + hop.wait_s for hop in hops)
+
+        if size_mb >= chunks.from_mb:
+            in_stages = in_chunks(mesh, chunks.chunks, all_P, seconds)
             self.stages = in_stages and in_stages._replace(moves_s=self.ring.moves_s)
-
-
-def stages_by_chunk(
-    mesh: Mesh, stages: Sequence[Stage], chunks: int, rows_P: np.ndarray, hop_of: Callable[[Stage], Hop]
-) -> InStages | None:
-    """Of a call in chunks: its messages of the own one and of all others; None where there is one chunk."""
-    near_PP = np.zeros((mesh.topology.size,) * 2, dtype=bool)
-    for group, part in zip(mesh.groups, mesh.parts, strict=True):
-        for slot in range(part.size):
-            of_rank = chunk_ranks(part, slot, chunks)
-            if len(of_rank) == 1:
-                return None
-            near_PP[[group[one] for one in of_rank[0]], group[slot]] = True
-    group = list(mesh.groups[0])
-    share = float(rows_P[near_PP[:, group[0]]].sum() / rows_P[group].sum())
-    hops = [[hop_of(stage.only(chosen)) for stage in stages] for chosen in (near_PP, ~near_PP)]
-    own_s, others_s = (4 * sum(hop.link_s for hop in of) + sum(hop.wait_s for hop in of) for of in hops)
-    return InStages(own_s, others_s, share)
 
 
 class PlannedLayer:

@@ -19,7 +19,7 @@ import numpy as np
 from cocodiff.assemble import AttentionWork
 from cocodiff.attention.streaming import head_runs
 from cocodiff.attention.token_ring import LAG
-from cocodiff.planning.traffic import Traffic, Wires, busiest_node
+from cocodiff.planning.traffic import Stage, Traffic, Wires, busiest_node, of_ranks, stages_of
 from cocodiff.registry import RINGS
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
@@ -106,50 +106,53 @@ class Priced:
 
 
 def price(mesh: Mesh, work: AttentionWork) -> Priced:
-    layouts = mesh.layouts(work.segments, work.heads)
-    wires = Wires(mesh.topology)
-    ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
-    for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
-        rows_U, heads_U, ranks_U = np.array(layout.rows), np.array(layout.heads), np.array(group)
-        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.wire_cell
-        senders_UU, receivers_UU = np.meshgrid(ranks_U, ranks_U, indexing="ij")
-        ulysses.send(senders_UU.ravel(), receivers_UU.ravel(), bytes_UU.ravel())
-        chunks = work.chunking(part).chunks
-        if chunks > 1:
-            near_UU = np.zeros_like(bytes_UU, dtype=bool)
-            for i in range(part.size):
-                near_UU[i, list(chunk_ranks(part, i, chunks)[0])] = True
-            for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
-                traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
-    ring = ring_of(mesh, layouts, work, wires)
-    messages = [ulysses, *ring.messages]
+    layouts, wires = mesh.layouts(work.segments, work.heads), Wires(mesh.topology)
+    rows_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
+
+    def both_ways(stage: Stage) -> list[Traffic]:
+        """q, k and v, and the output."""
+        there, back = (work.wire_cell * count * rows_P for count in (3, 1))
+        return [stage.traffic(there, heads_P), stage.back().traffic(back, heads_P)]
+
+    def seconds(stage: Stage) -> float:
+        return sum(traffic.seconds() for traffic in both_ways(stage))
+
+    (stage,), ring = stages_of(mesh, "flat"), ring_of(mesh, layouts, work, wires)
+    messages = [*both_ways(stage), *ring.messages]
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
     rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
-    compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
+    chunking = work.chunking(mesh.parts[0])
+    stages = None
+    if megabytes_per_rank(layouts[0], 3 * work.wire_cell) >= chunking.from_mb:
+        stages = in_chunks(mesh, chunking.chunks, rows_P, lambda chosen: seconds(stage.only(chosen)) + MESSAGE_S)
     return Priced(
         mesh,
-        sent,
+        {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES},
         busiest_node(messages),
         layouts[0].heads,
-        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1),
+        seconds(stage) + 2 * MESSAGE_S * (mesh.ulysses > 1),
         ring,
-        compute_s,
-        stages_of(mesh, layouts[0], work, own, others, ring.moves_s),
+        4 * work.batch * work.head_dim * fullest * total / rate,
+        stages and stages._replace(moves_s=ring.moves_s),
     )
 
 
-def stages_of(
-    mesh: Mesh, layout: Layout, work: AttentionWork, own: Traffic, others: Traffic, moves_s: Sequence[float]
-) -> InStages | None:
-    """None where a call does not go in stages. layout: of the first group."""
-    chunking = work.chunking(mesh.parts[0])
-    chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
-    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.wire_cell) < chunking.from_mb:
+def in_chunks(mesh: Mesh, chunks: int, rows_P: np.ndarray, seconds: Callable[[np.ndarray], float]) -> InStages | None:
+    """Of a call in so many chunks; None where there is one. seconds: of its messages, q, k, v and the output, of blocks
+    whose (rows, heads) are chosen."""
+    if chunks == 1:
         return None
-    share = sum(layout.rows[rank] for rank in chunks[0]) / sum(layout.rows)
-    return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share, moves_s)
+    near_PP = np.zeros((mesh.topology.size,) * 2, dtype=bool)
+    for group, part in zip(mesh.groups, mesh.parts, strict=True):
+        for slot in range(part.size):
+            own, *others = chunk_ranks(part, slot, chunks)
+            if not others:
+                return None
+            near_PP[[group[one] for one in own], group[slot]] = True
+    first = mesh.groups[0]
+    share = float(rows_P[near_PP[:, first[0]]].sum() / rows_P[list(first)].sum())
+    return InStages(seconds(near_PP), seconds(~near_PP), share)
 
 
 class Around:

@@ -3,11 +3,12 @@ needs. Pure arithmetic on arrays: a mesh of 1,536 ranks has millions of messages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
@@ -176,11 +177,25 @@ class Hop(NamedTuple):
     phases: int
 
 
+def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> NDArray[np.float64]:
+    """Of every rank what its group has at its slot."""
+    found_P = np.zeros(mesh.topology.size)
+    for group, of_slots in zip(mesh.groups, of_groups, strict=True):
+        found_P[list(group)] = of_slots
+    return found_P
+
+
 @lru_cache(maxsize=8)  # the same for all layers, and for all kinds of calls
 def stages_of(mesh: Mesh, name: str, nic_balance: bool = True, one_peer: bool = False) -> list[Stage]:
     """The stages of an exchange in all Ulysses groups at once, forward. TAPA's phases follow one another, each on its
     own lane; phases of all others are under way together."""
     wires, found = Wires(mesh.topology), dict[int, list[tuple[int, int, int, int]]]()
+    if name == "flat":  # as its plans have it, for as many ranks as there may be
+        pairs = [np.stack(np.meshgrid(group, group, indexing="ij"), -1).reshape(-1, 2) for group in mesh.groups]
+        every_N2 = np.concatenate(pairs)
+        blocks_N4 = np.tile(every_N2[every_N2[:, 0] != every_N2[:, 1]], 2)
+        stage = Stage(wires, "plane", blocks_N4)
+        return stage.in_turns(mesh) if one_peer else [stage]
     lanes: dict[int, str] = {}
     plans: dict[Any, list[Plan]] = {}
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
