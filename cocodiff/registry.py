@@ -37,17 +37,17 @@ EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they w
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # The setting `step_cache`, which also takes "none": when a model's call is not computed in full.
 STEP_CACHES = {"first_block": "cocodiff.step_cache:FirstBlockCache"}
-# What the planner knows of a coding (`planning/costs`), by the coding's import string; of one that is not here, that it
-# sends tensors whole and keeps nothing.
+# What the planner knows of a coding (`planning/costs.py`), by the coding's import string; of one that is not here, that
+# it sends tensors whole and keeps nothing.
 COSTS = {
-    CODINGS["v_major"]: "cocodiff.planning.costs.v_major:VMajorCosts",
-    CODECS["auto"]: "cocodiff.planning.costs.residual:ResidualCosts",
-    CODECS["lossless"]: "cocodiff.planning.costs.lossless:LosslessCosts",
-    ARRIVALS["displaced"]: "cocodiff.planning.costs.residual:ResidualCosts",
+    CODINGS["v_major"]: "cocodiff.planning.costs:VMajorCosts",
+    CODECS["auto"]: "cocodiff.planning.costs:ResidualCosts",
+    CODECS["lossless"]: "cocodiff.planning.costs:LosslessCosts",
+    ARRIVALS["displaced"]: "cocodiff.planning.costs:ResidualCosts",
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.
 PLANNER = {
-    "codec": "cocodiff.planning.codec_choice:codec_of",
+    "codec": "cocodiff.planning.automatic:codec_of",
     "mesh": "cocodiff.planning.automatic:mesh_of",
     "room": "cocodiff.planning.automatic:check_room",
     "room for layers": "cocodiff.planning.automatic:check_room_for_layers",

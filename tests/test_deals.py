@@ -11,14 +11,12 @@ from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.deal_choice import choose
-from cocodiff.planning.deal_prices import OUTPUT_CHANNELS, Pricer, Workload
 from cocodiff.planning.deals import Deal, deals_of
-from cocodiff.planning.layers import Case, Recording
+from cocodiff.planning.layers import Case, plan_step
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.partition import OUTPUT_CHANNELS, Pricer, Workload, choose
+from cocodiff.planning.traffic import Latencies
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
 
 AURORA = topology_of("aurora", 12)
@@ -57,7 +55,7 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     step = Pricer(AURORA).step(work, Deal(1, 2))
     one = replace(work.load, branches=1)
     plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
-    alone = Recording(Case(TOY, plane, work.config, one, 10)).plan(Network(plane), Latencies.of(AURORA.machine))
+    alone = plan_step(Case(TOY, plane, work.config, one, 10), Latencies.of(AURORA.machine))
     output = 1008 * OUTPUT_CHANNELS * 2
     assert step.plan.step_s == pytest.approx(alone.step_s + output / 185e9 + latency_s)
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
@@ -99,8 +97,7 @@ def test_auto_is_the_best_of_all_deals(ranks, model):
     shape = load_shape(model)
     work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))
     for images in (1, 12, 2000):
-        every = choose(pricer, [work], images, images, time_all=True)
-        auto = choose(pricer, [work], images, images)
+        auto = every = choose(pricer, [work], images, images)
         jobs = {one.deal: one.job_s for one in every.listed}
         assert set(jobs) | set(every.refused) == set(deals_of(ranks, guides=True)) and len(jobs) >= 10
         assert all("sit differently" in str(why) for why in every.refused.values())

@@ -1,4 +1,4 @@
-"""The virtual machine against closed forms, and strategies that it has never seen."""
+"""Plans against hand arithmetic and what strategies send, and exchanges that they have never seen."""
 
 from dataclasses import replace
 
@@ -6,27 +6,27 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import USUAL, AttentionWork, build_strategy, with_codec_chosen
-from cocodiff.attention.ulysses import Ulysses
+from cocodiff.assemble import AttentionWork, build_strategy, with_codec_chosen
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config
+from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.loading.model_shapes import load_shape
-from cocodiff.models.tokens import TEXT, image_and_text
+from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.calibrate import AllToAll, Constants
-from cocodiff.planning.codec_choice import layer_s
 from cocodiff.planning.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planning.decisions import Decisions, without_seldom
-from cocodiff.planning.layers import Case, Recording, kinds_of, kinds_of_steps, of_kind, record_layers, recorded_kinds
+from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, plan_layers, plan_step, sampled_kinds
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.pricing import Pricing, cost_of
-from cocodiff.planning.program import COMPUTE, POST
-from cocodiff.planning.roofline import seconds, started
-from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.roofline import cost_of, roofline, seconds, started
+from cocodiff.planning.traffic import Latencies
 from cocodiff.registry import EXCHANGES
 from cocodiff.routes.plans import Block, Phase
-from cocodiff.topology.axes import Mesh
-from cocodiff.topology.links import Network, alltoall_bound
+from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Device, Machine, Topology
+from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.wire.coding import Moment
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies
@@ -40,7 +40,12 @@ def case(preset="tapa", nodes=1, shape=TOY, steps=20, topology=None, **more):
 
 
 def planned(of, latencies=None):
-    return Recording(of).plan(Network(of.topology), latencies or Latencies())
+    return plan_step(of, latencies or Latencies())
+
+
+def layers(of, latencies=None):
+    """Of the first kind of layers, by kinds of calls."""
+    return plan_layers(of, latencies or Latencies())[0][1]
 
 
 # All-to-alls ----------------------------------------------------------------------------------------------------------
@@ -103,48 +108,20 @@ def by_the_next_rank(topology, rank):
     return (first, second)
 
 
-def test_a_layer_takes_at_least_as_long_as_its_messages_block_the_host():
-    """Of an all-to-all, with each of 11 peers, a message each way. In a layer all lanes of a rank share its host."""
-    blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4))
+def test_messages_block_the_host():
+    """Of an all-to-all, with each of 11 peers, a message each way. In a layer tensors go twice there, and once back."""
+    blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4, latency_us=0.0))
     assert AllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
-    recording = Recording(case("v_first"))
-    for segment in (one for _, segments in recording.kinds for one in segments):
-        posts = [op for strand in segment.programs[0].strands for op in strand if op[0] == POST]
-        messages = sum(len(sends) + len(receives) for _, sends, receives in posts)
-        seconds = recording.outcome(segment, Network(AURORA), Latencies(blocked_s=1e-2)).seconds
-        assert messages > 0 and seconds >= messages * 1e-2
+    assert layers(case("flat"), Latencies(blocked_s=1e-2))[WHOLE].seconds >= 2 * 22 * 1e-2
 
 
 def test_a_new_exchange_needs_no_change_of_the_plan(monkeypatch):
     monkeypatch.setitem(EXCHANGES, "next", f"{__name__}:by_the_next_rank")
 
-    def make(config, mesh, transport, trace, kernels):
-        from cocodiff.wire.exchange import Exchange
-
-        exchange = Exchange("next", mesh.topology, transport, trace, kernels=kernels)
-        return Ulysses(mesh.topology, exchange, trace)
-
-    toy = planned(case(make=make))
+    of = case("flat")
+    toy = planned(replace(of, config=of.config.with_(exchange="next")))
     assert toy.step_s > planned(case("tapa")).step_s
     assert sum(toy.bytes.values()) > sum(planned(case("flat")).bytes.values())
-
-
-class Twice:
-    """A toy strategy: everything is exchanged a second time, and attended to twice."""
-
-    def __init__(self, *arguments):
-        self._inner = build_strategy(*arguments)
-        self.coding = self._inner.coding
-
-    def attend(self, qkv, site):
-        self._inner.attend(qkv, site)
-        return self._inner.attend(qkv, site)
-
-
-def test_a_new_strategy_needs_no_change_of_the_plan():
-    once, twice = planned(case()), planned(case(make=Twice))
-    assert twice.bytes == {link: 2 * count for link, count in once.bytes.items()}
-    assert once.step_s < twice.step_s < 2 * once.step_s
 
 
 def test_one_rank_sends_nothing_and_computes_all_the_time():
@@ -168,25 +145,82 @@ def test_every_preset_is_planned_with_the_bytes_that_it_sends(preset):
         assert plan.bytes["cross_plane"] == 0 < plan.bytes["plane"]
 
 
+SMALL = ModelShape("small", heads=24, head_dim=32, joint_layers=1, parameters=1, text_tokens=24)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings"),
+    [
+        (2, {"exchange": "flat"}),
+        (1, {"exchange": "tapa", "order": "v_first"}),
+        (2, {"exchange": "split"}),
+        (2, {"exchange": "split", "chunks": 2}),
+        (1, {"exchange": "tapa", "ring": 2}),
+        (1, {"exchange": "flat", "ring": 6, "ring_kind": "token"}),
+        (2, {"exchange": "flat", "ring": 12, "ring_kind": "streaming"}),
+        (1, {"exchange": "split", "codec": "int4", "arrival": "displaced"}),
+        (1, {"exchange": "split", "codec": "lossless"}),
+    ],
+)
+def test_planned_bytes_are_those_that_strategies_send(nodes, settings):
+    """Of a layer in a run's first step, in every link class, by the trace."""
+    topology, config = topology_of("aurora", 12 * nodes), Config(**settings)
+    load = Load(image_and_text(12 * nodes * 4 + 5, 24), 2, 2)
+    of = Case(SMALL, topology, config, load)
+
+    def work(transport):
+        group, slot = of.mesh.group_and_slot(transport.rank)
+        trace = Trace(transport.rank)
+        strategy = build_strategy(config, of.mesh, transport, trace, Kernels("torch"))
+        rows = of.mesh.layouts(load.segments, SMALL.heads)[group].rows[slot]
+        x_BLHD = torch.ones(load.batch, rows, SMALL.heads, SMALL.head_dim, dtype=torch.bfloat16)
+        strategy.coding.begin_step(Moment(0, 0, of.steps))
+        strategy.attend(LazyQKV(*[lambda: x_BLHD] * 3, load.segments, SMALL.heads), Site("layer"))
+        return trace.bytes()
+
+    sent = run_ranks(topology.size, work, timeout_s=60.0)
+    assert layers(of)[WHOLE].bytes == {link: sum(one[link] for one in sent) for link in LINK_CLASSES}
+
+
+@pytest.mark.parametrize("settings", [{}, {"scoring": "card"}], ids=["source", "card"])
+def test_planned_bytes_of_v_major_are_those_that_it_sends(settings):
+    """In a step in which half of a card's tokens stay, and of scores or of what was chosen. Which rank of a card has
+    them depends on numbers, and so do a sibling's bytes."""
+    topology, config = topology_of("aurora", 12), Config.preset("cocodiff", schedule="fixed", warmup=1, **settings)
+    load = Load(image_and_text(12 * 4, 24), 1, 4)
+    of = Case(SMALL, topology, config, load)
+
+    def work(transport):
+        trace = Trace(transport.rank)
+        strategy = build_strategy(config, of.mesh, transport, trace, Kernels("torch"))
+        rows = of.mesh.layouts(load.segments, SMALL.heads)[0].rows[transport.rank]
+        for step in range(2):
+            trace.clear()
+            x_BLHD = torch.rand(load.batch, rows, SMALL.heads, SMALL.head_dim)
+            strategy.coding.begin_step(Moment(0, step, of.steps))
+            strategy.attend(LazyQKV(*[lambda x=x_BLHD: x] * 3, load.segments, SMALL.heads), Site("layer"))
+        return trace.bytes()
+
+    sent = run_ranks(topology.size, work, timeout_s=60.0)
+    planned_bytes = layers(of)[CallKind(stable=0.5)].bytes
+    found = {link: sum(one[link] for one in sent) for link in LINK_CLASSES}
+    assert planned_bytes["plane"] == found["plane"] and planned_bytes["cross_plane"] == found["cross_plane"]
+    assert planned_bytes["sibling"] == pytest.approx(found["sibling"], rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("preset", "first_bits", "channel_bits"), [("coded", 16, 4 + 8 / 32), ("coded-", 8 + 8 / 32, 2 + 8 / 32)]
 )
 def test_the_codec_is_planned_with_the_bytes_of_its_codes(preset, first_bits, channel_bits):
     """The first step whole or in 8 bits, of the others a scale byte for 32 channels and the codes, twice as long in the
-    last two, in every link class; one launch a tensor and end, and the notes' own; a latency in which ranks agree."""
-    recorded, exact = (Recording(case(name)) for name in (preset, "split"))
-    network = Network(recorded.case.topology)
-    coded, whole = (one.plan(network, Latencies()) for one in (recorded, exact))
+    last two, in every link class; and a latency in which ranks agree."""
+    of, exact = case(preset), case("split")
+    coded, whole = planned(of), planned(exact)
     part = (first_bits + 17 * channel_bits + 2 * (2 * channel_bits - 8 / 32)) / 16 / 20
     assert coded.bytes == pytest.approx({link: count * part for link, count in whole.bytes.items()})
-    uncoded, settled = exact.kinds[0][1][0].programs, recorded.kinds[0][1][1].programs
-    launches = [
-        sum(op[2] for strand in programs[0].strands for op in strand if op[0] == COMPUTE)
-        for programs in (uncoded, settled)
-    ]
-    assert [one.agreement_s(network, Latencies(1.0)) for one in (recorded, exact)] == pytest.approx([19 / 20, 0])
-    assert launches[1] - launches[0] == 2 * 4 + 1
-    assert charged(settled[0], 0) > charged(uncoded[0], 0)  # and attention reads where it was decoded
+    assert layers(of)[CallKind()].compute_s > layers(exact)[WHOLE].compute_s  # it reads and decodes
+    agreed = [planned(replace(one, steps=20), Latencies(1.0)).step_s for one in (of, exact)]
+    assert agreed[0] - agreed[1] == pytest.approx(19 / 20, abs=1e-3)
 
 
 LINKS = replace(AURORA.machine.links, nic_of=())
@@ -208,17 +242,16 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
     load = Load(image_and_text(2000, 24), 1, 2, 1, state_sizes(config))
     shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6)
     of = Case(shape, topology, config, load, steps=2, decisions=(decisions,))
-    recording, network = Recording(of), Network(topology)
-    ((_, segments),) = recording.kinds
-    seconds = {s.kind: s.seconds(recording.outcome(s, network, Latencies())) for s in segments}
-    compute = {s.kind: s.compute_s(0.0) for s in segments}
+    found = layers(of)
+    seconds = {kind: plan.seconds for kind, plan in found.items()}
+    compute = {kind: plan.compute_s for kind, plan in found.items()}
     awaited, late = CallKind(), CallKind(displaced="qkvo")
-    assert list(seconds) == [WHOLE, awaited, late] and len({tuple(s.bytes.values()) for s in segments}) == 1
+    assert list(seconds) == [WHOLE, awaited, late]
+    assert len({tuple(plan.bytes.values()) for plan in found.values()}) == 1
     under_way = seconds[WHOLE] - compute[WHOLE]
     assert (under_way < compute[late]) is hidden
     assert seconds[late] == pytest.approx(max(compute[late], under_way), rel=0.01)
-    plan = recording.plan(network, Latencies())
-    assert plan.step_s == pytest.approx((seconds[WHOLE] + (seconds[awaited] + seconds[late]) / 2) / 2, rel=1e-3)
+    assert planned(of).step_s == pytest.approx((seconds[WHOLE] + (seconds[awaited] + seconds[late]) / 2) / 2, rel=1e-3)
 
 
 def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_for_more():
@@ -245,46 +278,14 @@ def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
     assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
 
 
-@pytest.mark.parametrize("efficiency", [1.0, 0.109])
-@pytest.mark.parametrize(("codec", "arrival"), [("none", "now"), ("lossless", "now"), ("int2", "displaced")])
-def test_what_the_codec_is_chosen_by_is_near_the_recorded_layer(codec, arrival, efficiency):
-    """A layer in closed form knows no messages' latencies, packing and lanes: up to a seventh of it."""
-    topology = Topology.build(at_rates(AURORA.machine, efficiency), 12)
-    config = Config.preset("split", codec=codec, arrival=arrival, only_exact=False)
-    shape = ModelShape("a layer", heads=24, head_dim=128, joint_layers=1, parameters=1)
-    of = Case(shape, topology, config, Load(USUAL, 1, 2, 1, state_sizes(config)))
-    recorded = planned(of, Latencies.of(topology.machine)).step_s
-    assert 0.85 * recorded < layer_s(config, Mesh.build(topology), AttentionWork(24, 128)) < recorded
-
-
 def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
     unknown = topology_of("local", 4)
     assert with_codec_chosen(Config(codec="auto"), unknown, AttentionWork(24, 128))[0].codec == "none"
     assert with_codec_chosen(Config(codec="int4"), AURORA, AttentionWork(24, 128)) == (Config(codec="int4"), None)
 
 
-def charged(program, launch_s):
-    """Seconds that a rank computes, on its lanes as well."""
-    return sum(op[1] + op[2] * launch_s for strand in program.strands for op in strand if op[0] == COMPUTE)
-
-
-@pytest.mark.parametrize(("preset", "tokens"), [("cocodiff", 1056), ("cocodiff+", 1080)])
-def test_what_is_worked_out_once_for_a_layout_is_charged_to_no_step(preset, tokens):
-    """All ranks have as many rows and heads, so every layer of V-Major costs those that do the same work as much; a
-    rank that also worked out what all calls of a layout share would pay for it. No other test plans so many tokens:
-    nothing about their layout is known before."""
-    of = case(preset)
-    of = replace(of, load=replace(of.load, segments=image_and_text(tokens, of.load.tokens(TEXT))))
-    for kind in kinds_of(of.shape, of.load):
-        for segment in record_layers(of, kind):
-            for tile in (0, 1):  # with scoring by card, the first tile of every card scores
-                costs = [charged(program, 5e-6) for program in segment.programs[tile::2]]
-                # less than a launch: by threshold, random scores have ranks send some tokens more or fewer
-                assert max(costs) == pytest.approx(min(costs), abs=4e-6), f"{kind.name}, {segment.kind}"
-
-
 # Milliseconds a step in docs/plan.md: `cocodiff plan --model sd3.5-paper --size 1536 --nodes 4 --preset NAME`.
-SD35_ON_4_NODES = {"v_first": 36.6, "cocodiff": 37.7, "cocodiff+": 36.7}
+SD35_ON_4_NODES = {"v_first": 36.6, "cocodiff": 37.9, "cocodiff+": 35.4}
 
 
 def test_v_major_is_planned_in_the_time_that_the_page_says():
@@ -310,9 +311,9 @@ def test_fractions_follow_the_schedule():
     every = kinds_of_steps(of)
     assert every[:5] == [{WHOLE: 1.0}] * 5 and every[15] == {WHOLE: 1.0} and every[-1] == {CallKind(stable=1.0): 1.0}
     none, half, all_ = (CallKind(stable=part) for part in (0.0, 0.5, 1.0))
-    assert recorded_kinds(of) == [WHOLE, none, half, all_]
-    assert recorded_kinds(case("cocodiff+", stable=0.25)) == [WHOLE, CallKind(stable=0.25)]
-    assert recorded_kinds(case("flat")) == [WHOLE]
+    assert sampled_kinds(of) == [WHOLE, none, half, all_]
+    assert sampled_kinds(case("cocodiff+", stable=0.25)) == [WHOLE, CallKind(stable=0.25)]
+    assert sampled_kinds(case("flat")) == [WHOLE]
     known = {WHOLE: 9.0, none: 4.0, half: 2.0, all_: 1.0}
     assert of_kind(known, CallKind(stable=0.25)) == 3.0 and of_kind(known, WHOLE) == 9.0
 
@@ -321,7 +322,7 @@ def test_fractions_follow_the_schedule():
 def test_so_many_tokens_stay_as_the_schedule_says(preset):
     """All of q, k and v of a stable token stay; text and the output always travel."""
     of = case(preset, stable=0.5)
-    segments = {s.kind: s.bytes for s in record_layers(of, kinds_of(of.shape, of.load)[0])}
+    segments = {kind: plan.bytes for kind, plan in layers(of).items()}
     whole, half = sum(segments[WHOLE].values()), sum(segments[CallKind(stable=0.5)].values())
     assert 0.5 < half / whole < 0.75
 
@@ -340,30 +341,18 @@ def test_layers_that_take_alike_are_one_kind():
 # Prices ---------------------------------------------------------------------------------------------------------------
 
 
-class Charges:
-    def __init__(self):
-        self.of = []
-
-    def compute(self, seconds, launches):
-        self.of.append((seconds, launches))
-
-
-def test_calls_are_priced_by_arithmetic_or_traffic_and_views_are_free():
-    charges = Charges()
-    a = torch.empty(100, 200, device="meta", dtype=torch.bfloat16)
-    with Pricing(charges, Device(1.0, 1e-9, 1e-12)):  # a byte a second, a FLOP a second
-        b = a[:50].transpose(0, 1).view(200, 50).new_empty(10, 10)
-        a.T[3:].expand(197, 100)
-        assert charges.of == [] and b.shape == (10, 10)
-        a + a  # read twice, written once
-        a.copy_(a)
-        torch.nn.functional.linear(a, a)
-        q = torch.empty(1, 2, 7, 4, device="meta")
-        out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        chosen = torch.ones(3, dtype=torch.int64, device="meta")
-    assert [launches for _, launches in charges.of] == [1] * 5
-    assert [seconds for seconds, _ in charges.of] == [120e3, 80e3, 2 * 100 * 100 * 200, 4 * 2 * 7 * 7 * 4, 24]
-    assert out.shape == q.shape and chosen.tolist() == [1, 1, 1]  # whole numbers are real
+def test_a_layer_takes_its_arithmetic_where_memory_is_fast():
+    """Products of the rank's rows with weights of W x W, MLP of 4 W, and attention of all queries to all keys with its
+    heads: 2 for a multiplication and an addition. Of one rank of twelve."""
+    machine = replace(AURORA.machine, device=Device(bf16_tflop_s=1e-12))  # a FLOP a second
+    of = case("flat", topology=replace(AURORA, machine=machine))
+    W, S = 48 * 64, 1008 + 24
+    layer = roofline(TOY, of.topology, S, 1, 0, of.mesh.layouts(of.load.segments, 48)[0])
+    product = 2 * S / 12 * W * W
+    parts = (layer.project_v, layer.project_qk, layer.attention, layer.rest)
+    assert parts == pytest.approx((product, 2 * product, 4 * S**2 * 4 * 64, 9 * product))
+    joint = layers(of)[WHOLE]
+    assert joint.compute_s == pytest.approx(layer.total)
 
 
 def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():

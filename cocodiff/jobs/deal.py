@@ -28,9 +28,8 @@ from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
     from cocodiff.assemble import AttentionWork
-    from cocodiff.planning.deal_choice import Choice, PricedDeal
-    from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import ModelShape
+    from cocodiff.planning.partition import Choice, PricedDeal, Workload
 
 OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -72,8 +71,7 @@ def deal_of(
     if only is not None and only.replicas == 1:
         return only
     import_pipeline(request)  # which the model's shape is taken from
-    from cocodiff.planning.deal_choice import choose
-    from cocodiff.planning.deal_prices import Pricer
+    from cocodiff.planning.partition import Pricer, choose
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
@@ -141,8 +139,8 @@ def workloads(
     from cocodiff.loading.model_shapes import shape_of_folder
     from cocodiff.models.tokens import image_and_text
     from cocodiff.planning.costs import state_sizes
-    from cocodiff.planning.deal_prices import Workload
     from cocodiff.planning.memory import Load
+    from cocodiff.planning.partition import Workload
 
     path = transformer_config(request.model)
     shape = shape_of_folder(path)
@@ -248,10 +246,9 @@ def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, fl
     topology, taken, launch = choice.topology, choice.taken, detect()
     if topology.nodes > 1 or (launch.kind != "alone" and launch.local_size != topology.size):
         return None
-    from cocodiff.planning.deal_choice import time_deal
-    from cocodiff.planning.deal_prices import Pricer
     from cocodiff.planning.here import handling_s, measured_here
     from cocodiff.planning.layers import kinds_of
+    from cocodiff.planning.partition import Pricer, time_deal
 
     def layers_of(work: Workload) -> int:
         """Attention calls of a step on a rank."""

@@ -1,6 +1,9 @@
-"""The planner's answers to a run: which mesh `auto` stands for, and whether there is room for what is kept.
+"""The planner's answers to a run: which mesh and which codec `auto` stand for, and whether there is room for what is
+kept. Alike on every rank.
 
-The engine asks by the table `PLANNER` of the registry, so that runs which leave nothing open import none of this.
+The engine asks by the table `PLANNER` of the registry, so that runs which leave nothing open import none of this. As it
+chooses before it has seen a call, mesh and codec are those for an image of 1024 x 1024 pixels with a prompt of 512
+tokens. Larger images compute somewhat longer for their bytes.
 """
 
 from __future__ import annotations
@@ -13,18 +16,28 @@ from typing import Any
 from torch import nn
 
 from cocodiff.assemble import AttentionWork, chunking_on, coding_of
+from cocodiff.attention.calls import TENSORS
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config import Config
 from cocodiff.device import free_memory
 from cocodiff.errors import UserError
 from cocodiff.models.family import Family
-from cocodiff.planning.costs import costs_of, state_sizes
+from cocodiff.planning.costs import CallKind, costs_of, state_sizes
+from cocodiff.planning.layers import Case, PlannedCall, Sent, kinds_of
 from cocodiff.planning.memory import Load, ModelShape, check_fits, run_cache, shape_of_config, size_run
 from cocodiff.planning.placement import choose
+from cocodiff.planning.traffic import Latencies
+from cocodiff.registry import EXACT_CODECS
 from cocodiff.routes.choice import Chunking
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
+
+FROM_THE_FINEST = (*EXACT_CODECS, "int8", "int4", "int2")
+GAIN = 1.02  # a coarser codec is chosen where a finer one takes more than so many times as long
+# Of a run's tensors, the part that attention waits for: the first step and the last ones of 50, and with `adaptive` as
+# many as the embedded model's controller has waited for.
+AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
@@ -85,3 +98,33 @@ def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_no
     load = Load(qkv.segments, len(q_BLHD), q_BLHD.element_size(), state=state)
     kept = run_cache(shape, ranks.topology, load, ranks.mesh)[ranks.rank]
     check_fits(kept, free, f"rank {ranks.rank} on {q_BLHD.device}")
+
+
+def codec_of(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
+    """The settings of ranks that share a sequence with `codec: auto` decided, the finest one that is as fast as any,
+    and what was decided in words."""
+    if topology.size == 1 or topology.machine.missing_rates:
+        codec = FROM_THE_FINEST[0]
+        told = f"codec auto: {codec}, as the machine file does not tell rates, or one rank sends nothing"
+        return config.with_(codec=codec), told
+    mesh = choose(topology, work, config.ring, config.placement, True, config.ring_kind)
+    codecs = EXACT_CODECS if config.only_exact else FROM_THE_FINEST
+    found = {codec: layer_s(config.with_(codec=codec), mesh, work) for codec in codecs}
+    fastest = min(found.values())
+    codec = next(codec for codec in found if found[codec] <= GAIN * fastest)
+    listed = ", ".join(f"{codec} {of * 1e3:.3g}" for codec, of in found.items())
+    return config.with_(codec=codec), f"codec auto: {codec}; predicted ms a layer: {listed}"
+
+
+def layer_s(config: Config, mesh: Mesh, work: AttentionWork) -> float:
+    """Seconds of a layer by the settings, whose codec is not auto."""
+    shape = ModelShape("a layer", work.heads, work.head_dim, 1, 1)
+    load = Load(work.segments, work.batch, work.itemsize)
+    case = Case(shape, mesh.topology, config, load, known_mesh=mesh)
+    latencies, awaited = Latencies.of(mesh.topology.machine), AWAITED[config.arrival]
+    (kind,) = kinds_of(shape, load)
+    now_s, late_s = (
+        PlannedCall(case, kind, call, latencies, Sent(case, kind, latencies, CallKind())).run().seconds
+        for call in (CallKind(), CallKind(displaced="".join(TENSORS)))
+    )
+    return awaited * now_s + (1 - awaited) * late_s

@@ -1,38 +1,33 @@
-"""Latencies and link efficiencies from measured all-to-alls: those with which the virtual machine takes as long.
+"""Latencies and link efficiencies from a run of bench alltoall: those with which the plan takes as long.
 
-The exchanges are recorded once; a least-squares fit of the logarithms varies the constants that they are simulated
-with. A constant that no measurement depends on stays as the machine file has it, and is said to.
+A least-squares fit of the logarithms. A constant that no measurement depends on stays as the machine file has it, and
+is said to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import least_squares
 
 from cocodiff.errors import UserError
-from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.program import Message, Program
-from cocodiff.planning.simulate import Latencies, Outcome, simulate
-from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
-from cocodiff.topology.layout import Layout
-from cocodiff.topology.links import Network
+from cocodiff.planning.traffic import Latencies, rates_of, stages_of
+from cocodiff.registry import EXCHANGES
+from cocodiff.text_table import aligned
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Machine, Topology
-from cocodiff.topology.segments import Segment
-from cocodiff.wire.coded import CodedCall
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Transfer
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
+PHASES = ("phase1", "phase2")
 NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
 BEGIN = 0.05  # of the shortest measurement: where the search for a latency begins
-EVALUATIONS = 30  # of the measurements, in the search for the constants
+EVALUATIONS = 100  # of the measurements, in the search for the constants
 BLURRED_FIRST = ("message_us", "latency_us", "sibling", "nic", "plane")
 APART = 0.01  # the smallest singular value of derivatives of length one that still tells constants apart
 MOVES_NOTHING = 0.02  # a constant counts as determined where doubling it moves some measurement by more than this part
@@ -83,45 +78,30 @@ class Measured:
 
 
 class AllToAll:
-    """An exchange of equal blocks on all ranks, recorded."""
+    """An exchange of equal blocks on all ranks."""
 
     def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
-        self._topology, self._variant = topology, variant
-        self._rows = max(1, round(size_mb * 1e6 / topology.size / ROW_BYTES))
-
-    @cached_property
-    def _recorded(self) -> tuple[list[Program], list[Message]]:
-        P, L = self._topology.size, self._rows
-        layout = Layout.build(self._topology, (Segment("rows", L * P),), P)
-
-        def work(transport: VirtualTransport) -> None:
-            over: Any = SerialTransport(transport) if self._variant == "flat_serial" else transport
-            trace = VirtualTrace(transport.recorder)
-            exchange = Exchange(self._variant.removesuffix("_serial"), self._topology, over, trace)
-            x_BLHD = torch.empty(1, L, P, ROW_BYTES // 4, device="meta")
-            Transfer(exchange, CodedCall(layout)).send(x=x_BLHD)["x"].wait()
-
-        _, programs, messages = record(P, work)
-        return programs, messages
+        """variant: an exchange, or "flat_serial": to one peer at a time."""
+        P, self._variant = topology.size, variant
+        self._rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
+        one_peer = variant == "flat_serial"
+        stages = stages_of(Mesh.build(topology), variant.removesuffix("_serial"), one_peer=one_peer)
+        rows_P, heads_P = np.full(P, float(self._rows)), np.ones(P)
+        self._stages = [(stage, ROW_BYTES * stage.traffic(rows_P, heads_P).fullest()) for stage in stages]
 
     @property
     def block_bytes(self) -> int:
         return self._rows * ROW_BYTES
 
-    def outcome(self, machine: Machine) -> Outcome:
-        topology = replace(self._topology, machine=machine)
-        return simulate(*self._recorded, Network(topology), Latencies.of(machine)._replace(launch_s=0.0))
-
     def seconds(self, machine: Machine, part: str = "whole") -> float:
-        """Of the slowest rank; of a phase, the median rank."""
-        outcome = self.outcome(machine)
+        """part: as of `Measured`."""
+        latencies, rates = Latencies.of(machine), rates_of(machine)
+        of_stages = [stage.wait_s(latencies) + float((loads / rates).max()) for stage, loads in self._stages]
         if part == "whole":
-            return outcome.seconds
-        lane = {"phase1": "sibling", "phase2": "plane"}[part]
-        lengths = sorted(s.end_ns - s.start_ns for spans in outcome.spans for s in spans if s.lane == lane)
-        if not lengths:
+            return sum(of_stages)
+        if self._variant != "tapa":
             raise UserError(f"{self._variant} has no {part}: only tapa has phases")
-        return lengths[len(lengths) // 2] / 1e9
+        return of_stages[PHASES.index(part)]
 
 
 @dataclass(frozen=True)
@@ -158,39 +138,31 @@ class Calibration:
 
     def fit(self, start: Constants, names: Sequence[str] = NAMES, tied: Sequence[str] = ()) -> Fit:
         """Fits the named constants that some measurement depends on. tied: those that have the first one's value."""
-
-        def put(x: np.ndarray) -> Constants:
-            values = dict(zip(chosen, np.exp(x).tolist(), strict=True))
-            if tied and tied[0] in values:
-                values |= dict.fromkeys(tied[1:], values[tied[0]])
-            return replace(first, **values)
-
-        chosen, first = list(names), start
         target = np.log([one.value for one in self.measured])
         shortest_us = 1e6 * min((one.value for one in self.measured if one.over is None), default=0.0)
         known = {name: getattr(start, name) for name in names}
         for name in (name for name in names if name.endswith("_us")):  # so large that it would be seen
             known[name] = max(known[name], BEGIN * shortest_us)
-        while True:
-            first = replace(start, **{name: known[name] for name in chosen})
+        chosen = list(names)
 
-            def errors(x: np.ndarray) -> np.ndarray:
-                return np.log(self.predict(put(x))) - target
+        def put(x: np.ndarray) -> Constants:
+            values = dict(zip(chosen, np.exp(x).tolist(), strict=True))
+            if tied and tied[0] in values:
+                values |= dict.fromkeys(tied[1:], values[tied[0]])
+            return replace(start, **values)
 
+        while chosen:
             x = np.log([known[name] for name in chosen])
-            if chosen:
-                x = least_squares(
-                    errors, x, lambda x: jacobian(errors, x, errors(x)), xtol=1e-6, max_nfev=EVALUATIONS
-                ).x
-            slope = jacobian(errors, x, errors(x), math.log(2.0))
-            moves = np.abs(slope).max(axis=0) * math.log(2.0)
+            found = least_squares(lambda x: np.log(self.predict(put(x))) - target, x, max_nfev=EVALUATIONS)
+            moves = np.abs(found.jac).max(axis=0) * math.log(2.0)
             seen = [name for name, move in zip(chosen, moves, strict=True) if move > MOVES_NOTHING]
-            if seen == chosen and blurred(slope):  # a rate and a latency would explain the same: the rate does
-                seen = [name for name in chosen if name != next(n for n in BLURRED_FIRST if n in chosen)]
+            if seen == chosen and blurred(found.jac):  # a rate and a latency would explain the same: the rate does
+                seen.remove(next(name for name in BLURRED_FIRST if name in chosen))
             if seen == chosen:
-                constants = put(x)
-                return Fit(constants, tuple(chosen), tuple(self.predict(constants)))
+                start = put(found.x)
+                break
             chosen[:] = seen
+        return Fit(start, tuple(chosen), tuple(self.predict(start)))
 
 
 def blurred(slope: np.ndarray) -> bool:
@@ -202,12 +174,76 @@ def blurred(slope: np.ndarray) -> bool:
     return bool(np.linalg.svd(slope / lengths, compute_uv=False).min() < APART)
 
 
-def jacobian(
-    errors: Callable[[np.ndarray], np.ndarray], x: np.ndarray, at_x: np.ndarray, step: float = 1e-3
-) -> np.ndarray:
-    columns = [np.zeros((len(at_x), 0))] if not len(x) else []
-    for index in range(len(x)):
-        moved = x.copy()
-        moved[index] += step
-        columns.append((errors(moved) - at_x) / step)
-    return np.column_stack(columns)
+# From bench.json to a machine file ------------------------------------------------------------------------------------
+
+
+def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]:
+    """The measurements of the file that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
+    found = []
+    for row in rows:
+        size = str(row["case"]).removesuffix("MB")
+        known = row["variant"] in (*EXCHANGES, "flat_serial") and size.replace(".", "", 1).isdigit()
+        if known:
+            found.append(Measured(row["variant"], float(size), row["median_s"]))
+            for part in ("phase1", "phase2"):
+                if row.get(f"{part}_s"):
+                    found.append(Measured(row["variant"], float(size), row[f"{part}_s"], part))
+    if not found:
+        raise UserError(
+            f"--calibrate {path} has no all-to-all of flat, flat_serial, tapa or split: run cocodiff bench alltoall"
+        )
+    return found
+
+
+def scale_of(rows: Sequence[Mapping[str, Any]], topology: Topology) -> float:
+    """How many times slower the measured links were than the machine file's: 1, or the scale of an emulated machine."""
+    for row in rows:
+        if row["variant"] == "bound":
+            size = float(row["case"].removesuffix("MB"))
+            nominal = alltoall_bound(topology, AllToAll(topology, "flat", size).block_bytes)
+            return round(row["median_s"] / nominal, 6) if nominal else 1.0
+    return 1.0
+
+
+def slowed(machine: Machine, scale: float) -> Machine:
+    links, part = machine.links, 1 / scale
+    return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
+
+
+def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
+    lines = [f"links {scale:g} times slower than the machine file's, as on an emulated machine"] if scale != 1 else []
+    constants = []
+    for name in names:
+        value = getattr(fit.constants, name)
+        shown = f"{value:.4g} us" if name.endswith("_us") else f"{value:.3f} of the nominal rate"
+        constants.append([name, shown, "fitted" if name in fit.fitted else "left: nothing measured depends on it"])
+    table = [["exchange", "MB", "part", "measured ms", "plan ms", "off by"]]
+    for one, seconds in zip(measured, fit.predicted, strict=True):
+        times = [f"{one.value * 1e3:.3f}", f"{seconds * 1e3:.3f}", f"{seconds / one.value - 1:.1%}"]
+        table.append([one.variant, f"{one.size_mb:g}", one.part, *times])
+    return [
+        *lines,
+        *aligned(constants, "<<<"),
+        *aligned(table, "<>>>>>"),
+        f"root mean square error {fit.rms(measured):.1%}",
+    ]
+
+
+def as_json(fit: Fit, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "constants": asdict(fit.constants),
+        "fitted": list(fit.fitted),
+        "left": [name for name in names if name not in fit.fitted],
+        "rms": fit.rms(measured),
+        "measurements": [
+            {"variant": m.variant, "size_mb": m.size_mb, "part": m.part, "measured_s": m.value, "plan_s": p}
+            for m, p in zip(measured, fit.predicted, strict=True)
+        ],
+    }
+
+
+def machine_file(machine: Machine) -> dict[str, Any]:
+    """A machine as its file has it."""
+    data = {key: value for key, value in asdict(machine).items() if value is not None}
+    data["planes"], data["links"]["nic_of"] = list(machine.planes), list(machine.links.nic_of)
+    return data

@@ -21,7 +21,7 @@ from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.pricing import DTYPES
+from cocodiff.planning.roofline import DTYPES
 from cocodiff.topology.links import wires
 from cocodiff.topology.machine import Device, Links, Topology
 from cocodiff.trace import Trace

@@ -1,53 +1,54 @@
-"""The layers of a model on all ranks, recorded: the engine's own strategies, and waits for the model's arithmetic.
-And a step of them: its time by simulation, its bytes by the strategies' own count."""
+"""What a step of a model takes: the bytes that its layers send by link class, and seconds, in closed form.
+
+A layer goes as the engine has it. The setting's own order gives tensors to an exchange while the rank computes; the
+exchange's own routes say which blocks take which links; the coding says how wide they are. The rank that has most to
+compute sets the pace, and of messages that are under way together the fullest link (`traffic.py`). The arithmetic is a
+roofline at the device's full rates (`roofline.py`), meshes with a ring are priced by `placement.py`.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
-from cocodiff.attention.strategy import LazyQKV, Site, nothing
+from cocodiff.assemble import AttentionWork, chunking, exchange_table, mesh_of
+from cocodiff.attention.strategy import LazyQKV, Site, Strategy, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.config import Config
-from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planning.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.pricing import DTYPES, PricedKernels, Pricing
-from cocodiff.planning.program import Label, Message, Program, Recorder
-from cocodiff.planning.roofline import Layer, roofline
-from cocodiff.planning.simulate import Latencies, Outcome, simulate
-from cocodiff.planning.virtual import VirtualTrace, VirtualTransport, record
+from cocodiff.planning.placement import InStages, in_chunks, ring_of
+from cocodiff.planning.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
+from cocodiff.planning.traffic import Hop, Latencies, Wires, of_ranks, stages_of
+from cocodiff.registry import ORDERS, load
+from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, Span, Trace
+from cocodiff.trace import LINK_CLASSES
 from cocodiff.wire.coding import Moment
 
-SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are recorded where a schedule has more than three
+SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are looked at where a schedule has more than three
 SITES = 3  # layers whose calls follow one another where some do not wait for what they send
-LAST_CALL = "last call of the model"  # the span of it
+NO_NUMBERS = torch.empty(0, device="meta")
 LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # q and k: a product of each; normalisation and rotation in one
-Make = Callable[[Config, Mesh, Any, Trace, Kernels], Ulysses]
 
 
 @dataclass(frozen=True)
 class Case:
     """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. decisions: what a
     controller decides, by recorded runs to choose from; () for the shipped ones. one_peer: groups serve one peer at a
-    time. make: builds a rank's strategy. known_mesh: of Ulysses and Ring; None for the one that the
-    engine would choose."""
+    time. known_mesh: of Ulysses and Ring; None for the one that the engine would choose."""
 
     shape: ModelShape
     topology: Topology
@@ -57,7 +58,6 @@ class Case:
     stable: float = 0.7
     decisions: tuple[Decisions, ...] = ()
     one_peer: bool = False
-    make: Make = build_strategy
     known_mesh: Mesh | None = None
 
     @cached_property
@@ -76,43 +76,6 @@ class Kind(NamedTuple):
     layers: int
     segments: Segments
     beside: bool = False
-
-
-class Segment(NamedTuple):
-    """Layers of one kind whose calls are of one kind, on all ranks. layers: how many layers the programs' last call of
-    the model has; where a call does not wait for what it sends, the span LAST_CALL is that of it, after some that are
-    not counted. bytes: of one layer. agreement: what the ranks agree on once for all layers of a call of the model."""
-
-    kind: CallKind
-    programs: list[Program]
-    messages: list[Message]
-    bytes: dict[str, float]
-    agreement: list[Program]
-    layers: int = 1
-
-    def seconds(self, outcome: Outcome) -> float:
-        """Of one layer."""
-        if not self.kind.displaced:
-            return outcome.seconds
-        calls = [span for of_rank in outcome.spans for span in of_rank if span.name == LAST_CALL]
-        return (max(one.end_ns for one in calls) - min(one.start_ns for one in calls)) / 1e9 / self.layers
-
-    def counted(self, spans: Sequence[Span]) -> list[Span]:
-        """Those of a rank that are shown: where there are several layers, the last one's."""
-        if not self.kind.displaced:
-            return list(spans)
-        (call,) = (span for span in spans if span.name == LAST_CALL)
-        start_ns = call.end_ns - (call.end_ns - call.start_ns) // self.layers
-        return [
-            span._replace(start_ns=span.start_ns - start_ns, end_ns=span.end_ns - start_ns)
-            for span in spans
-            if span.start_ns >= start_ns
-        ]
-
-    def compute_s(self, launch_s: float) -> float:
-        """Of one layer, on the rank that computes longest."""
-        within = LAST_CALL if self.kind.displaced else None
-        return max(program.compute_s(launch_s, within) for program in self.programs) / self.layers
 
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
@@ -134,113 +97,96 @@ def kinds_of_steps(case: Case) -> list[Mapping[CallKind, float]]:
     return costs_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
 
 
-def recorded_kinds(case: Case) -> list[CallKind]:
-    """Those of them that are recorded; of many stable fractions some, and between these straight lines."""
+def sampled_kinds(case: Case) -> list[CallKind]:
+    """Those of them that are looked at; of many stable fractions some, and between these straight lines."""
     kinds = {kind for step in kinds_of_steps(case) for kind in step}
     if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
         kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
     return sorted(kinds, key=lambda kind: (not kind.whole, kind.displaced, *kind[1:]))
 
 
-def record_layers(case: Case, kind: Kind) -> list[Segment]:
-    """Layers of one kind in calls of every kind of `recorded_kinds`. All ranks begin together.
-
-    A call that waits for all that it sends is one layer's. Others hide what they send behind the layers that follow,
-    and the same layer's next call waits for it: there SITES layers follow one another in three calls of the model, of
-    which the last one is counted. Messages that take longer than the layers compute have then filled the lanes, and a
-    call takes as long as they do. A real model has more layers to hide behind."""
-    layouts = case.mesh.layouts(kind.segments, case.shape.heads)
-    kinds = recorded_kinds(case)
-
-    def work(transport: VirtualTransport) -> list[tuple[Program, dict[str, float], Program]]:
-        rank = transport.rank
-        group, slot = case.mesh.group_and_slot(rank)
-        trace = VirtualTrace(transport.recorder)
-        pricing = Pricing(transport.recorder, case.topology.machine.device)
-        with pricing:
-            kernels = PricedKernels(pricing, case.stable, case.config.threshold, rank)
-            over: Any = SerialTransport(transport) if case.one_peer else transport
-            strategy = case.make(case.config, case.mesh, over, trace, kernels)
-            shape = (case.load.batch, layouts[group].rows[slot], case.shape.heads, case.shape.head_dim)
-            x_BLHD = torch.empty(shape, device="meta", dtype=DTYPES[case.load.itemsize])
-            layer = PlannedLayer(case, kind, layouts[group], slot, pricing.compute, x_BLHD)
-            calls = RecordedCalls(case, strategy, layer, transport.recorder, trace)
-            if strategy.coding.keeps_state:  # what happens once in a run is not what a step is like
-                calls.call(WHOLE, 1)
-                costs_of(case.config).prepare(strategy.coding, layouts[group], torch.device("cpu"))
-            return [calls.of_kind(one) for one in kinds]
-
-    of_ranks, _, messages = record(case.topology.size, work, receives_ahead=False)  # as on the device that is priced
-    return [
-        Segment(
-            one,
-            [of_rank[index][0] for of_rank in of_ranks],
-            messages,
-            {link: sum(of_rank[index][1][link] for of_rank in of_ranks) for link in LINK_CLASSES},
-            [of_rank[index][2] for of_rank in of_ranks],
-            SITES if one.displaced else 1,
-        )
-        for index, one in enumerate(kinds)
-    ]
+def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
+    """A quantity known for some kinds of calls, for another one, which leaves another part of the tokens behind."""
+    if kind in known:
+        return known[kind]
+    parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
+    upper = next(pair for pair in parts if pair[0] >= kind.stable)
+    lower = next(pair for pair in reversed(parts) if pair[0] <= kind.stable)
+    return lower[1] + (kind.stable - lower[0]) / (upper[0] - lower[0]) * (upper[1] - lower[1])
 
 
-class ModelCalls:
-    """One rank's calls of a model that has some layers alike, one after the other: recorded ones or a benchmark's.
-
-    layers: what one layer is, each for a guidance branch of its own."""
-
-    def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
-        self.coding, self.costs, self.layers = strategy.coding, costs_of(config), list[PlannedLayer]()
-        self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
-
-    def begin(self, kind: CallKind) -> None:
-        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
-        self.costs.hold_at(self.coding, kind)
-        self._step += 1
-        self.coding.begin_step(Moment(self._image, self._step, self._steps))
-        self.costs.agree(self.coding)
-
-    def run(self, layers: int) -> None:
-        for number in range(layers):
-            for branch, layer in enumerate(self.layers):
-                layer.run(self._strategy, Site(f"{layer.kind.name} {number}" if number else layer.kind.name, branch))
+def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
+    """The mean over all steps of a quantity that is known for kinds of calls."""
+    return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
 
 
-class RecordedCalls(ModelCalls):
-    """Calls whose programs and bytes are recorded."""
+# A layer --------------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self, case: Case, strategy: Ulysses, layer: PlannedLayer, recorder: Recorder, trace: VirtualTrace
-    ) -> None:
-        super().__init__(case.config, strategy, case.steps)
-        self.layers, self._recorder, self._trace = [layer], recorder, trace
-        self._settled = 0  # layers whose calls are like those that follow
 
-    def call(self, kind: CallKind, layers: int) -> Program:
-        """A call of the model. Returns the program of what is settled once for all its layers, which is not theirs."""
-        with self._recorder.apart() as agreement:
-            self.begin(kind)
-        self.run(layers)
-        return agreement
+class Moved(NamedTuple):
+    """A span: seconds from its layer's start."""
 
-    def of_kind(self, kind: CallKind) -> tuple[Program, dict[str, float], Program]:
-        """The program of calls of a kind, see `record_layers`, the bytes of one layer, and what ranks agree on."""
-        layers = SITES if kind.displaced else 1
-        for _ in range(0 if kind.whole or layers == self._settled else self.costs.steps_to_settle):
-            self.call(kind._replace(displaced=""), layers)
-        self._settled = 0 if kind.whole else layers
-        if kind.whole and self.costs.steps_to_settle:  # it begins a run: nothing came before it
-            self._image += 1
-        self._recorder.cut()
-        for _ in range(2 if kind.displaced else 0):
-            self.call(kind, layers)
-        self._trace.clear()
-        with self._recorder.span(Label(LAST_CALL, "main", "")) if kind.displaced else nullcontext():
-            agreement = self.call(kind, layers)
-        sent = {link: count / layers for link, count in self._trace.bytes().items()}
-        program = self._recorder.cut()
-        self.costs.catch_up(self.coding)  # what is in flight is no part of the next program
-        return program, sent, agreement
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+
+
+class LayerPlan(NamedTuple):
+    """Of a layer in calls of one kind, on the rank that computes longest. seconds: until the next one begins; spans: of
+    its main thread and lanes; bytes: of all ranks, by link class."""
+
+    seconds: float
+    compute_s: float
+    spans: list[Moved]
+    bytes: dict[str, float]
+
+
+class Sent:
+    """How tensors of a layer travel in calls of one kind.
+
+    width: bytes of one head of one token; rows: how many of a Ulysses group's rows are sent of q, k and v; forward,
+    back: one tensor's hops; stages: of calls that go in chunks, else None.
+    """
+
+    forward: Sequence[Hop] = ()
+    back: Sequence[Hop] = ()
+    stages: InStages | None = None
+
+    def __init__(self, case: Case, kind: Kind, latencies: Latencies, call: CallKind) -> None:
+        mesh, config, costs = case.mesh, case.config, costs_of(case.config)
+        layouts = mesh.layouts(kind.segments, case.shape.heads)
+        self.width = costs.sent_bytes(config, case.shape.head_dim, case.load.itemsize, call)
+        groups = list(zip(mesh.parts, layouts, strict=True))
+        rows_P = of_ranks(mesh, (costs.rows_sent(config, *group, call) for group in groups))
+        gathered_P = of_ranks(mesh, (costs.gathered(config, *group, call) for group in groups))
+        all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
+        self.rows = float(sum(rows_P[list(mesh.groups[0])]))
+        work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
+        self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
+        self.bytes = {link: sum(one.bytes[link] for one in self.ring.messages) for link in LINK_CLASSES}
+        if mesh.ulysses == 1:
+            return
+        cell, table = case.load.batch * self.width, exchange_table(config, case.topology)
+        size_mb = 3 * megabytes_per_rank(layouts[0], cell)
+        name = config.exchange if table is None else table.exchange_for(size_mb)
+        stages = stages_of(mesh, name, config.nic_balance, case.one_peer)
+        back = [stage.back() for stage in reversed(stages)]
+        self.forward = [stage.hop(rows_P, heads_P, cell, latencies) for stage in stages]
+        self.back = [stage.hop(all_P, heads_P, cell, latencies) for stage in back]
+        gathers = stages_of(mesh, "flat")[0].traffic(case.load.batch * gathered_P, np.ones_like(heads_P)).bytes
+        for link in LINK_CLASSES:
+            there, here = (sum(hop.sent[link] for hop in hops) for hops in (self.forward, self.back))
+            self.bytes[link] += 3 * there + here + gathers[link]
+        chunks = chunking(config, mesh.parts[0])
+
+        def seconds(chosen_PP: np.ndarray) -> float:
+            hops = [stage.only(chosen_PP).hop(all_P, heads_P, cell, latencies) for stage in stages]
+            return sum(4 * hop.link_s + hop.wait_s for hop in hops)
+
+        if size_mb >= chunks.from_mb:
+            in_stages = in_chunks(mesh, chunks.chunks, all_P, seconds)
+            self.stages = in_stages and in_stages._replace(moves_s=self.ring.moves_s)
 
 
 class PlannedLayer:
@@ -251,10 +197,11 @@ class PlannedLayer:
     ) -> None:
         """layout: of the rank's Ulysses group, in which it has this slot. compute: told of seconds and launches before
         each thing that is computed. x_BLHD: stands for q, k and v."""
-        self.kind, self._heads, self._compute, self._x_BLHD = kind, case.shape.heads, compute, x_BLHD
+        self.kind, self.layout, self.slot = kind, layout, slot
+        self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
 
-    def run(self, strategy: Ulysses, site: Site) -> None:
+    def run(self, strategy: Strategy, site: Site) -> None:
         strategy.attend(self.qkv(), site)
         if not self.kind.beside:
             self._rest()
@@ -275,19 +222,132 @@ class PlannedLayer:
         self._compute(self.times.rest, LAUNCHES_REST)
 
 
-def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
-    """A quantity known for some kinds of calls, for another one, which leaves another part of the tokens behind."""
-    if kind in known:
-        return known[kind]
-    parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
-    upper = next(pair for pair in parts if pair[0] >= kind.stable)
-    lower = next(pair for pair in reversed(parts) if pair[0] <= kind.stable)
-    return lower[1] + (kind.stable - lower[0]) / (upper[0] - lower[0]) * (upper[1] - lower[1])
+class PlannedCall:
+    """A rank's main thread and lanes in layers that follow one another. It takes the place of the transfer and of the
+    trace that an order is given: what is sent travels hop by hop, each when its lane is free."""
+
+    def __init__(self, case: Case, kind: Kind, call: CallKind, latencies: Latencies, sent: Sent) -> None:
+        self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
+        self._case, self._kind, self._call, self._latencies = case, kind, call, latencies
+        self._free, self._arrived = dict[str, float](), dict[str, float]()
+        self._sent, mesh = sent, case.mesh
+        self._device, self._costs = case.topology.machine.device, costs_of(case.config)
+        options = [
+            PlannedLayer(case, kind, layout, slot, self._compute, NO_NUMBERS)
+            for layout in mesh.layouts(kind.segments, case.shape.heads)
+            for slot in range(mesh.ulysses)
+        ]
+        self._layer = max(options, key=lambda layer: layer.times.total)
+        layout, slot, self._B, self._D = self._layer.layout, self._layer.slot, case.load.batch, case.shape.head_dim
+        self._L, self._S, self._G, self._H = layout.rows[slot], sum(layout.rows), layout.heads[slot], case.shape.heads
+        coded = case.config.codec != "none" and self._sent.width != case.shape.head_dim * case.load.itemsize
+        self._coded = bool(coded and self._sent.forward)
+
+    def run(self) -> LayerPlan:
+        """Layers in turn, of which the last one counts: where a call does not wait for what it sends, those before have
+        filled the lanes."""
+        began = before = computed = 0.0
+        for _ in range(SITES if self._call.displaced else 1):
+            began, before, computed = self.at, self._lanes_end, self.compute_s
+            self.spans.clear()
+            self._layer.run(self, Site(self.layer))
+        seconds = self.at - began
+        if self._call.displaced:
+            seconds = max(seconds, self._lanes_end - before)
+        spans = [one._replace(start_s=one.start_s - began, end_s=one.end_s - began) for one in self.spans]
+        return LayerPlan(seconds, self.compute_s - computed, spans, self._sent.bytes)
+
+    @property
+    def _lanes_end(self) -> float:
+        return max(self._free.values(), default=0.0)
+
+    def attend(self, qkv: LazyQKV, _site: Site) -> Tensor:
+        """As of a strategy."""
+        times, in_stages = self._layer.times, self._sent.stages
+        load(ORDERS, self._case.config.order)(qkv, self, self)
+        self._wait("q", "k", "v")
+        with self.span("attention"):
+            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring
+            parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
+            self._compute(blocks * times.attention, parts)
+            self._compute((parts - 1) * self._merged_s(), parts - 1)
+            self.at += behind.seconds(times.attention) - blocks * times.attention
+        if in_stages is None:
+            self._travel("o")
+        self._wait("o")
+        return NO_NUMBERS
+
+    def _compute(self, seconds: float, launches: int) -> None:
+        spent = seconds + launches * self._latencies.launch_s
+        self.at, self.compute_s = self.at + spent, self.compute_s + spent
+
+    @contextmanager
+    def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:
+        """As of a trace."""
+        began = self.at
+        yield
+        self.spans.append(Moved(name, lane, began, self.at))
+
+    def send(self, wait_next: bool = False, **tensors: Tensor) -> dict[str, Any]:
+        """As of a transfer."""
+        if self._sent.stages is None:
+            self._travel(*tensors)
+        return dict(tensors)
+
+    def _travel(self, *names: str) -> None:
+        """Starts sending tensors, together: a lane codes and packs them, they take every hop, and are put in place."""
+        forward, launch_s = names != ("o",), self._latencies.launch_s
+        hops = self._sent.forward if forward else self._sent.back
+        at = self.at + (self._chosen_s() if "v" in names else 0.0)
+        itemsize = 1 if self._coded else self._case.load.itemsize
+        coded_s = len(names) * self._coded_s(forward, sends=True)
+        extra_s = 0.0 if names[0] in self._call.displaced else coded_s
+        if names[0] in self._call.displaced:  # while nothing is waited for
+            self._compute(coded_s, 0)
+        for number, hop in enumerate(hops, 1):
+            began = max(at, self._free.get(hop.lane, 0.0))
+            # what is passed on is packed while links are busy
+            packed_s = copied_s(self._device, len(names) * hop.packed / hop.phases, itemsize) + hop.phases * launch_s
+            if number == len(hops):
+                cells = self._sent.rows * self._G if forward else self._L * self._H
+                placed = len(names) * self._B * self._sent.width * cells
+                packed_s += copied_s(self._device, placed, itemsize) + launch_s
+            at = began + extra_s + packed_s + hop.wait_s + len(names) * hop.link_s
+            self._free[hop.lane], extra_s = at, 0.0
+            self.spans.append(Moved(f"{''.join(names)} {hop.lane}", hop.lane, began, at))
+        self._arrived |= dict.fromkeys(names if hops else (), at)
+
+    def _wait(self, *names: str) -> None:
+        """Until those that are not displaced have come. What has come is decoded here."""
+        here = [name for name in names if name in self._arrived]
+        if not here:
+            return
+        with self.span(f"wait for {''.join(here)}"):
+            self.at = max(self.at, *(self._arrived[name] for name in here if name not in self._call.displaced), 0.0)
+        self._compute(len(here) * self._coded_s("o" not in here, sends=False), 0)
+
+    def _chosen_s(self) -> float:
+        """Seconds until it is known what of v is sent."""
+        launches, gathers = self._costs.choosing(self._case.config, self._call)
+        latency_s, message_s, launch_s, blocked_s = self._latencies
+        scored = self._B * self._L * self._H * self._D * self._case.load.itemsize if launches else 0
+        gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
+        return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s
+
+    def _merged_s(self) -> float:
+        """Seconds of merging two parts of the output."""
+        return merged_s(self._device, self._B * self._S * self._G * self._D)
+
+    def _coded_s(self, forward: bool, sends: bool) -> float:
+        """Seconds of the passes that code a tensor at one end."""
+        if not self._coded:
+            return 0.0
+        shape = (self._L, self._H) if forward == sends else (self._S, self._G)
+        x = torch.empty(self._B, *shape, self._D, device="meta", dtype=torch.bfloat16)
+        return coded_s(self._device, x, self._case.config, self._sent.width, sends)
 
 
-def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """The mean over all steps of a quantity that is known for kinds of calls."""
-    return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
+# A step ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -309,35 +369,55 @@ class StepPlan:
         return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
-class Recording:
-    """All kinds of layers of a case, recorded once; simulated on any rates and latencies."""
+def plan_layers(case: Case, latencies: Latencies) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
+    """Of every kind of layers one, in calls of every kind of `sampled_kinds`."""
+    found = []
+    for kind in kinds_of(case.shape, case.load):
+        sent_of = cache(partial(Sent, case, kind, latencies))
+        calls = {
+            call: PlannedCall(case, kind, call, latencies, sent_of(call._replace(displaced="")))
+            for call in sampled_kinds(case)
+        }
+        found.append((kind, {call: planned.run() for call, planned in calls.items()}))
+    return found
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
 
-    @cached_property
-    def kinds(self) -> list[tuple[Kind, list[Segment]]]:
-        return [(kind, record_layers(self.case, kind)) for kind in kinds_of(self.case.shape, self.case.load)]
+def plan_step(case: Case, latencies: Latencies) -> StepPlan:
+    """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
+    every, branches = kinds_of_steps(case), case.load.branches
+    agrees = case.topology.size > 1 and costs_of(case.config).agrees(case.config)
+    coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
+    step_s = branches * latencies.latency_s * coded * agrees
+    compute_s, sent = 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+    for kind, plans in plan_layers(case, latencies):
+        calls = kind.layers * branches
+        step_s += calls * over_steps({call: plan.seconds for call, plan in plans.items()}, every)
+        compute_s += calls * over_steps({call: plan.compute_s for call, plan in plans.items()}, every)
+        for link in LINK_CLASSES:
+            sent[link] += calls * over_steps({call: plan.bytes[link] for call, plan in plans.items()}, every)
+    return StepPlan(step_s, compute_s, sent, case.steps)
 
-    def agreement_s(self, network: Network, latencies: Latencies) -> float:
-        """Seconds of what ranks agree on in a mean call of the model, as if nothing were computed meanwhile."""
-        _, segments = self.kinds[0]
-        times = {s.kind: simulate(s.agreement, s.messages, network, latencies).seconds for s in segments}
-        return over_steps(times, kinds_of_steps(self.case))
 
-    def outcome(self, segment: Segment, network: Network, latencies: Latencies) -> Outcome:
-        return simulate(segment.programs, segment.messages, network, latencies)
+# For benchmarks -------------------------------------------------------------------------------------------------------
 
-    def plan(self, network: Network, latencies: Latencies) -> StepPlan:
-        """Layers follow one another with all ranks together at the start of each."""
-        case, every = self.case, kinds_of_steps(self.case)
-        step_s, compute_s = case.load.branches * self.agreement_s(network, latencies), 0.0
-        sent = dict.fromkeys(LINK_CLASSES, 0.0)
-        for kind, segments in self.kinds:
-            calls = kind.layers * case.load.branches
-            times = {s.kind: s.seconds(self.outcome(s, network, latencies)) for s in segments}
-            step_s += calls * over_steps(times, every)
-            compute_s += calls * over_steps({s.kind: s.compute_s(latencies.launch_s) for s in segments}, every)
-            for link in LINK_CLASSES:
-                sent[link] += calls * over_steps({s.kind: s.bytes[link] for s in segments}, every)
-        return StepPlan(step_s, compute_s, sent, case.steps)
+
+class ModelCalls:
+    """One rank's calls of a model that has some layers alike, one after the other, which a benchmark runs.
+
+    layers: what one layer is, each for a guidance branch of its own."""
+
+    def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
+        self.coding, self.costs, self.layers = strategy.coding, costs_of(config), list[PlannedLayer]()
+        self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
+
+    def begin(self, kind: CallKind) -> None:
+        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
+        self.costs.hold_at(self.coding, kind)
+        self._step += 1
+        self.coding.begin_step(Moment(self._image, self._step, self._steps))
+        self.costs.agree(self.coding)
+
+    def run(self, layers: int) -> None:
+        for number in range(layers):
+            for branch, layer in enumerate(self.layers):
+                layer.run(self._strategy, Site(f"{layer.kind.name} {number}" if number else layer.kind.name, branch))

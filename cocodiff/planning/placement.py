@@ -19,7 +19,7 @@ import numpy as np
 from cocodiff.assemble import AttentionWork
 from cocodiff.attention.streaming import head_runs
 from cocodiff.attention.token_ring import LAG
-from cocodiff.planning.traffic import Traffic, Wires, busiest_node
+from cocodiff.planning.traffic import Stage, Traffic, Wires, busiest_node, of_ranks, stages_of
 from cocodiff.registry import RINGS
 from cocodiff.routes.choice import megabytes_per_rank
 from cocodiff.routes.chunks import chunk_ranks
@@ -39,20 +39,22 @@ SUM_BYTES = 4  # of the log of a sum, which a part has for each token and head
 
 class InStages(NamedTuple):
     """Ulysses' messages of a call that goes in stages: seconds of those of the own chunk and of all others, which use
-    other links, and which part of the group's keys is the own chunk. More than two chunks count as two."""
+    other links, and which part of the group's keys is the own chunk. More than two chunks count as two. moves_s: of the
+    ring, of keys and values."""
 
     own_s: float
     others_s: float
     own: float
+    moves_s: Sequence[float] = ()
 
-    def seconds(self, a_block: float, moves_s: Sequence[float]) -> float:
+    def seconds(self, a_block: float) -> float:
         """Of the call, in the order of `torus.py`. q, k, v and o take a quarter of the messages each."""
         others = 1 - self.own
         at = 0.75 * self.own_s + self.own**2 * a_block
         at = max(at, 0.25 * self.others_s) + self.own * others * a_block
         began = at = max(at, 0.75 * self.others_s)  # all keys of the group are here and begin to go round
         last = others * a_block
-        for move_s in moves_s:
+        for move_s in self.moves_s:
             at, last = at + last, a_block
             began = at = max(at, began + move_s)
         return at + others * last + max(0.25 * self.others_s, self.own * last) + 0.25 * self.own_s
@@ -72,10 +74,9 @@ class Priced:
     busiest_node: int
     heads: tuple[int, ...]
     ulysses_s: float
-    moves_s: tuple[float, ...]
+    ring: Ring
     compute_s: float
     stages: InStages | None = None
-    queries: TokenMoves | StreamMoves | None = None
 
     @property
     def node_bytes(self) -> int:
@@ -92,60 +93,66 @@ class Priced:
         one before it is attended to."""
         a_block = self.compute_s / self.mesh.ring
         if self.stages is not None:
-            return self.stages.seconds(a_block, self.moves_s)
-        if self.queries is not None:
-            return self.ulysses_s + self.queries.seconds(a_block)
-        return self.ulysses_s + sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
+            return self.stages.seconds(a_block)
+        return self.ulysses_s + self.ring.seconds(a_block)
+
+    @property
+    def moves_s(self) -> tuple[float, ...]:
+        return self.ring.moves_s
+
+    @property
+    def queries(self) -> TokenMoves | StreamMoves | None:
+        return self.ring.queries
 
 
 def price(mesh: Mesh, work: AttentionWork) -> Priced:
-    layouts = mesh.layouts(work.segments, work.heads)
-    wires = Wires(mesh.topology)
-    ulysses, own, others = Traffic(wires), Traffic(wires), Traffic(wires)  # own, others: where it goes in stages
-    for group, part, layout in zip(mesh.groups, mesh.parts, layouts, strict=True):
-        rows_U, heads_U, ranks_U = np.array(layout.rows), np.array(layout.heads), np.array(group)
-        bytes_UU = (3 * np.outer(rows_U, heads_U) + np.outer(heads_U, rows_U)) * work.wire_cell
-        senders_UU, receivers_UU = np.meshgrid(ranks_U, ranks_U, indexing="ij")
-        ulysses.send(senders_UU.ravel(), receivers_UU.ravel(), bytes_UU.ravel())
-        chunks = work.chunking(part).chunks
-        if chunks > 1:
-            near_UU = np.zeros_like(bytes_UU, dtype=bool)
-            for i in range(part.size):
-                near_UU[i, list(chunk_ranks(part, i, chunks)[0])] = True
-            for traffic, chosen in ((own, near_UU), (others, ~near_UU)):
-                traffic.send(senders_UU[chosen], receivers_UU[chosen], bytes_UU[chosen])
-    around = Around(mesh, layouts, 2 * work.cell, wires)
-    queries: TokenMoves | StreamMoves | None = None
-    in_ring = [around.all]
-    if mesh.ring > 1 and mesh.kind in OF_QUERIES:
-        in_ring, queries = OF_QUERIES[mesh.kind](mesh, layouts, work, wires)
-    messages = [ulysses, *in_ring]
+    layouts, wires = mesh.layouts(work.segments, work.heads), Wires(mesh.topology)
+    rows_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
+
+    def both_ways(stage: Stage) -> list[Traffic]:
+        """q, k and v, and the output."""
+        there, back = (work.wire_cell * count * rows_P for count in (3, 1))
+        return [stage.traffic(there, heads_P), stage.back().traffic(back, heads_P)]
+
+    def seconds(stage: Stage) -> float:
+        return sum(traffic.seconds() for traffic in both_ways(stage))
+
+    (stage,), ring = stages_of(mesh, "flat"), ring_of(mesh, layouts, work, wires)
+    messages = [*both_ways(stage), *ring.messages]
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    sent = {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES}
     rate = EFFICIENCY * 1e12 * (mesh.topology.machine.device.bf16_tflop_s or UNKNOWN_TFLOP_S)
-    compute_s = 4 * work.batch * work.head_dim * fullest * total / rate
+    chunking = work.chunking(mesh.parts[0])
+    stages = None
+    if megabytes_per_rank(layouts[0], 3 * work.wire_cell) >= chunking.from_mb:
+        stages = in_chunks(mesh, chunking.chunks, rows_P, lambda chosen: seconds(stage.only(chosen)) + MESSAGE_S)
     return Priced(
         mesh,
-        sent,
+        {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES},
         busiest_node(messages),
         layouts[0].heads,
-        ulysses.seconds() + 2 * MESSAGE_S * (mesh.ulysses > 1),
-        around.moves_s,
-        compute_s,
-        stages_of(mesh, layouts[0], work, own, others),
-        queries,
+        seconds(stage) + 2 * MESSAGE_S * (mesh.ulysses > 1),
+        ring,
+        4 * work.batch * work.head_dim * fullest * total / rate,
+        stages and stages._replace(moves_s=ring.moves_s),
     )
 
 
-def stages_of(mesh: Mesh, layout: Layout, work: AttentionWork, own: Traffic, others: Traffic) -> InStages | None:
-    """None where a call does not go in stages. layout: of the first group."""
-    chunking = work.chunking(mesh.parts[0])
-    chunks = chunk_ranks(mesh.parts[0], 0, chunking.chunks)
-    if len(chunks) == 1 or megabytes_per_rank(layout, 3 * work.wire_cell) < chunking.from_mb:
+def in_chunks(mesh: Mesh, chunks: int, rows_P: np.ndarray, seconds: Callable[[np.ndarray], float]) -> InStages | None:
+    """Of a call in so many chunks; None where there is one. seconds: of its messages, q, k, v and the output, of blocks
+    whose (rows, heads) are chosen."""
+    if chunks == 1:
         return None
-    share = sum(layout.rows[rank] for rank in chunks[0]) / sum(layout.rows)
-    return InStages(own.seconds() + MESSAGE_S, others.seconds() + MESSAGE_S, share)
+    near_PP = np.zeros((mesh.topology.size,) * 2, dtype=bool)
+    for group, part in zip(mesh.groups, mesh.parts, strict=True):
+        for slot in range(part.size):
+            own, *others = chunk_ranks(part, slot, chunks)
+            if not others:
+                return None
+            near_PP[[group[one] for one in own], group[slot]] = True
+    first = mesh.groups[0]
+    share = float(rows_P[near_PP[:, first[0]]].sum() / rows_P[list(first)].sum())
+    return InStages(seconds(near_PP), seconds(~near_PP), share)
 
 
 class Around:
@@ -153,7 +160,13 @@ class Around:
     node) take the same links; each is given the time of the level's largest blocks."""
 
     def __init__(
-        self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, along: tuple[int, ...] = LEVELS
+        self,
+        mesh: Mesh,
+        layouts: Sequence[Layout],
+        cell: int,
+        wires: Wires,
+        message_s: float,
+        along: tuple[int, ...] = LEVELS,
     ) -> None:
         """cell: bytes of a block for one token and head. along: the levels along which blocks go."""
         self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
@@ -168,7 +181,7 @@ class Around:
                     pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
                     self.all.send(*pair, grid.rounds * chosen_MG.sum(0))
                     of_level[level].send(*pair, chosen_MG.max(0))
-        seconds = [traffic.seconds() + MESSAGE_S for traffic in of_level]
+        seconds = [traffic.seconds() + message_s for traffic in of_level]
         self.moves_s = tuple(seconds[level] for level in grids[0].levels_M)
 
 
@@ -195,11 +208,11 @@ class TokenMoves(NamedTuple):
 
 
 def token_ring(
-    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires
+    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float
 ) -> tuple[list[Traffic], TokenMoves]:
     """All messages of a call in a token ring, and their seconds."""
-    queries = Around(mesh, layouts, work.cell, wires, (CARD, TILE))
-    keys = Around(mesh, layouts, 2 * work.cell, wires, (NODE,))
+    queries = Around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
+    keys = Around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     cell, every, grids = work.cell + SUM_BYTES * work.batch, range(mesh.ring), rounds_of(mesh, (CARD, TILE))
     parts, steps = Traffic(wires), [Traffic(wires) for _ in range(mesh.ring)]
@@ -208,7 +221,7 @@ def token_ring(
             pair, sizes_G = (ranks_GU[:, slot], ranks_GU[owners_G, slot]), layouts[0].heads[slot] * cell * rows_G
             step.send(*pair, sizes_G[owners_G])
             parts.send(*pair, grid.rounds * sizes_G[owners_G])
-    parts_s = [0.0, *(step.seconds() + MESSAGE_S for step in steps[1:])]
+    parts_s = [0.0, *(step.seconds() + message_s for step in steps[1:])]
     return [queries.all, parts, keys.all], TokenMoves((*queries.moves_s, 0.0), tuple(parts_s), keys.moves_s)
 
 
@@ -233,7 +246,7 @@ class StreamMoves(NamedTuple):
 
 
 def streaming(
-    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires
+    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float
 ) -> tuple[list[Traffic], StreamMoves]:
     """All messages of a call in streaming attention, and the seconds of a piece's."""
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
@@ -253,8 +266,8 @@ def streaming(
             cross.send(ranks_NM.ravel(), peers_NM.ravel(), (heads * part_cell * np.roll(rows_NM, step, 0)).ravel())
     nodes, within = ranks_NM.shape
     pieces = nodes * head_runs(nodes, min(layouts[0].heads))
-    gather_s, reduce_s = ((one.seconds() / pieces + MESSAGE_S) * (within > 1) for one in (gather, reduce))
-    cross_s = (cross.seconds() / 2 / pieces + MESSAGE_S) * (nodes > 1)
+    gather_s, reduce_s = ((one.seconds() / pieces + message_s) * (within > 1) for one in (gather, reduce))
+    cross_s = (cross.seconds() / 2 / pieces + message_s) * (nodes > 1)
     moves = StreamMoves(mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
     return [gather, reduce, cross], moves
 
@@ -264,6 +277,32 @@ OF_QUERIES: dict[str, Callable[..., tuple[list[Traffic], TokenMoves | StreamMove
     "token": token_ring,
     "streaming": streaming,
 }
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What goes round the rings of a mesh in a call, and seconds of every move. queries: of rings where these do."""
+
+    messages: Sequence[Traffic]
+    moves_s: tuple[float, ...]
+    queries: TokenMoves | StreamMoves | None
+
+    def seconds(self, a_block: float) -> float:
+        """Of attention to all blocks. a_block: to one."""
+        if self.queries is not None:
+            return self.queries.seconds(a_block)
+        return sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
+
+
+def ring_of(
+    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float = MESSAGE_S
+) -> Ring:
+    """Without messages where there is one group. message_s: what a step of messages takes at least."""
+    around = Around(mesh, layouts, 2 * work.cell, wires, message_s)
+    if mesh.ring > 1 and mesh.kind in OF_QUERIES:
+        messages, queries = OF_QUERIES[mesh.kind](mesh, layouts, work, wires, message_s)
+        return Ring(messages, around.moves_s, queries)
+    return Ring([around.all], around.moves_s, None)
 
 
 def best_of_degree(priced: Sequence[Priced]) -> Priced:

@@ -7,11 +7,10 @@ nodes, which it may share. Rates are those of the machine file, one direction, i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
-from cocodiff.errors import UserError
 from cocodiff.topology.machine import Topology
 
 
@@ -48,15 +47,12 @@ def neighbours_of(joined: Iterable[Wire]) -> dict[int, list[tuple[int, int]]]:
     return neighbours
 
 
-def next_hops(
-    topology: Topology, rank: int, neighbours: Mapping[int, list[tuple[int, int]]] | None = None
-) -> dict[int, int]:
+def next_hops(topology: Topology, rank: int) -> dict[int, int]:
     """For every other rank of the node that can be reached, the neighbour that a shortest way goes through first.
 
     Of equal ways the one that crosses to the sibling first: the message leaves the card on the plane of its receiver.
-    neighbours: of `neighbours_of`, where they are known.
     """
-    neighbours = neighbours_of(wires(topology)) if neighbours is None else neighbours
+    neighbours = neighbours_of(wires(topology))
     hops: dict[int, int] = {}
     reached, waiting = {rank}, deque([(rank, rank)])
     while waiting:
@@ -67,65 +63,6 @@ def next_hops(
                 hops[other] = other if at == rank else first
                 waiting.append((other, hops[other]))
     return hops
-
-
-class DirectedLink(NamedTuple):
-    """A physical link in one direction: its kind ("sibling", "plane", "nic out" or "nic in"), ends, and rate in GB/s.
-
-    Of a NIC the ends are its node and its number.
-    """
-
-    kind: str
-    a: int
-    b: int
-    gb_s: float
-
-
-class Network:
-    """The links of a topology, each direction on its own, and which of them a message between two ranks goes over.
-
-    On a node it takes the shortest way, over the sibling where planes differ; between nodes the NICs of both ends.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        joined = wires(topology)
-        self.links = [DirectedLink(w.kind, *ends, w.gb_s) for w in joined for ends in ((w.a, w.b), (w.b, w.a))]
-        rate = topology.machine.links.nic_gb_s
-        nics = sorted({(place.node, topology.nics[place.rank]) for place in topology.places})
-        if topology.nodes > 1:
-            self.links += [DirectedLink(kind, node, nic, rate) for node, nic in nics for kind in ("nic out", "nic in")]
-        self._index = {way[:3]: index for index, way in enumerate(self.links)}
-        self._neighbours = neighbours_of(joined)
-        self._hops: dict[int, dict[int, int]] = {}
-        self._paths: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def path(self, sender: int, receiver: int) -> tuple[int, ...]:
-        """Indices into `links`, in the order of the way. Raises UserError where there is none."""
-        pair = (sender, receiver)
-        if pair not in self._paths:
-            self._paths[pair] = self._find(*pair)
-        return self._paths[pair]
-
-    def _find(self, sender: int, receiver: int) -> tuple[int, ...]:
-        places, nics = self._topology.places, self._topology.nics
-        if places[sender].node != places[receiver].node:
-            out = self._index["nic out", places[sender].node, nics[sender]]
-            return out, self._index["nic in", places[receiver].node, nics[receiver]]
-        found, at = [], sender
-        while at != receiver:
-            if at not in self._hops:
-                self._hops[at] = next_hops(self._topology, at, self._neighbours)
-            if receiver not in self._hops[at]:
-                raise UserError(
-                    f"no link leads from rank {sender} to rank {receiver} on machine {self._topology.machine.name}: "
-                    f"give every card a tile in each plane"
-                )
-            following = self._hops[at][receiver]
-            kind = self._topology.link_class(at, following)
-            found.append(self._index[str(kind), at, following])
-            at = following
-        return tuple(found)
 
 
 def alltoall_bound(topology: Topology, block_bytes: float) -> float | None:

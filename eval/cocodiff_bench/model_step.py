@@ -30,10 +30,10 @@ from cocodiff.errors import UserError
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.planning.deal_prices import OUTPUT_CHANNELS
 from cocodiff.planning.decisions import decisions_of, read_decisions
-from cocodiff.planning.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, recorded_kinds
+from cocodiff.planning.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.partition import OUTPUT_CHANNELS
 from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff.topology.machine import Topology
@@ -330,7 +330,7 @@ def config_of(values: Values, name: str) -> Config:
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
-    return list(STABLE) if case.config.selection == "v_major" else recorded_kinds(case)
+    return list(STABLE) if case.config.selection == "v_major" else sampled_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:

@@ -19,8 +19,7 @@ from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planning.costs import CallKind
 from cocodiff.planning.layers import SITES, Case, ModelCalls
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.planning.pricing import bytes_of, cost_of, prefer_linear
-from cocodiff.planning.roofline import LAUNCHES, seconds
+from cocodiff.planning.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Device, Topology
 from cocodiff.trace import Trace

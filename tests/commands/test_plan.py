@@ -13,9 +13,8 @@ from tiny_pipelines import wan_pipeline
 from worlds import topology_of
 
 from cocodiff.cli.main import main
-from cocodiff.cli.plan.calibrate import slowed
 from cocodiff.config import load_machine
-from cocodiff.planning.calibrate import AllToAll, Constants
+from cocodiff.planning.calibrate import AllToAll, Constants, slowed
 from cocodiff.planning.decisions import read_decisions
 
 QWEN = ("--memory", "--model", "qwen-image", "--size", "1536", "--batch", "4", "--preset", "cocodiff")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from cocodiff.cli.plan.memory import as_json, size, table
 from cocodiff.comm.launch import Launch
 from cocodiff.config import Config, load_machine
 from cocodiff.console.options import (
@@ -20,14 +22,15 @@ from cocodiff.console.options import (
 )
 from cocodiff.console.terminal import quiet_libraries, say
 from cocodiff.errors import UserError
+from cocodiff.files import irregular
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.family import Video
 from cocodiff.models.tokens import image_and_text
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import write_document
-from cocodiff.planning.deal_prices import Pricer, Workload, untimed
 from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.memory import Load, ModelShape
+from cocodiff.planning.partition import Workload
 from cocodiff.topology.machine import Machine, Topology
 
 SIDE = 1024
@@ -67,7 +70,7 @@ OPTIONS = (
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
     Option("calibrate", "bench.json of bench alltoall: fits latencies and link efficiencies, writes machine.yaml"),
     Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
-    Option("out", "folder of plan.json", "plan"),
+    Option("out", "folder that plan.json is written to; default: a plan is printed alone"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     LOG_LEVEL,
 )
@@ -84,17 +87,32 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check(values)
     if not launch.speaks:
         return 0
-    if values["calibrate"]:
-        from cocodiff.cli.plan.calibrate import run_calibration
+    with output_of(values) as (folder, plan):
+        if values["calibrate"]:
+            run_calibration(values, plan, folder)
+        elif values["paper"]:
+            from cocodiff_studies.paper.figures import run_paper
 
-        run_calibration(values, topology_of(values))
-    elif values["paper"]:
-        from cocodiff_studies.paper.figures import run_paper
-
-        run_paper(values)
-    else:
-        run_plan(values)
+            plan |= run_paper(values)
+        else:
+            run_plan(values, plan, folder)
     return 0
+
+
+@contextmanager
+def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, Any]]]:
+    """The folder that a plan is written to, and what is to stand in its plan.json; no folder without `--out`."""
+    plan: dict[str, Any] = {"schema": 1}
+    if values["out"] is None:
+        yield None, plan
+        return
+    output = OutputFolder(values["out"], values["overwrite"])
+    with output.held(), output.writing():
+        folder = output.open()
+        yield folder, plan
+        write_document(folder, "plan.json", plan, values)
+        output.publish()
+    say(f"results: {output.final / 'plan.json'}")
 
 
 def check(values: dict[str, Any]) -> None:
@@ -110,23 +128,21 @@ def check(values: dict[str, Any]) -> None:
         raise UserError(f"--stable {values['stable']:g}: give a part from 0 to 1")
 
 
-def run_plan(values: dict[str, Any]) -> None:
-    from cocodiff.cli.plan.deals import deals_as_json, deals_table, one_replica, pinned_guidance
-    from cocodiff.planning.deal_choice import choose
+def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
+    from cocodiff.cli.plan.memory import as_json, deals_as_json, deals_table, one_replica, pinned_guidance, size, table
+    from cocodiff.planning.partition import Pricer, choose, untimed
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
     video = video_of(values, shape)
     work = workload_of(values, shape, config, video)
-    output = OutputFolder(values["out"], values["overwrite"])
-    started = time.monotonic()
     choice, pricer = None, Pricer(topology)
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
-        choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config), values["compare"])
+        choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config))
     deal = one_replica(topology, work) if choice is None else choice.taken.deal
     sizes = size(topology, work, deal, video)
-    plan = as_json(values, shape, topology, work.load, sizes, video)
+    plan |= as_json(values, shape, topology, work.load, sizes, video)
     plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
     say("\n".join(table(values, shape, topology, work.load, sizes, video)))
     if choice is not None:
@@ -139,16 +155,54 @@ def run_plan(values: dict[str, Any]) -> None:
     unknown = None if values["memory"] else untimed(topology.machine)
     if unknown is not None:
         say(unknown)
-    with output.held(), output.writing():
-        folder = output.open()
-        if not values["memory"] and unknown is None:
-            from cocodiff.cli.plan.time import add_times
+    elif not values["memory"]:
+        from cocodiff.cli.plan.time import add_times
 
-            add_times(values, pricer, work, deal, plan, folder)
-            say(f"planned in {time.monotonic() - started:.1f} s")
-        write_document(folder, "plan.json", plan, values)
-        output.publish()
-    say(f"results: {output.final / 'plan.json'}")
+        add_times(values, pricer, work, deal, plan, folder)
+
+
+def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
+    """Fits the machine's links to a run of bench alltoall; writes, or prints, the machine's file with them."""
+    import yaml
+
+    from cocodiff.planning import calibrate
+    from cocodiff.planning.calibrate import NAMES, Calibration, Constants
+
+    path, topology = Path(values["calibrate"]), topology_of(values)
+    rows = read_rows(path)
+    measured = calibrate.measured_of(rows, path)
+    scale = calibrate.scale_of(rows, topology)
+    machine = calibrate.slowed(topology.machine, scale)
+    names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
+    start = Constants(machine.links.latency_us, machine.links.message_us)
+    fit = Calibration(replace(topology, machine=machine), measured).fit(start, names)
+    say("\n".join(calibrate.told(fit, measured, names, scale)))
+    plan["calibration"] = calibrate.as_json(fit, measured, names) | {"from": str(path), "scale": scale}
+    machines = {"machine.yaml": fit.constants.machine(machine)}
+    if scale != 1:  # at the machine file's rates, beside what bench step says
+        machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)
+    for name, one in machines.items():
+        text = yaml.safe_dump(calibrate.machine_file(one), sort_keys=False)
+        if folder is None:
+            say(f"{name}, to be used with --machine:\n{text}")
+        else:
+            (folder / name).write_text(text)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        if kind := irregular(path):
+            raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
+        data = json.loads(path.read_text())
+        rows = data["rows"]
+        assert isinstance(rows, list) and all({"case", "variant", "median_s"} <= row.keys() for row in rows)
+    except OSError as error:
+        raise UserError(f"--calibrate {path}: {error.strerror}") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise UserError(f"--calibrate {path} is no bench.json: give the one that bench alltoall wrote") from error
+    return rows
 
 
 def topology_of(values: dict[str, Any]) -> Topology:

@@ -13,19 +13,18 @@ from cocodiff.console.options import engine_record
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.planning.costs import CallKind, costs_of, state_sizes
-from cocodiff.planning.deal_prices import DealStep, Part, Pricer, Workload, parts_of
 from cocodiff.planning.deals import Deal
 from cocodiff.planning.decisions import as_file, decisions_of
-from cocodiff.planning.layers import SITES, Case, Recording
+from cocodiff.planning.layers import SITES, Case, plan_layers
 from cocodiff.planning.memory import misfit
+from cocodiff.planning.partition import DealStep, Part, Pricer, Workload, parts_of
 from cocodiff.planning.placement import table, worth_listing
-from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.traffic import Latencies
 from cocodiff.registry import EXCHANGES, load
 from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, split_plan
 from cocodiff.text_table import aligned
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import LINK_CLASSES
 
@@ -33,9 +32,10 @@ PEERS_SHOWN = 6  # of one phase's messages
 
 
 def add_times(
-    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path | None
 ) -> None:
-    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png."""
+    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
+    the folder that there is."""
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
     first = parts_of(topology, work, deal)[0][0]
     chosen, config = pricer.step(work, deal), first.work.config
@@ -52,20 +52,24 @@ def add_times(
     replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
-        (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
+        if folder is not None:
+            (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
     stable = values["stable"] if config.schedule == "threshold" else None
     decided = None if replayed is None else replayed.title()
     plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}
     if values["explain"]:
         told = explain(first, latencies)
         say("\n".join(told))
-        (folder / "explain.txt").write_text("\n".join(told) + "\n")
+        if folder is not None:
+            (folder / "explain.txt").write_text("\n".join(told) + "\n")
     if values["compare"] and values["images"] is None:
-        from cocodiff.console.plots import plot_presets
-
         rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
+        if folder is None:
+            return
+        from cocodiff.console.plots import plot_presets
+
         side = values["size"]
         sides = "" if side is None else f" {side}x{side}"
         where = f"{work.shape.name}{sides} batch {values['batch']}, {topology.size} ranks on "
@@ -161,23 +165,20 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def explain(part: Part, latencies: Latencies) -> list[str]:
-    """The spans of rank 0's main thread and lanes in one layer of each kind, and whom it sends what. part: its own."""
-    work, network = part.work, Network(part.topology)
-    recording = Recording(part.case(work.load))
-    lines = []
-    for kind, segments in recording.kinds:
-        for segment in segments:
-            outcome = recording.outcome(segment, network, latencies)
+    """The spans of the rank that computes longest, of its main thread and lanes, in one layer of each kind, and whom
+    rank 0 sends what. part: its own."""
+    work, lines = part.work, []
+    case = part.case(work.load)
+    for kind, plans in plan_layers(case, latencies):
+        for call, plan in plans.items():
             lines.append(
-                f"layer {kind.name}, {named(segment.kind, work.config)}: {segment.seconds(outcome) * 1e3:.3f} ms; "
-                f"rank 0, ms from its start:"
+                f"layer {kind.name}, {named(call, work.config)}: {plan.seconds * 1e3:.3f} ms; ms from its start:"
             )
-            spans = sorted(segment.counted(outcome.spans[0]), key=lambda span: (span.start_ns, span.end_ns))
             lines += [
-                f"  {span.start_ns / 1e6:9.3f} to {span.end_ns / 1e6:9.3f}  {span.lane:<8} {span.name}"
-                for span in spans
+                f"  {span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}  {span.lane:<8} {span.name}"
+                for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s))
             ]
-    return lines + messages(recording.case)
+    return lines + messages(case)
 
 
 def named(kind: CallKind, config: Config) -> str:
@@ -189,7 +190,7 @@ def named(kind: CallKind, config: Config) -> str:
     coded = "as they are" if config.codec == "none" else f"coded in {config.codec}" + ", twice the bits" * kind.fine
     if not kind.displaced:
         return coded
-    return f"{coded}, {', '.join(kind.displaced)} displaced (the last of {SITES} layers of three calls)"
+    return f"{coded}, {', '.join(kind.displaced)} displaced (the last of {SITES} layers)"
 
 
 def messages(case: Case) -> list[str]:

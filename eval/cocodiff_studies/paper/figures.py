@@ -15,16 +15,13 @@ from cocodiff.assemble import AttentionWork
 from cocodiff.config import Config, load_machine
 from cocodiff.console.terminal import say
 from cocodiff.loading.model_shapes import load_shape
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.settings import write_document
 from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planning.costs import state_sizes
-from cocodiff.planning.layers import Case, Recording, StepPlan
+from cocodiff.planning.layers import Case, StepPlan, plan_step
 from cocodiff.planning.memory import Load, ModelShape, largest_batch, size_run
 from cocodiff.planning.placement import choose
-from cocodiff.planning.simulate import Latencies
+from cocodiff.planning.traffic import Latencies
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
 
 FITTED = ("latency_us", "sibling", "plane")
@@ -109,8 +106,7 @@ class Paper:
             rows = self.batch(run) * shape.rows_per_image
             load = Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
             case = Case(shape, topology, config, load, one_peer=variant == "flat_serial")
-            plan = Recording(case).plan(Network(topology), Latencies.of(self.machine))
-            self._plans[run, variant] = plan
+            self._plans[run, variant] = plan_step(case, Latencies.of(self.machine))
         return self._plans[run, variant]
 
     def speed_up(self, run: Run, variant: str, baseline: str) -> float:
@@ -179,9 +175,9 @@ def mean(values: Iterable[float]) -> float | None:
 # What is said and written ---------------------------------------------------------------------------------------------
 
 
-def run_paper(values: dict[str, Any]) -> None:
+def run_paper(values: dict[str, Any]) -> dict[str, Any]:
+    """Says the figures; what stands of them in plan.json."""
     machine = load_machine(values["machine"])
-    output = OutputFolder(values["out"], values["overwrite"])
     fits = {baseline: fit_figure_11(machine, baseline) for baseline in BASELINES}
     say("\n".join(lines_of(fits)))
     fit = fits["flat_serial"]
@@ -191,18 +187,13 @@ def run_paper(values: dict[str, Any]) -> None:
     say(f"{'':<66}{'paper':>22}{'flat_serial':>13}{'flat':>8}")
     rows = rows_of(paper, say_row)
     say("degrees of Ulysses in the paper: " + ", ".join(f"{degree} on {n} node(s)" for n, degree in DEGREES.items()))
-    plan = {
-        "schema": 1,
+    return {
         "constants": asdict(fit.constants),
         "rows": rows,
         "readings": [
             {"baseline": name, "rms": rms_of(one, name), **asdict(one.constants)} for name, one in fits.items()
         ],
     }
-    with output.held(), output.writing():
-        write_document(output.open(), "plan.json", plan, values)
-        output.publish()
-    say(f"results: {output.final / 'plan.json'}")
 
 
 def say_row(row: dict[str, Any]) -> None:

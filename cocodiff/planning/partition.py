@@ -1,16 +1,16 @@
-"""What each deal of the ranks would take: memory of the fullest rank, seconds of an image and of a whole job, bytes.
+"""Which deal of its ranks a job takes: memory first, then the least predicted time of the whole job.
 
-Every set of ranks that shares a sequence is priced by recording it (`layers.py`), as if it were alone on the machine:
-replicas that share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the
-longer of them, and then each rank sends its branch's whole output to its partner in the other one. Sets of ranks that
-sit alike take alike and are recorded once.
+Every set of ranks that shares a sequence is priced (`layers.py`) as if it were alone on the machine: replicas that
+share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the longer of
+them, and then each rank sends its branch's whole output to its partner in the other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -20,20 +20,18 @@ from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.models.tokens import IMAGE
 from cocodiff.planning.costs import state_sizes
-from cocodiff.planning.deals import Deal
+from cocodiff.planning.deals import Deal, deals_of
 from cocodiff.planning.decisions import Decisions
-from cocodiff.planning.layers import Case, Recording, StepPlan, kinds_of
-from cocodiff.planning.memory import Load, ModelShape, RankMemory, size_run
-from cocodiff.planning.roofline import roofline
-from cocodiff.planning.simulate import Latencies
-from cocodiff.planning.traffic import Traffic, Wires
+from cocodiff.planning.layers import Case, StepPlan, plan_step
+from cocodiff.planning.memory import Load, ModelShape, RankMemory, check_fits, misfit, size_run
+from cocodiff.planning.traffic import Latencies, Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments
-from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import LINK_CLASSES
 
 OUTPUT_CHANNELS = 64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small too
+SAME = 1.001  # times that differ by less are the same time
 
 
 @dataclass(frozen=True)
@@ -111,23 +109,10 @@ class Part:
     @cached_property
     def plan(self) -> StepPlan:
         """Of a step, in which one call of the model follows another."""
-        network, latencies = Network(self.topology), Latencies.of(self.topology.machine)
-        plans = [Recording(self.case(load)).plan(network, latencies) for load in self.work.calls]
+        latencies = Latencies.of(self.topology.machine)
+        plans = [plan_step(self.case(load), latencies) for load in self.work.calls]
         sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
         return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, self.work.steps)
-
-    def arithmetic_s(self) -> float:
-        """Seconds of a step's arithmetic on the fullest rank, at the device's full rate."""
-        shape, mesh, found = self.work.shape, self.mesh, 0.0
-        for load in self.work.calls:
-            for kind in kinds_of(shape, load):
-                layers = [
-                    roofline(shape, self.topology, sum(layout.rows), load.batch, slot, layout).total
-                    for layout in mesh.layouts(kind.segments, shape.heads)
-                    for slot in range(mesh.ulysses)
-                ]
-                found += kind.layers * load.branches * max(layers)
-        return found
 
     def case(self, load: Load) -> Case:
         """load: one of the work's calls."""
@@ -196,10 +181,6 @@ class Pricer:
                 f"it: choose another number"
             )
 
-    def least_s(self, work: Workload, deal: Deal) -> float:
-        """Seconds that no step is faster than: the model's arithmetic on the fullest rank."""
-        return max(part.arithmetic_s() for part in self._unlike(work, deal))
-
     def step(self, work: Workload, deal: Deal) -> DealStep:
         """Raises UserError as `need`, and where a part's ranks are not joined by links."""
         of_replicas = [[part.plan for part in parts] for parts in self._parts(work, deal)]
@@ -237,3 +218,188 @@ class Pricer:
         return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, {
             link: count / deal.replicas for link, count in traffic.bytes.items()
         }
+
+
+@dataclass(frozen=True)
+class PricedDeal:
+    """A deal of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest rank.
+
+    tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
+    the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
+    and of the exchange of outputs between guidance branches. All three None where nothing is timed. first_s: what a
+    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
+    """
+
+    deal: Deal
+    ulysses: int
+    ring: int
+    need: RankMemory
+    tile: int | None
+    images: int
+    batches: int
+    batch_s: float | None = None
+    sent: dict[str, float] | None = None
+    outputs: dict[str, float] | None = None
+    first_s: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.tile is None else misfit(self.need, self.tile) is None
+
+    @property
+    def rounds(self) -> int:
+        """Batches that the replica with the most of them makes."""
+        return ceil(self.batches / self.deal.replicas)
+
+    @property
+    def job_s(self) -> float:
+        """Seconds of the whole job, denoising alone."""
+        assert self.batch_s is not None, "nothing is timed on this machine"
+        return self.rounds * self.batch_s + self.first_s
+
+    @property
+    def images_per_hour(self) -> float:
+        return self.images * 3600 / self.job_s
+
+    def __str__(self) -> str:
+        """As "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
+        ranks = self.ulysses * self.ring
+        count, all_ranks = self.deal.replicas, ranks * self.deal.guidance
+        told = f"{count} replica{'s' * (count > 1)} of {all_ranks} rank{'s' * (all_ranks > 1)}"
+        if self.deal.guidance > 1:
+            told += f", each guidance branch on {ranks} of them"
+        axes = [f"{name} {n}" for name, n in (("Ulysses", self.ulysses), ("ring", self.ring)) if n > 1]
+        return told + (f" ({' x '.join(axes)})" if axes else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """taken: the deal of the job; it does not fit where none does. following: the best of the others that were timed.
+    listed: all that were looked at, as `deals_of` lists them. refused: why others cannot be. reason: why nothing is
+    timed; None where it is."""
+
+    topology: Topology
+    taken: PricedDeal
+    following: PricedDeal | None
+    listed: list[PricedDeal]
+    refused: dict[Deal, UserError]
+    reason: str | None
+
+    def check_fits(self) -> None:
+        """Raises UserError where no deal fits the memory of a rank."""
+        if self.taken.tile is not None:
+            least = f"the deal that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
+            check_fits(self.taken.need, self.taken.tile, f"the fullest rank in {least}")
+
+    def line(self) -> str:
+        """What was taken, why, and what the next best would cost."""
+        taken, following, machine = self.taken, self.following, self.topology.machine.name
+        told = f"ranks dealt to {taken}"
+        if len(self.listed) == 1:
+            predicted = "" if taken.batch_s is None else f", {_seconds(taken)} by prediction"
+            return f"{told}: with what is given there is no other deal{predicted}"
+        misfits = sum(one.fits is False for one in self.listed)
+        kept_out = f" ({misfits} of {len(self.listed)} deals do not fit the memory)" if misfits else ""
+        if self.reason:
+            order = "replicas first, then guidance, then Ulysses"
+            return f"{told}: {order}, as machine {machine} does not say what others would take{kept_out}"
+        next_best = ""
+        if following is not None:
+            ratio = following.job_s / taken.job_s
+            next_best = f"; next best: {following}, {_seconds(following)} ({ratio:.2f}x)"
+        return f"{told}: the least time by prediction, {_seconds(taken)}{kept_out}{next_best}"
+
+
+def _seconds(one: PricedDeal) -> str:
+    seconds = one.job_s
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def choose(
+    pricer: Pricer,
+    works: Sequence[Workload],
+    images: int,
+    batches: int,
+    replicas: int | None = None,
+    guidance: int | None = None,
+    least: int = 1,
+) -> Choice:
+    """The deal of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
+
+    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. Where the
+    machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part share a
+    sequence as the settings say.
+    Raises UserError where no deal is possible.
+    """
+    topology, guides = pricer.topology, any(work.guides for work in works)
+    refused: dict[Deal, UserError] = {}
+    sized: list[PricedDeal] = []
+    for deal in deals_of(topology.size, guides, replicas, guidance, least):
+        try:
+            sized.append(size_deal(pricer, works, deal, images, batches))
+        except UserError as error:
+            refused[deal] = error
+    if not sized:
+        raise next(iter(refused.values()))
+    fitting = [one for one in sized if one.fits is not False]
+    reason = untimed(topology.machine)
+    if reason and refused and min(one.deal.replicas for one in sized) > max(batches, replicas or 1):
+        raise next(iter(refused.values()))  # more ranks than so few images can use
+    if reason:
+        taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
+        return Choice(topology, taken, None, sized, refused, reason)
+    timed: dict[Deal, PricedDeal] = {}
+    for one in sized:
+        try:
+            timed[one.deal] = time_deal(pricer, works, one)
+        except UserError as error:
+            refused[one.deal] = error
+    if not timed:
+        raise next(iter(refused.values()))
+    listed = [timed[one.deal] for one in sized if one.deal in timed]
+    able = [one for one in timed.values() if one.fits is not False]
+    if not able:
+        return Choice(topology, min(listed, key=lambda one: one.need.total), None, listed, refused, None)
+    able.sort(key=lambda one: one.job_s)
+    near = [one for one in able if one.job_s <= SAME * able[0].job_s]
+    taken = max(near, key=lambda one: (one.deal, -one.ring))
+    following = next((one for one in able if one is not taken), None)
+    return Choice(topology, taken, following, listed, refused, None)
+
+
+def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int) -> PricedDeal:
+    """A deal with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
+    need = max((pricer.need(work, deal) for work in works), key=lambda need: need.total)
+    for work in works:
+        pricer.check_same_bits(work, deal)
+    mesh = pricer.mesh(works[0], deal)
+    tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
+    return PricedDeal(deal, mesh.ulysses, mesh.ring, need, tile, images, batches)
+
+
+def by_rule(sized: Sequence[PricedDeal]) -> PricedDeal:
+    """Replicas first, as long as each has a batch to make, then guidance."""
+    most = max(sized[0].batches, min(one.deal.replicas for one in sized))
+    return max((one for one in sized if one.deal.replicas <= most), key=lambda one: one.deal)
+
+
+def time_deal(pricer: Pricer, works: Sequence[Workload], one: PricedDeal) -> PricedDeal:
+    steps = [pricer.step(work, one.deal) for work in works]
+
+    def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {
+            link: sum(work.steps * count[link] for work, count in zip(works, counts, strict=True))
+            for link in LINK_CLASSES
+        }
+
+    return replace(
+        one,
+        batch_s=sum(step.plan.image_s for step in steps),
+        sent=total([step.plan.bytes for step in steps]),
+        outputs=total([step.outputs for step in steps]),
+        first_s=sum(
+            step.plan.step_s
+            for work, step in zip(works, steps, strict=True)
+            if one.deal.guidance > 1 and work.load.branches > 1
+        ),
+    )
