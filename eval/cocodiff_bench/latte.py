@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,11 @@ from cocodiff.config import Config
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.adapter import Adapter, AttentionProcessor
 from cocodiff.models.latte import PLACES, LatteAdapter
+from cocodiff.models.plan import Cut, Gather, Plan, as_given
 from cocodiff.outputs.folder import OutputFolder
+from cocodiff.replacing import signature_of
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 
@@ -50,30 +53,33 @@ def config_of(values: Values, exchange: str, way: str) -> Config:
     return common.engine_config(values, exchange=exchange, chunks=values["slices"] if way in SLICED else 1)
 
 
+TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "proj_out": Gather(tokens=PLACES)}
+
+
 class UlyssesLatte(LatteAdapter):
     """Latte with the attention of other families: ranks have some places of all frames, which is all that temporal
     blocks need, and exchange places for heads where a spatial block attends."""
 
-    def hooks(self, model: Any, shard: Shard) -> list[Hook]:
-        def cut_tokens(arguments: Arguments) -> Arguments:
-            return arguments | {"hidden_states": shard.cut(PLACES, arguments["hidden_states"])}
-
-        def cut_timesteps(arguments: Arguments) -> Arguments:
-            of_places = arguments["timestep"].unflatten(0, (-1, sum(shard.sequence.shares(PLACES))))
-            return arguments | {"timestep": shard.cut(PLACES, of_places).flatten(0, 1)}
-
-        temporal = [Hook(block, arguments=cut_timesteps) for block in model.temporal_transformer_blocks]
-        return [Hook(model.transformer_blocks[0], arguments=cut_tokens), *temporal]
-
-    def exit(self, model: Any) -> tuple[Any, str]:
-        return model.proj_out, PLACES
+    plan = TOKENS
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         return {AttnProcessor2_0: SpatialProcessor}
 
-    all_hooks, attach = Adapter.all_hooks, Adapter.attach
+    def attach(self, model: Any, host: Any, kernels: Any) -> Callable[[], None]:
+        undo = contextlib.ExitStack()
+        undo.callback(Adapter.attach(self, model, host, kernels))
+
+        def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
+            of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
+            bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)
+            return as_given(bound, args, kwargs)
+
+        for block in model.temporal_transformer_blocks:
+            undo.callback(block.register_forward_pre_hook(cut_timesteps, with_kwargs=True).remove)
+        return undo.close
 
 
 class SpatialProcessor(AttentionProcessor):
