@@ -1,24 +1,23 @@
 """Whether all ranks call their transformers with the same inputs: only then is what they compute one image.
 
-What a rank calls with becomes a table of numbers of fixed size, so that ranks whose inputs differ in shape can compare
-it too: two 64-bit digests for each argument, computed where the argument lies, in one small message to each peer.
+Each value is compared by its form in words and by a 64-bit digest of its tensors' bits, computed where these lie.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cocodiff.comm.transport import Transport
 from cocodiff.digest import digest
 from cocodiff.errors import UserError
 
-ROWS = 64  # of the table: more than any call has arguments
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model
 ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # of peft's layers and IP-Adapters
@@ -26,64 +25,58 @@ NAMED_RANKS = 8  # in an error; of more only the number
 SHOWN_VALUES = 4  # of a tensor, in an error
 
 
-def check_agreement(values: dict[str, Any], device: torch.device, transport: Transport) -> None:
+class Compared(NamedTuple):
+    """A value that ranks call with. words: for the error, should another rank have another one."""
+
+    name: str
+    form: str
+    bits: int
+    words: str
+
+    @property
+    def told(self) -> tuple[str, str, int]:
+        return self.name, self.form, self.bits
+
+
+def check_agreement(values: dict[str, Any], transport: Transport) -> None:
     """Compares what ranks call with. All ranks call it and wait for each other.
 
-    values: tensors, and numbers, texts and containers of them, by the same names on every rank. device: what the table
-    is sent from.
+    values: tensors, and numbers, texts and containers of them, by the same names on every rank.
 
     Raises UserError on every rank, which names what differs and the ranks that have something else than most.
     """
-    own = table(values, device)
+    own = [Compared(name, form(value), _bits(value), described(value)) for name, value in values.items()]
+    of_ranks = transport.gather_object(own)
+    message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
+    if message is not None:
+        raise UserError(message)
 
-    def gather(own: Tensor) -> Tensor:
-        parts = [torch.empty_like(own) for _ in range(transport.size)]
-        transport.world.all_gather(own, parts).wait()
-        return torch.stack(parts)
 
-    of_ranks = transport.control.submit_inline(gather, own).wait().tolist()
-    differing = [row for row in range(ROWS) if any(rows[row] != of_ranks[0][row] for rows in of_ranks)]
+def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
+    """The line that says who differs, in what rank 0's names tell; None where nobody does."""
+    nothing = Compared("", "", 0, "")
+    columns = [[one[row] if row < len(one) else nothing for one in of_ranks] for row in range(max(map(len, of_ranks)))]
+    differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
-        return
-    # Every rank has come to this line, so there is time for words. Names are those of rank 0.
-    of_all = transport.gather_object([described(value) for value in values.values()])
-    message = None
-    if of_all is not None:
-        names = [name for row, name in enumerate(values) if row in differing]
-        row = differing[0]
-        message = disagreement(
-            names, [rows[row] for rows in of_ranks], [(*words, *[""] * ROWS)[row] for words in of_all]
-        )
-    raise UserError(transport.broadcast_object(message))
-
-
-def disagreement(names: Sequence[str], digests: Sequence[Sequence[int]], words: Sequence[str]) -> str:
-    """The line that says who differs. names: of what differs; of the first of them every rank's digests and words."""
-    of_ranks = [tuple(one) for one in digests]
-    count = Counter(of_ranks)
-    usual = max(of_ranks, key=lambda one: count[one])  # rank 0's where as many have another
-    others = [rank for rank, one in enumerate(of_ranks) if one != usual]
+        return None
+    first, names = differing[0], ", ".join(column[0].name for column in differing)
+    count = Counter(one.told for one in first)
+    usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
+    others = [rank for rank, one in enumerate(first) if one.told != usual.told]
     ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
-    other, most = words[others[0]], words[of_ranks.index(usual)]
+    other, most = first[others[0]].words, usual.words
     how = f"{other} instead of {most}" if other != most else f"{most} with other values"
     return (
-        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {', '.join(names)} than "
-        f"the rest (on rank {others[0]} {names[0]} is {how}): give every rank the same inputs, seeds, weights and "
+        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {names} than "
+        f"the rest (on rank {others[0]} {first[0].name} is {how}): give every rank the same inputs, seeds, weights and "
         f"settings"
     )
 
 
-def table(values: dict[str, Any], device: torch.device) -> Tensor:
-    """[ROWS, 2], int64: for each value the digest of its name and form, and of the bits of its tensors."""
-    if len(values) > ROWS:
-        raise ValueError(f"{len(values)} values to compare, there is room for {ROWS}")
-    forms = [_hash(f"{name} {form(value)}") for name, value in values.items()]
-    bits = []
-    for value in values.values():
-        found = [digest(tensor).to(device) * (2 * number + 1) for number, tensor in enumerate(tensors_in(value))]
-        bits.append(torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64, device=device))
-    columns = torch.stack([torch.tensor(forms, device=device), torch.stack(bits)], dim=1)
-    return torch.cat([columns, columns.new_zeros(ROWS - len(forms), 2)])
+def _bits(value: Any) -> int:
+    """The digest of the tensors of a value; it waits for their device."""
+    found = [int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))]
+    return sum(found) % 2**63
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -104,13 +97,9 @@ def weights_digest(model: nn.Module) -> str:
     return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}') % 2**64:016x}"
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of a value, in an order that its form tells."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def form(value: Any) -> str:

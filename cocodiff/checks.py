@@ -3,7 +3,7 @@ calls, since a user may change it in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,14 +16,11 @@ from cocodiff.errors import UserError
 COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
 
 
-def check_not_compiled(
-    modules: Iterable[tuple[str, nn.Module]], allowed: Container[str] = (), is_traced: bool = False
-) -> None:
-    """modules: with their names; the transformer's own is empty. allowed: names of those that may be compiled in place.
-    is_traced: whether they are called by what is compiled. Raises UserError for others that are compiled."""
+def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool = False) -> None:
+    """modules: with their names; the transformer's own is empty. is_traced: whether they are called by what is
+    compiled. Raises UserError for those that are compiled."""
     for name, module in modules:
-        in_place = is_traced or module._compiled_call_impl is not None
-        if type(module).__name__ == "OptimizedModule" or (in_place and name not in allowed):
+        if is_traced or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UserError(
                 f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
                 f"parallelize the model that is not compiled, with compile=True"
@@ -88,10 +85,6 @@ def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The transformer and its blocks: what compilers and caches are put on, few enough to be looked at in each call."""
     lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
     return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
-
-
-def block_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in called_often(model)[1:]]
 
 
 def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:

@@ -30,16 +30,14 @@ Function = Callable[..., Any]
 class Compiler:
     """torch.compile for one engine, and an account of what it did on this rank.
 
-    backend: torch's name of the compiler. by_user: names of the blocks that the user has compiled. paused: while all
-    blocks run as they are. graphs, seconds: that were compiled, and what that took; later: how many of them after the
-    first step of a run.
+    backend: torch's name of the compiler. paused: while all blocks run as they are. graphs, seconds: that were
+    compiled, and what that took; later: how many of them after the first step of a run.
     """
 
-    def __init__(self, wanted: bool, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
-        """wanted: whether to compile blocks. is_later: whether a first step is over."""
-        self.wanted, self._trace, self._is_later = wanted, trace, is_later
+    def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
+        """is_later: whether a first step is over."""
+        self._trace, self._is_later = trace, is_later
         self.backend: Any = BACKEND
-        self.by_user: set[str] = set()
         self.paused = False
         self.graphs, self.later, self.seconds = 0, 0, 0.0
         self._breaks_before = 0
@@ -57,8 +55,6 @@ class Compiler:
 
     def compiled(self, function: Function) -> Function:
         """A function, compiled where blocks are. It is compiled anew for each shape and kind of its arguments."""
-        if not self.wanted:
-            return function
         if function not in self._compiled:
             self._compiled[function] = torch.compile(copy_of(function), backend=self._compile, dynamic=False)
         return self._compiled[function]
@@ -75,12 +71,12 @@ class Compiler:
     def check(self, model: nn.Module) -> None:
         """Raises UserError for a model whose blocks are to be compiled and cannot be."""
         blocks = self.blocks_of(model)
-        if self.wanted and not blocks:
+        if not blocks:
             raise UserError(
                 f"{type(model).__name__} has no list of blocks that attend, which alone are compiled: run it without "
                 f"compile"
             )
-        for name, hook in stateful_hooks(model.named_modules()) if blocks else ():
+        for name, hook in stateful_hooks(model.named_modules()):
             raise UserError(
                 f"{name or 'the transformer'} has the cache hook {type(hook).__name__}, and compiled blocks have no "
                 f"place for what it decides: call transformer.disable_cache(), or run without compile"
@@ -97,22 +93,15 @@ class Compiler:
                 )
 
     def attach(self, model: nn.Module, forwards: Mapping[type, Function]) -> Callable[[], None]:
-        """Compiles a model's blocks, or has those that the user has compiled break their graphs at attention; the
-        returned function puts the old ones back. forwards: that stand in for those of some classes of blocks."""
+        """Compiles a model's blocks; the returned function puts the old ones back. forwards: that stand in for those of
+        some classes of blocks."""
         blocks, undo = self.blocks_of(model), ExitStack()
-        self.by_user |= {name for name, block in blocks if block._compiled_call_impl is not None}
-        self._breaks_before = other_breaks() if blocks else 0
-        for name, block in blocks:
+        self._breaks_before = other_breaks()
+        for _, block in blocks:
             for part in parts_outside(block):
                 undo.callback(replace(part, "_call_impl", MethodType(self.outside(type(part)._call_impl), part)))
-            if name in self.by_user:
-                compiled = without_fullgraph(name, block._compiled_call_impl)
-                call = partial(self._unless_paused, compiled, block._call_impl)
-                undo.callback(replace(block, "_compiled_call_impl", call))
-            else:
-                function = forwards.get(type(block), type(block).forward)
-                compiled = MethodType(self.compiled(function), block)
-                undo.callback(replace_forward(block, partial(self._unless_paused, compiled)))
+            compiled = MethodType(self.compiled(forwards.get(type(block), type(block).forward)), block)
+            undo.callback(replace_forward(block, partial(self._unless_paused, compiled)))
         return undo.close
 
     def _unless_paused(self, compiled: Function, plain: Function, *args: Any, **kwargs: Any) -> Any:
@@ -120,11 +109,7 @@ class Compiler:
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Those that are compiled, with their names."""
-        return [
-            (name, block)
-            for name, block in called_often(model)[1:]
-            if any(map(attends, block.modules())) and (self.wanted or block._compiled_call_impl is not None)
-        ]
+        return [(name, block) for name, block in called_often(model)[1:] if any(map(attends, block.modules()))]
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """A backend of torch.compile: the usual one, counted."""
@@ -171,20 +156,3 @@ def other_breaks() -> int:
     from torch._dynamo.utils import counters
 
     return sum(count for reason, count in counters["graph_break"].items() if REASON not in reason)
-
-
-def without_fullgraph(name: str, compiled: Function) -> Function:
-    """A block's compiled call, with a UserError for one that must be a single graph."""
-    from torch._dynamo.exc import Unsupported
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(*args, **kwargs)
-        except Unsupported as error:
-            raise UserError(
-                f"{name} is compiled by torch.compile with fullgraph=True, and attention sends messages in the middle "
-                f"of it: compile blocks without fullgraph, or parallelize the model that is not compiled, with "
-                f"compile=True"
-            ) from error
-
-    return call

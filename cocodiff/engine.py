@@ -7,7 +7,7 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, starmap
 from types import TracebackType
@@ -26,17 +26,15 @@ from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, load_machine
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.guidance.ranks import GuidedRanks
-from cocodiff.guidance.rule import GuidanceRule, parts_fit
+from cocodiff.guidance.ranks import GuidanceRule, GuidedRanks, parts_fit
 from cocodiff.kernels import Kernels
-from cocodiff.models import family_of
+from cocodiff.models import experts_of, family_of
 from cocodiff.models.adapter import Arguments
-from cocodiff.models.experts import experts_of
 from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
 from cocodiff.replacing import replace, replace_forward, signature_of
-from cocodiff.results import HasResults, Reporting
+from cocodiff.results import HasResults
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
@@ -97,10 +95,12 @@ class Engine(HasResults):
         self._pipe: Any = target if target is not self.model else None
         self.config = config
         for model in self._models:
-            checks.check_not_compiled(model.named_modules(), checks.block_names(model))
+            checks.check_not_compiled(model.named_modules())
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
-        self._caches = self._step_caches()
+        self._caches: list[FirstBlockCache] = []  # one for each model; none without the setting
+        if config.step_cache != "none":
+            self._caches = [load(STEP_CACHES, config.step_cache)(model, config) for model in self._models]
         self._signature = signature_of(self.model)
         self._owns_transport = transport is None
         self.transport = transport if transport is not None else open_transport(config)
@@ -114,24 +114,18 @@ class Engine(HasResults):
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
-        self._guided = self._guided_ranks()
+        self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
         self._undo = ExitStack()  # what leaving the block puts back
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
-    def _step_caches(self) -> list[FirstBlockCache]:
-        """One for each model; none without the setting."""
-        name = self.config.step_cache
-        return [] if name == "none" else [load(STEP_CACHES, name)(model, self.config) for model in self._models]
-
     def _new_compiler(self) -> Compiler | None:
-        """None for models that are not compiled: a run imports nothing of it."""
-        parts = (part for model in self._models for part in model.modules())
-        if not self.config.compile and all(part._compiled_call_impl is None for part in parts):
+        """None where nothing is compiled: a run imports nothing of it."""
+        if not self.config.compile:
             return None
         from cocodiff.compiling import Compiler
 
-        return Compiler(self.config.compile, self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+        return Compiler(self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
 
     def _new_kernels(self, path: str, note: Any = None) -> Kernels:
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
@@ -146,10 +140,6 @@ class Engine(HasResults):
         if setting == "auto" and (self._pipe is None or not parts_fit(self.topology, mesh_on)):
             setting = 1
         return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
-
-    def _guided_ranks(self) -> GuidedRanks:
-        """Groups, lanes and strategies over the transport."""
-        return GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         work = AttentionWork(*self.adapter.heads(self.model))
@@ -186,9 +176,8 @@ class Engine(HasResults):
     def __enter__(self) -> Engine:
         self._open()
         self._rule.begin()
-        self.compiler = self.compiler or self._new_compiler()
         for model in self._models:
-            self._check_model(model.named_modules(), checks.block_names(model))
+            self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
         try:
@@ -206,7 +195,9 @@ class Engine(HasResults):
         self._undo.close()
         self._sized.clear()
         self._guided.end(drain=error is None)
-        self._tell_of(error)
+        if error is not None and not isinstance(error, PeerLost):  # that came from the others
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
         self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
@@ -218,17 +209,14 @@ class Engine(HasResults):
             if not self._owns_transport:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
             self.transport = open_transport(self.config)
-            self._guided = self._guided_ranks()
+            self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
         """Puts on a model, and around what is on it by then, all that makes it parallel: gives what takes each off."""
         # One rank alone gives one process's bits: it is what others are compared with.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
-        yield self.adapter.attach(model, self, kernels)
         yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
-        # Tokens are cut where they enter the model, and gathered where they leave it.
-        for hook in self.adapter.all_hooks(model, self) if self.size > 1 else ():
-            yield hook.register().remove
+        yield self.adapter.attach(model, self, kernels)
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
@@ -245,12 +233,6 @@ class Engine(HasResults):
 
             yield from share_vae(vae, self.config.vae, self.transport)
             yield replace(vae, "__getstate__", self.__reduce__)
-
-    def _tell_of(self, error: BaseException | None) -> None:
-        """Tells the other ranks of an error that this one leaves with, unless it came from them."""
-        if error is not None and not isinstance(error, PeerLost):
-            mistake = isinstance(error, UserError)
-            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def __reduce__(self) -> Any:
         """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
@@ -274,19 +256,20 @@ class Engine(HasResults):
         self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
-        self._count_call(arguments)
-        self._choose_ranks(arguments)
-        self.sequence.segments = self.adapter.segments(self.model, arguments)
+        sample, timestep, text = self.adapter.called_with(arguments)
+        self.counter.call(timestep, sample, text, getattr(self._pipe, "scheduler", None))
+        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
+        self._guided.begin_call(self.counter, sample, arguments.get("return_dict"), guided)
+        self.sequence.segments = self.adapter.segments(model, arguments)
         self._compare_with_others(arguments)
-        own_rows = self._guided.own_rows(arguments, len(self._sample_of(arguments)))
+        own_rows = self._guided.own_rows(arguments, len(sample))
         self._begin_step(arguments)
-        self._check_memory(self._sample_of(own_rows or arguments))
+        self._check_memory(self.adapter.called_with(own_rows or arguments)[0])
         return None if own_rows is None else ((), own_rows)
 
-    def _check_model(self, modules: Iterable[tuple[str, nn.Module]], compiled: Container[str]) -> None:
-        """compiled: names of the modules that may be compiled."""
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
-        checks.check_not_compiled(found, compiled)
+        checks.check_not_compiled(found)
         if self._caches:
             checks.check_only_cache(found, self.config.step_cache)
         if self.size > 1:
@@ -296,25 +279,12 @@ class Engine(HasResults):
                 self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
-        self._check_model(checks.called_often(self.model), self.compiler.by_user if self.compiler else ())
+        self._check_model(checks.called_often(self.model))
         if self.compiler is not None:
             self.compiler.check_forwards(self.model)
         self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
-
-    def _count_call(self, arguments: Arguments) -> None:
-        sample, timestep, text = self.adapter.called_with(arguments)
-        self.counter.call(timestep, sample, text, getattr(self._pipe, "scheduler", None))
-
-    def _sample_of(self, arguments: Arguments) -> Tensor:
-        """What a call denoises."""
-        return self.adapter.called_with(arguments)[0]
-
-    def _choose_ranks(self, arguments: Arguments) -> None:
-        """Decides which ranks compute a call together."""
-        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
-        self._guided.begin_call(self.counter, self._sample_of(arguments), arguments.get("return_dict"), guided)
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
@@ -331,7 +301,7 @@ class Engine(HasResults):
         }
         if self.counter.calls == 1:
             facts["digest of weights"] = ", ".join(map(weights_digest, self._models))
-        check_agreement(facts | arguments, self._sample_of(arguments).device, ranks)
+        check_agreement(facts | arguments, ranks)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
@@ -373,10 +343,6 @@ class Engine(HasResults):
         """The segments of the model's current call, as its adapter says them."""
         return self.sequence.segments
 
-    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a segment of the current call, out of all of them: for the adapter's hooks."""
-        return self.sequence.cut(segment, whole, dim)
-
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
         the name of the module that attends."""
@@ -390,6 +356,5 @@ class Engine(HasResults):
         return out_BLHD
 
     @property
-    def _reporting(self) -> list[Reporting]:
-        """What notes something of every step."""
+    def _reporting(self) -> list[Any]:
         return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]

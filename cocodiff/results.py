@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from cocodiff.comm.transport import Transport
 from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.wire.coding import StepNotes, merge_notes
+from cocodiff.wire.coding import merge_notes
 
 OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
-
-
-class Reporting(Protocol):
-    """What notes something of every step: a coding, the step cache."""
-
-    def report(self) -> dict[int, StepNotes]: ...
-
-    def forget_report(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,23 +28,6 @@ class Results:
         }
         return cls(sums, merge_notes([report for _, reports in of_ranks for report in reports]))
 
-    @classmethod
-    def gathered(cls, own: OwnResults, transport: Transport) -> Results:
-        """Those of all ranks, on every rank; all ranks call it."""
-        of_ranks = transport.gather_object(own)
-        results: Results = transport.broadcast_object(cls.merged(of_ranks) if of_ranks else None)
-        return results
-
-    def sent(self, purpose: str) -> dict[str, int]:
-        """Bytes per link class. What all ranks sent for a branch of guidance together is attention's as well."""
-        also = self.bytes["unsplit"] if purpose == "attention" else {}
-        return {link: self.bytes[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
-
-
-def own_results(trace: Trace, reporting: Sequence[Reporting]) -> OwnResults:
-    """Those of one rank."""
-    return {purpose: trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in reporting]
-
 
 class HasResults:
     """An engine's results: of all ranks, of all blocks so far."""
@@ -63,7 +38,8 @@ class HasResults:
     _results: Results | None = None
 
     @property
-    def _reporting(self) -> Sequence[Reporting]:
+    def _reporting(self) -> Sequence[Any]:
+        """What notes something of every step, by `report` and `forget_report`: codings, step caches."""
         raise NotImplementedError
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
@@ -75,7 +51,10 @@ class HasResults:
         "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
         what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
         "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
-        return self._current_results().sent(purpose)
+        sent = self._current_results().bytes
+        # What all ranks sent for a branch of guidance together is attention's as well.
+        also = sent["unsplit"] if purpose == "attention" else {}
+        return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
     def drift_profile(self) -> list[dict[str, Any]]:
         """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
@@ -94,7 +73,12 @@ class HasResults:
     def _current_results(self) -> Results:
         if self._inside:
             return self._results_of_all_ranks()
-        return self._results or Results.merged([own_results(self.trace, self._reporting)])
+        return self._results or Results.merged([self._own_results()])
+
+    def _own_results(self) -> OwnResults:
+        return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
 
     def _results_of_all_ranks(self) -> Results:
-        return Results.gathered(own_results(self.trace, self._reporting), self.transport)
+        of_ranks = self.transport.gather_object(self._own_results())
+        results: Results = self.transport.broadcast_object(Results.merged(of_ranks) if of_ranks else None)
+        return results

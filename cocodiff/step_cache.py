@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from cocodiff.errors import UserError
-from cocodiff.guidance.containers import mapped
 from cocodiff.models.adapter import Forward, form_of
 from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.sequence import SequenceRanks
@@ -106,10 +106,7 @@ class FirstBlockCache:
         self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
 
     def attach(self) -> Callable[[], None]:
-        """Puts it around the blocks; the returned function takes it off, and gives memory back. Raises UserError for
-        blocks that the user has compiled: what it sends would be in their graphs, where hooks are that cut tokens."""
-        if any(block._compiled_call_impl is not None for block in self._blocks):
-            raise self._refusal("has blocks that are compiled: give one without, and the setting compile")
+        """Puts it around the blocks; the returned function takes it off, and gives memory back."""
         undo, (first, *between, last) = ExitStack(), self._blocks
         undo.callback(self._forget)
         undo.callback(replace_forward(first, self._compute_first))
@@ -167,10 +164,10 @@ class FirstBlockCache:
         call = self._call
         if call is not None and call.cached is not None:  # the last block looks at none of it
             nothing = call.cached.first_BLC.new_zeros(())
-            return mapped(call.cached.like[number], lambda x: nothing.expand(x.shape))
+            return tree_map_only(Tensor, lambda x: nothing.expand(x.shape), call.cached.like[number])
         output = forward(*args, **kwargs)
         if call is not None:
-            call.like[number] = mapped(output, lambda x: torch.empty_like(x, device="meta"))
+            call.like[number] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
         return output
 
     def _compute_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:

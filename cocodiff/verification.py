@@ -25,8 +25,8 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config import Config, preset_names
 from cocodiff.engine import Engine, parallelize
 from cocodiff.errors import UserError
-from cocodiff.models.experts import experts_of
-from cocodiff.models.provenance import TorchFunctions
+from cocodiff.models import experts_of
+from cocodiff.models.planned_attention import TorchFunctions
 from cocodiff.text_table import aligned
 
 CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance

@@ -21,7 +21,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.part import Part
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
-from cocodiff.guidance.awaited import Awaited
+from cocodiff.guidance.parts import Awaited
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import LINK_CLASSES

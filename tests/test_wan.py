@@ -12,7 +12,7 @@ from tiny_pipelines import TEXT_WIDTH, wan_pipeline
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
-from cocodiff.models.experts import experts_of
+from cocodiff.models import experts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

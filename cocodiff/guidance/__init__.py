@@ -11,5 +11,27 @@ compute all of its calls: they tell how many calls a step has and what the model
 before: where the second call no longer comes, or has just begun to come, all ranks compute the calls together until the
 next step shows another number. The images before it decide who computes an image's first step, but not its bits.
 
-The engine uses `ranks.GuidedRanks` and `rule.GuidanceRule`; the rest is theirs.
+`ranks.py` decides which ranks compute a call; `parts.py` is one of two parts, and what they send each other.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from cocodiff.comm.transport import Transport
+from cocodiff.sequence import SequenceRanks
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import Trace
+
+PARTS = 2
+SequenceOf = Callable[[Topology, Transport, Trace], SequenceRanks]  # makes ranks into those of a sequence
+
+
+class Sharing(Enum):
+    """Who computes a call of the model."""
+
+    TOGETHER = "all ranks, as one sequence"
+    ALIKE = "both parts, each as if it were alone"
+    ROWS = "each part its half of the batch"
+    CALLS = "one of the parts, for both"

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cocodiff.comm.part import Part
 from cocodiff.comm.transport import LanePending, Transport
-from cocodiff.guidance.awaited import Awaited
-from cocodiff.guidance.containers import mapped
-from cocodiff.guidance.rule import PARTS, Sharing
-from cocodiff.sequence import SequenceRanks
+from cocodiff.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
@@ -28,13 +26,7 @@ from cocodiff.trace import Trace
 class GuidanceParts:
     """This rank's part of the ranks, and the rank of the other part that has the same place there."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        transport: Transport,
-        trace: Trace,
-        sequence_of: Callable[[Topology, Transport, Trace], SequenceRanks],
-    ) -> None:
+    def __init__(self, topology: Topology, transport: Transport, trace: Trace, sequence_of: SequenceOf) -> None:
         """topology, transport: of both parts. Every rank of them makes one. sequence_of: makes a part's ranks into
         those of a sequence."""
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
@@ -68,7 +60,7 @@ class GuidanceParts:
         def cut(x: Tensor) -> Tensor:
             return x.narrow(0, self.number * half, half) if x.ndim and len(x) == rows else x
 
-        return {name: mapped(value, cut) for name, value in arguments.items()}
+        return {name: tree_map_only(Tensor, cut, value) for name, value in arguments.items()}
 
     def all_rows(self, output: Any) -> Any:
         """A call's result with both parts' rows, from this part's."""
@@ -78,12 +70,14 @@ class GuidanceParts:
         self._lane.submit_inline(self._job("exchange halves"), own, others).wait()
         self._check(others[0])
         pairs = iter([(x, y) for x, y in zip(own, others, strict=True)][1:])
-        return mapped(output, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]))
+        return tree_map_only(
+            Tensor, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]), output
+        )
 
     def send(self, output: Any, failed: bool = False) -> None:
         """Starts sending a call's result to the other part. What the caller does to it afterwards changes nothing."""
         self._next += 1
-        copies = self._message(mapped(output, torch.clone), failed)
+        copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
         self._begin(copies)
         self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
 
@@ -106,7 +100,7 @@ class GuidanceParts:
             self._check(buffers[0], like)  # raises again where somebody asks again
 
         self._awaited.append(receive)
-        return mapped(result, lambda x: Awaited.over(x, wait))
+        return tree_map_only(Tensor, lambda x: Awaited.over(x, wait), result)
 
     def fail(self, sharing: Sharing, like: Any) -> None:
         """This part could not compute a call of the current step: it sends that in place of the result. like: what the
@@ -150,12 +144,11 @@ class GuidanceParts:
 
     def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
         """A result as it travels: whether there is none, and its tensors."""
-        tensors = [torch.full((1,), failed, dtype=torch.uint8, device=self._device)]
-        mapped(output, lambda x: tensors.append(x.contiguous()))
-        return tensors
+        tensors = [x.contiguous() for x in tree_leaves(output) if isinstance(x, Tensor)]
+        return [torch.full((1,), failed, dtype=torch.uint8, device=self._device), *tensors]
 
     def _without_values(self, like: Any) -> Any:
-        return mapped(like, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device))
+        return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
 
     def _job(self, name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
         """For the lane: one call on both sides, and both make theirs in the same order."""
@@ -171,3 +164,60 @@ class GuidanceParts:
         self._health.arrive("the other guidance branch", self._among)
         for x in sent:
             self._trace.count(self._link, x.nbytes, purpose="guidance")
+
+
+class Awaited(Tensor):
+    """A tensor whose values are on their way: the buffer that they come into. Its shape, and views of it, are there at
+    once; whatever else is asked of it waits for the values first, and is then asked of a plain tensor."""
+
+    _wait: Callable[[], object]
+
+    @classmethod
+    def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:
+        """wait: returns when the values are in the buffer; called whenever somebody asks for them."""
+        awaited = buffer.as_subclass(cls)
+        awaited._wait = wait
+        return awaited
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in WITHOUT_VALUES or (func in VIEWS and _is_view(func, args)):
+            wait = args[0]._wait
+            found = super().__torch_function__(func, types, args, kwargs or {})
+            return tree_map_only(Tensor, lambda x: cls.over(x, wait), found)
+
+        def here(x: Awaited) -> Tensor:
+            x._wait()
+            return x.as_subclass(Tensor)
+
+        args, kwargs = tree_map_only(Awaited, here, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+def _functions(*names: str) -> set[Any]:
+    """The methods of these names, and the functions of torch."""
+    return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
+
+
+WITHOUT_VALUES = frozenset(
+    _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_xpu", "is_cpu", "nbytes")
+    | _functions("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous")
+    | {Tensor.__len__}
+)
+VIEWS = frozenset(
+    _functions("chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze")
+    | {Tensor.__getitem__}
+)
+
+
+def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is not Tensor.__getitem__:
+        return isinstance(args[0], Awaited)
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(one is None or one is ... or type(one) in (int, slice) for one in index)

@@ -9,13 +9,13 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cocodiff.errors import UserError
-from cocodiff.files import read_json
-from cocodiff.loading.weights import check_header, count_values, read_headers
+from cocodiff.files import irregular, read_json
 from cocodiff.models import family_of
 from cocodiff.models.family import EXPERTS
 
@@ -39,6 +39,8 @@ VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
 MAY_BE_NULL = ("out_channels",)
 LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
 TRIAL_STEPS = 4
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names and ours
 PIXEL_BYTES = 4 * 3 * 4  # an image in float32, in three channels, while it is decoded and written: at least four times
 
 
@@ -136,10 +138,13 @@ def check_loaded(pipe: Any, model: str) -> None:
     """Raises UserError where weights are missing or left over, and where a pipeline's parts do not fit together."""
     for part in (*EXPERTS, "vae"):
         module = getattr(pipe, part, None)
-        absent = [name for name, tensor in _tensors(module) if tensor.is_meta] if module is not None else []
+        if module is None:
+            continue
+        held = (*module.named_parameters(), *module.named_buffers())
+        absent = [name for name, tensor in held if tensor.is_meta]
         if absent:
             raise UserError(f"model {model}: the weights of its {part} lack {some(absent)}; copy them again")
-        if part in EXPERTS and module is not None and (Path(model) / part).is_dir():
+        if part in EXPERTS and (Path(model) / part).is_dir():
             _check_all_used(module, part, model)
     _check_latents(pipe, model)
     _check_scheduler(pipe, model)
@@ -155,11 +160,6 @@ def _check_all_used(module: Any, part: str, model: str) -> None:
             f"model {model}: its {part} has no place for {some(sorted(unused))} of its weights; "
             f"{part}/config.json is of another model"
         )
-
-
-def _tensors(module: Any) -> Iterable[tuple[str, Any]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def some(names: Sequence[str]) -> str:
@@ -243,3 +243,89 @@ def check_sides(pipe: Any, height: int, width: int, model: str, frames: int = 1)
             f"--height {height} --width {width}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
             f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
         )
+
+
+# Weight files: what they hold, and whether ranks of one host can share them -------------------------------------------
+#
+# Where the wanted dtype is the stored one, diffusers leaves a model's parameters on the CPU in the file's own memory
+# map: twelve ranks hold the weights once, in the page cache. Converted to another dtype, every rank has its own copy.
+
+
+def check_weights(folder: Path, part: str, model: str) -> None:
+    """Raises UserError where a part of a model has no safetensors weights."""
+    files = list((folder / part).glob("*")) if (folder / part).is_dir() else []
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    pickles = [file.name for file in files if file.suffix in PICKLES]
+    if pickles:
+        raise UserError(
+            f"model {model}: {part} has pickle weights only ({pickles[0]}), which can run code when loaded; "
+            f"save it again with pipe.save_pretrained(..., safe_serialization=True)"
+        )
+    raise UserError(f"model {model}: {part} has no .safetensors weights; copy them there")
+
+
+def variant_of(folder: Path) -> str | None:
+    """What diffusers has to be told where all weights of a part are of one variant, as fp16; else None."""
+    named = re.compile(r"(?:diffusion_pytorch_)?model(?:\.(\w+))?(?:-.*)?\.safetensors")
+    found = {match[1] for path in folder.glob("*.safetensors") if (match := named.fullmatch(path.name))}
+    return found.pop() if len(found) == 1 else None
+
+
+def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
+    """Of the tensors of a folder's safetensors files the dtype (safetensors' name) and how many values they have, by
+    their names; reads headers only.
+
+    Raises UserError for files that are no safetensors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, tuple[str, int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            if kind := irregular(path):
+                raise UserError(f"{path}: is {kind}; copy the weights there")
+            with safe_open(path, "np") as file:
+                names = file.keys()
+                for name, one in zip(names, map(file.get_slice, names), strict=True):
+                    tensors[name] = one.get_dtype(), math.prod(one.get_shape())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); copy it again") from error
+        except SafetensorError as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from error
+    return tensors
+
+
+def check_header(tensors: Mapping[str, tuple[str, int]], folder: Path) -> None:
+    """Raises UserError for weights most of which are no floating point numbers: loading would convert them silently."""
+    values = count_values(tensors)
+    most, _ = values.most_common(1)[0] if values else ("", 0)
+    if values and not most.startswith(("F", "BF")):
+        raise UserError(f"{folder}: weights of type {most}; save the pipeline in fp32, bf16 or fp16")
+
+
+def stored_values(folder: Path) -> Counter[str]:
+    """How many values of each dtype (safetensors' name) the safetensors files of a folder hold; reads headers only."""
+    return count_values(read_headers(folder))
+
+
+def count_values(tensors: Mapping[str, tuple[str, int]]) -> Counter[str]:
+    values: Counter[str] = Counter()
+    for dtype, number in tensors.values():
+        values[dtype] += number
+    return values
+
+
+def conversion(model: str, folder: Path, dtype: str) -> str:
+    """A line that says what it costs on a CPU that `dtype` is not the stored one; "" where it is."""
+    values = stored_values(folder)
+    if not values:
+        return ""
+    stored = DTYPES.get(values.most_common(1)[0][0])
+    if stored is None or stored == dtype:
+        return ""
+    size = sum(values.values()) * (4 if dtype == "fp32" else 2) / 2**30
+    return (
+        f"model {model} is stored in {stored}: every rank converts its own copy to {dtype} ({size:.2f} GiB); "
+        f"--dtype {stored} shares the file's pages instead"
+    )

@@ -10,8 +10,7 @@ from typing import Any
 from cocodiff.config import check_choice, find_shipped, from_mapping, read_yaml
 from cocodiff.errors import UserError
 from cocodiff.files import read_json
-from cocodiff.loading.model_checks import read_shape
-from cocodiff.loading.weights import stored_values
+from cocodiff.loading.model_checks import read_shape, stored_values
 from cocodiff.models import FAMILIES, families, load_family
 from cocodiff.models.family import EXPERTS, Family
 from cocodiff.planning.memory import ModelShape, shape_of_config

@@ -17,12 +17,21 @@ from typing import Any
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.files import is_there, read_json
-from cocodiff.loading.model_checks import check_folder, check_loaded, check_tokenizer, patch_side, read_shape, some
-from cocodiff.loading.prompts import Embeddings, encode, free_unused, no_prompt
-from cocodiff.loading.weights import check_weights, conversion, variant_of
+from cocodiff.loading.model_checks import (
+    check_folder,
+    check_loaded,
+    check_tokenizer,
+    check_weights,
+    conversion,
+    patch_side,
+    read_shape,
+    some,
+    variant_of,
+)
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
 
+Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
 OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
@@ -289,6 +298,8 @@ def _load_denoiser(request: Request, dtype: Any) -> Any:
 
 def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
     """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
+    import torch
+
     index = request.index
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
@@ -301,7 +312,9 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     guided = request.guidance is None or request.guidance > 1
     prompts = encode(request.pipelines, pipe, request.prompts, guided, transport.device)
     del pipe, encoders
-    free_unused()
+    gc.collect()  # modules are full of reference cycles
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     return prompts
 
 
@@ -374,3 +387,64 @@ def torch_dtype(name: str) -> Any:
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+# Prompts become embeddings on one rank, whose text encoders are gone before the first denoising step -----------------
+
+
+def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: Any) -> list[Embeddings]:
+    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
+
+    pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
+    Raises UserError where the encoders fail or give numbers that are not finite.
+    """
+    import torch
+
+    for name, part in pipe.components.items():
+        if name.startswith("text_encoder") and part is not None:
+            part.to(device)
+    with torch.no_grad():
+        wanted = guided and pipelines.negative is not None
+        negative = _embeddings_of(pipelines, pipe, pipelines.negative or "", device) if wanted else {}
+        against = {f"negative_{name}": value for name, value in negative.items()}
+        return [_embeddings_of(pipelines, pipe, prompt, device) | against for prompt in prompts]
+
+
+def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) -> Embeddings:
+    import torch
+
+    try:
+        values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
+    except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
+        raise UserError(
+            f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
+            f"({type(error).__name__}: {_one_line(error)}); copy them again"
+        ) from error
+    named = dict(zip(pipelines.encoded, values, strict=True))
+    if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
+        # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
+        named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
+    for name, value in named.items():
+        if name and value is not None and not bool(torch.isfinite(value).all()):
+            raise UserError(
+                f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
+            )
+    return {name: value.cpu() for name, value in named.items() if name and value is not None}
+
+
+def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
+    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. Of one token, or
+    of as many as all prompts have, where that is told."""
+    import torch
+
+    config, zero = transformer.config, {}
+    negative = () if pipelines.negative is None else tuple(f"negative_{name}" for name in pipelines.encoded if name)
+    for name in (*filter(None, pipelines.encoded), *negative):
+        if name.endswith("_mask"):
+            zero[name] = torch.ones(1, 1, dtype=torch.long)
+        elif "pooled" in name:
+            zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
+        else:
+            width = config.get("joint_attention_dim") or config.text_dim
+            zero[name] = torch.zeros(1, pipelines.also.get("max_sequence_length", 1), width, dtype=dtype)
+    return zero

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 from cocodiff.errors import UserError
-from cocodiff.models.family import Family, Pipelines
+from cocodiff.models.family import EXPERTS, Family, Pipelines
 
 # Where each family's record is, as "module:name". A record is imported when it is asked for.
 FAMILIES: dict[str, str] = {
@@ -49,3 +50,19 @@ def pipelines_of(pipeline: str, model: str) -> Pipelines:
             return pipelines
     names = ", ".join(name for pipelines in known for name in pipelines.classes)
     raise UserError(f"model {model} is a {pipeline or 'pipeline of no name'}; known: {names}")
+
+
+def experts_of(target: Any) -> list[Any]:
+    """The transformers of a pipeline, or the transformer itself: of Wan 2.2 two that take turns in a run.
+
+    Raises UserError where there is none, and for two that ranks cannot share alike."""
+    from torch import nn
+
+    found = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in EXPERTS]
+    models = [model for model in found if isinstance(model, nn.Module)]
+    if not models:
+        raise UserError(f"a {type(target).__name__} has no transformer: give a DiT pipeline or its transformer")
+    if len({type(model) for model in models}) > 1:
+        names = " and a ".join(type(model).__name__ for model in models)
+        raise UserError(f"the {' and '.join(EXPERTS)} of this pipeline are a {names}: give a pipeline with two alike")
+    return models

@@ -4,64 +4,24 @@ enter and gathered where they leave. `docs/new-model.md` tells how one is writte
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import IMAGE, image_and_text
-from cocodiff.replacing import replace_forward, signature_of
+from cocodiff.models.plan import Plan, ShardedModel
+from cocodiff.models.tokens import image_and_text
+from cocodiff.replacing import replace_forward
 from cocodiff.topology.layout import Segments
 
-
-class Shard(Protocol):
-    """This rank's share of the current call."""
-
-    @property
-    def sequence(self) -> Any:
-        """The ranks that have one each."""
-        ...
-
-    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a segment, out of all of them along a dimension."""
-        ...
-
-
+NOWHERE: Plan = {}
 Arguments = dict[str, Any]
 Forward = Callable[..., Any]  # of a module, which is its first argument
-
-
-@dataclass(frozen=True)
-class Hook:
-    """Where tokens are cut: a module, and what becomes of the arguments it is called with or of its output."""
-
-    module: nn.Module
-    arguments: Callable[[Arguments], Arguments] | None = None
-    output: Callable[[Any], Any] | None = None
-
-    def register(self) -> Any:
-        """Puts it on the module; arguments are passed on by name. Returns torch's handle, which removes it."""
-        if self.output is not None:
-            change_output = self.output
-            return self.module.register_forward_hook(lambda _module, _arguments, output: change_output(output))
-        signature, change = signature_of(self.module), self.arguments
-        assert change is not None, "a hook changes arguments or output"
-
-        def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Arguments]:
-            return (), change(signature.bind(*args, **kwargs).arguments)
-
-        # A module that the user has compiled in place is compiled with its hooks.
-        in_place = self.module._compiled_call_impl is not None
-        hook = torch.compiler.disable(rewrite) if in_place else rewrite
-        return self.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class Host(Protocol):
@@ -88,20 +48,16 @@ class AttentionProcessor:
         return self._host.attend(qkv, self._layer)
 
 
-class Adapter(ABC):
+class Adapter:
     """One model family. What most families share stands here; a family overrides what is different."""
 
     unsupported: ClassVar[dict[str, str]] = {}  # arguments of a call that shards would misread, and why
-    residuals: ClassVar[tuple[str, ...]] = ()  # arguments that are a ControlNet's residuals: [B, image tokens, C] each
+    plan: Plan = NOWHERE  # where tokens are cut and gathered, by the names of segments
     attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
 
-    @abstractmethod
-    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        """Where the tokens of every segment and their rotary angles become this rank's own."""
-
-    @abstractmethod
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         """Ours for each of diffusers' processors that does nothing but the family's plain attention."""
+        return {}
 
     def blocks(self) -> dict[type, Forward]:
         """Ours in the place of the forward of diffusers' blocks: what the block does, with `LazyQKV.meanwhile` for what
@@ -117,9 +73,7 @@ class Adapter(ABC):
         for name, reason in self.unsupported.items():
             if arguments.get(name) is not None:
                 raise UserError(reason)
-        for name in self.residuals:
-            if arguments.get(name) is not None:
-                self._check_residuals(name, arguments[name], model, arguments)
+        self._check_residuals(arguments, {one.name: one.tokens for one in self.segments(model, arguments)})
         others = sorted(set(arguments.get(self.attention_kwargs) or {}) - self.attention_arguments(model))
         if others:
             names = ", ".join(others)
@@ -127,40 +81,22 @@ class Adapter(ABC):
                 f"{self.attention_kwargs} ({names}) reach no parallel attention processor: run without them"
             )
 
-    def _check_residuals(self, name: str, residuals: Iterable[Tensor], model: Any, arguments: Arguments) -> None:
-        of = self.exit(model)[1]
-        tokens = {one.name: one.tokens for one in self.segments(model, arguments)}[of]
-        for x in residuals:
-            if x.ndim != 3 or x.shape[1] != tokens:
-                raise UserError(
-                    f"{name} has a tensor of shape {tuple(x.shape)}, where ranks cut [batch, {tokens} {of} tokens, "
-                    f"channels]: give such ones, or run without a ControlNet"
-                )
+    def _check_residuals(self, arguments: Arguments, tokens: Mapping[str, int]) -> None:
+        """Lists that are cut where the model is called are a ControlNet's. tokens: of each segment."""
+        for name, cut in self.plan.get("", {}).items():
+            given = arguments.get(name)
+            for x in given if isinstance(given, list | tuple) else ():
+                if x.ndim != 3 or x.shape[1] != tokens[cut.tokens]:
+                    raise UserError(
+                        f"{name} has a tensor of shape {tuple(x.shape)}, where ranks cut [batch, {tokens[cut.tokens]} "
+                        f"{cut.tokens} tokens, channels]: give such ones, or run without a ControlNet"
+                    )
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
         """What the sequence of joint attention consists of in a call of the model, in the model's order, from the
         call's arguments."""
         image, text = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
         return image_and_text(image, text, text_first=True)
-
-    def exit(self, model: Any) -> tuple[nn.Module, str]:
-        """The module whose output are the last tokens [B, L, C] of a segment, which are gathered there, and the
-        segment's name."""
-        return model.proj_out, IMAGE
-
-    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
-        """Where tokens are cut, and where they are gathered."""
-        module, segment = self.exit(model)
-
-        def cut_residuals(arguments: Arguments) -> Arguments:
-            check_in_place(hooked, [*(hook.module for hook in self.hooks(model, shard)), self.exit(model)[0]])
-            given = {name: arguments[name] for name in self.residuals if arguments.get(name) is not None}
-            return arguments | {name: [shard.cut(segment, x_BSC) for x_BSC in of] for name, of in given.items()}
-
-        gather = Hook(module, output=lambda x_BLC: shard.sequence.gather(x_BLC, segment))
-        hooks = [*self.hooks(model, shard), gather]
-        hooked = [hook.module for hook in hooks]
-        return [Hook(model, arguments=cut_residuals), *hooks]
 
     def heads(self, model: Any) -> tuple[int, int]:
         """How many heads attention has, and how wide one is: what a mesh is chosen by."""
@@ -176,27 +112,28 @@ class Adapter(ABC):
         return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
-        """Gives every attention module of a model the family's processor, and blocks the family's forward; the returned
-        function puts the old ones back.
+        """Gives every attention module of a model the family's processor, blocks the family's forward, and modules at
+        which tokens are cut and gathered their hooks; the returned function puts the old ones back.
 
         Raises UserError, with the model as it was, where one does something else than the family's plain attention, in
         one process, with torch's own kernels: it would attend to a shard.
         """
         # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
-        walk = [(name, module, getattr(module, "processor", None)) for name, module in model.named_modules()]
-        attending: list[tuple[str, Any, Any]] = [
-            (n, module, before) for n, module, before in walk if before is not None
-        ]
+        attending = [(name, module, module.processor) for name, module in attention_modules(model)]
         ours = self.processors()
+        shards = ShardedModel(self.plan, model, host) if host.size > 1 else None
         for name, module, before in attending:
             check_plain(name, module, before, ours)
         for name, module, before in attending:
             module.set_processor(ours[type(before)](host, name, kernels, before))
         placed = [(name, module, module.processor) for name, module, _ in attending]
 
-        handle, forwards = model.register_forward_pre_hook(partial(check_placed, placed)), self.blocks()
+        forwards = self.blocks()
+        handle = model.register_forward_pre_hook(partial(check_placed, placed), prepend=True)
         blocks = [module for module in model.modules() if type(module) in forwards]
         undo = [replace_forward(block, partial(compute_block, block, forwards[type(block)])) for block in blocks]
+        if shards is not None:
+            undo.append(shards.attach())
 
         def put_back() -> None:
             handle.remove()
@@ -207,6 +144,11 @@ class Adapter(ABC):
                 take_off()
 
         return put_back
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules that attend, with their names."""
+    return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -234,16 +176,6 @@ def form_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(form_of, value))
     return value if isinstance(value, bool | int | str | None) else type(value)
-
-
-def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
-    """Raises UserError where a module that cuts or gathers tokens is no longer the model's: it would not be called."""
-    for before, module in zip(hooked, now, strict=True):
-        if before is not module:
-            raise UserError(
-                f"a {type(before).__name__} where tokens are cut or gathered was replaced inside the `with` block, as "
-                f"a LoRA does that is loaded or unloaded: do so before the block"
-            )
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:

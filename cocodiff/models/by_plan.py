@@ -5,38 +5,31 @@ so, and attention is taken where torch computes it, in the order in which the mo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import (
-    Adapter,
-    Arguments,
-    AttentionProcessor,
-    Hook,
-    Shard,
-    check_in_place,
-    check_plain,
-    form_of,
-)
+from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of
 from cocodiff.models.family import Family
-from cocodiff.models.plan import Cut, Cuts, Plan, Step, steps_of
+from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
 from cocodiff.models.planned_attention import (
     Followed,
+    Marks,
     PlannedAttention,
-    PlannedHost,
     Site,
+    TorchFunctions,
     kind_of,
     segments_of,
     told_by_all,
 )
 from cocodiff.models.plans import is_proven, plan_of
-from cocodiff.models.provenance import Marks, TorchFunctions
 from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
@@ -48,16 +41,6 @@ class PlanAdapter(Adapter):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def hooks(self, model: Any, shard: Shard) -> Sequence[Hook]:
-        return ()
-
-    def processors(self) -> dict[type, type[AttentionProcessor]]:
-        return {}
-
-    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
-        """None: `attach` does it."""
-        return []
-
     def check_call(self, model: Any, arguments: Arguments) -> None:
         return
 
@@ -66,10 +49,8 @@ class PlanAdapter(Adapter):
         return ()
 
     def heads(self, model: Any) -> tuple[int, int]:
-        config, of_modules = (
-            model.config,
-            [getattr(m, name, None) for _, m in attention_modules(model) for name in ("heads", "num_heads")],
-        )
+        config = model.config
+        of_modules = [getattr(m, name, None) for _, m in attention_modules(model) for name in ("heads", "num_heads")]
         named = [getattr(config, name, None) for name in ("num_attention_heads", "num_heads", "n_heads")]
         heads = next((number for number in (*named, *of_modules) if isinstance(number, int) and number), None)
         if heads is None:
@@ -112,45 +93,35 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
     return Family(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", PlanAdapter(plan))
 
 
-def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
-
-
 def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
     """Raises UserError for attention that torch's function does not compute. Projections may be fused."""
     for name, module in modules:
         check_plain(name, None, module.processor, (type(module.processor),))
 
 
-class PlannedModel:
+class PlannedModel(ShardedModel):
     """A model between entering and leaving the engine."""
 
-    def __init__(self, plan: Plan, model: nn.Module, host: PlannedHost) -> None:
-        self._model, self._host = model, host
+    def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
+        super().__init__(plan, model, host)
         self._attending = attention_modules(model)
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
-        self._steps = list(steps_of(plan, model))
-        self._names = [step.name for step in self._steps]
         self._signature = signature_of(model)
-        self._known: dict[Any, dict[Site, Followed]] = {}  # by the form of a call
-        self._exits: dict[Any, dict[str, Segment]] = {}
+        # By the form of a call: how each attention goes on, and what is gathered where.
+        self._known: dict[Any, tuple[dict[Site, Followed], dict[str, Segment]]] = {}
         self._marks: Marks | None = None  # while a call is followed
         self._within: AbstractContextManager[Any]  # entered in modules that attend
         self._begin(None)
 
     def attach(self) -> Callable[[], None]:
-        handles = []
+        undo = ExitStack()
         for step in self._steps:
             if step.name:
-                handles += self._hooks_at(step)
+                self._put_on(step, undo)
         for name, module in self._attending:
-            handles.append(
-                module.register_forward_pre_hook(lambda m, a, k, n=name: self._enter(n, m, a, k), with_kwargs=True)
-            )
-            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        undo = ExitStack()
-        for handle in handles:
-            undo.callback(handle.remove)
+            enter = partial(self._enter, name)
+            undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(lambda *_: self._leave(), always_call=True).remove)
         undo.callback(replace_forward(self._model, self._forward))
         return undo.close
 
@@ -159,7 +130,7 @@ class PlannedModel:
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A user may have changed the model since it was entered.
         check_attention(self._attending)
-        check_in_place((step.module for step in self._steps), map(self._model.get_submodule, self._names))
+        self._check_in_place()
         bound = self._signature.bind(*args, **kwargs)
         given = dict(bound.arguments)
         form = self._host.sequence, form_of(given)
@@ -167,6 +138,7 @@ class PlannedModel:
         here = [step for step in self._steps if not step.name]
         for step in here:
             self._cut_arguments(step, bound.arguments)
+        args, kwargs = as_given(bound, args, kwargs)
         functions = TorchFunctions(self._attend, self._marks)
         # Where every attention is known to be a module's, functions need be seen in these modules alone.
         whole = self._marks is not None or any(site.startswith(OUTSIDE) for site in self._sites)
@@ -175,20 +147,19 @@ class PlannedModel:
             self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
         with functions if whole else nullcontext():
             try:
-                output = forward(*bound.args, **bound.kwargs)
+                output = forward(*args, **kwargs)
             except RuntimeError as error:
                 self._check_all_are_cut(given, error)
                 raise
         for step in here:
-            output = self._gather_outputs(step, output)
+            output = self._cut_output(step, output)
         if self._marks is not None:
             self._check_followed()
-            self._known[form], self._exits[form], self._marks = self._sites, self._leaving, None
+            self._known[form], self._marks = (self._sites, self._leaving), None
         return output
 
     def _begin(self, form: Any) -> None:
-        self._sites = self._known.get(form, {})
-        self._leaving = self._exits.get(form, {})
+        self._sites, self._leaving = self._known.get(form, ({}, {}))
         self._marks = Marks() if form not in self._known else None
         self._of_length: dict[int, Segment] = {}
         self._named: dict[str, int] = {}
@@ -223,12 +194,14 @@ class PlannedModel:
         """Names, in a RuntimeError, the arguments of a call that torch has failed in which are not cut and may have as
         many tokens as others of which ranks hold some."""
         sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
-        sides = next(_tensors_in(given.pop(sample)), torch.empty(0)).shape[2:]  # of what becomes the tokens
+        sides = _first_tensor(tree_leaves(given.pop(sample))).shape[2:]  # of what becomes the tokens
         whole = [
             f"{name} {list(x.shape)}"
             for name, value in given.items()
-            for x in _tensors_in(value)
-            if name not in cut and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
+            for x in tree_leaves(value)
+            if isinstance(x, Tensor)
+            and name not in cut
+            and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
         ]
         if self._marks is not None and whole and not isinstance(error, PeerLost):
             tokens = " and ".join(map(str, self._of_length))
@@ -236,58 +209,6 @@ class PlannedModel:
                 f"the plan does not cut {'; '.join(whole)}, which may be {tokens} tokens of which a rank holds some "
                 f"({str(error).splitlines()[0]}): cut it in the plan, or run without it"
             ) from error
-
-    # Cuts and gathers -----------------------------------------------------------------------------------------------
-
-    def _hooks_at(self, step: Step) -> list[Any]:
-        handles: list[Any] = []
-        if step.arguments:
-            signature = signature_of(step.module)
-
-            def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-                bound = signature.bind(*args, **kwargs)
-                self._cut_arguments(step, bound.arguments)
-                return bound.args, bound.kwargs
-
-            handles.append(step.module.register_forward_pre_hook(cut, with_kwargs=True))
-        if step.outputs or step.gathers:
-            handles.append(step.module.register_forward_hook(lambda _, __, output: self._gather_outputs(step, output)))
-        return handles
-
-    def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
-        for name, cuts in step.arguments.items():
-            if name not in arguments and name not in signature_of(step.module).parameters:
-                raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
-            if arguments.get(name) is not None:
-                arguments[name] = self._cut_value(cuts, arguments[name], name)
-
-    def _gather_outputs(self, step: Step, output: Any) -> Any:
-        """A module's output, of which parts are cut or gathered."""
-        parts = (
-            [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
-        )
-        for number, cuts in step.outputs.items():
-            parts[number] = self._cut_value(cuts, parts[number], f"{step.name} {number}")
-        for number, gather in step.gathers.items():
-            parts[number] = self._gather(f"{step.name} {number}", parts[number], gather.dim)
-        if isinstance(output, Tensor):
-            return parts[0]
-        if hasattr(output, "values"):
-            return type(output)(**dict(zip(output, parts, strict=True)))
-        return type(output)(parts)
-
-    def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
-            return value if cut is None else self._cut(cut, value, name)
-        if isinstance(value, dict):
-            return {key: self._cut_value(cuts, x, name) for key, x in value.items()}
-        if isinstance(value, list | tuple):
-            several = cuts * len(value) if len(cuts) == 1 else cuts
-            if len(several) != len(value):
-                raise UserError(f"the plan has {len(cuts)} cuts for {name!r}, which is {len(value)} tensors")
-            return type(value)(self._cut_value((one,), x, name) for one, x in zip(several, value, strict=True))
-        return value
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
         """This rank's tokens."""
@@ -317,8 +238,8 @@ class PlannedModel:
             self._host.sequence.segments = (*self._host.sequence.segments, new)
         return self._of_length[tokens]
 
-    def _gather(self, name: str, x: Tensor, dim: int) -> Tensor:
-        rows, sequence = x.shape[dim], self._host.sequence
+    def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
+        rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
             facts = told_by_all(sequence, [rows, x in self._marks])
             if not all(own for _, own in facts):
@@ -331,7 +252,7 @@ class PlannedModel:
                 )
             self._leaving[name] = found[0]
         segment = self._leaving[name]
-        whole = sequence.gather(x, segment.name, dim)
+        whole: Tensor = sequence.gather(x, segment.name, gather.dim)
         if self._marks is not None:
             self._marks.remove(whole)
         return whole
@@ -347,11 +268,3 @@ def _first_tensor(value: Any) -> Any:
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)

@@ -3,8 +3,8 @@ single blocks, rotary embedding over all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,25 +12,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cocodiff.attention.strategy import LazyQKV, nothing
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward
 from cocodiff.models.family import KL_VAE, Family, Pipelines
-from cocodiff.models.norm_rope import Rotary
-from cocodiff.models.streams import Once, Stream, Streams, heads_of
+from cocodiff.models.plan import Cut, Gather, Plan
+from cocodiff.models.streams import Once, Rotary, Stream, Streams, heads_of
 from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
+# Tokens and their positions, [S, n] or [B, S, n]; and a ControlNet's residuals.
+CALL = {
+    "hidden_states": Cut(tokens=IMAGE),
+    "encoder_hidden_states": Cut(tokens=TEXT),
+    "img_ids": Cut(-2, tokens=IMAGE),
+    "txt_ids": Cut(-2, tokens=TEXT),
+}
+RESIDUALS = dict.fromkeys(("controlnet_block_samples", "controlnet_single_block_samples"), Cut(tokens=IMAGE))
+TOKENS: Plan = {"": CALL | RESIDUALS, "proj_out": Gather(tokens=IMAGE)}
 
 
 class FluxAdapter(Adapter):
-    residuals: ClassVar[tuple[str, ...]] = ("controlnet_block_samples", "controlnet_single_block_samples")
+    plan = TOKENS
 
     def attention_arguments(self, model: Any) -> set[str]:
         # Of an IP-Adapter: its image, and what `encoder_hid_proj` makes of it.
         loaded = getattr(model, "encoder_hid_proj", None) is not None
         return {"scale", "ip_adapter_image_embeds", "ip_hidden_states"} if loaded else {"scale"}
-
-    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        return [Hook(model, arguments=partial(shard_call, shard))]
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
@@ -41,16 +47,6 @@ class FluxAdapter(Adapter):
         from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
         return {FluxSingleTransformerBlock: single_block}
-
-
-def shard_call(shard: Shard, arguments: Arguments) -> Arguments:
-    """Cuts tokens and their positions where the model is called; ids are [S, n], or [B, S, n]."""
-    return arguments | {
-        "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
-        "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
-        "img_ids": shard.cut(IMAGE, arguments["img_ids"], -2),
-        "txt_ids": shard.cut(TEXT, arguments["txt_ids"], -2),
-    }
 
 
 class FluxAttentionProcessor(AttentionProcessor):

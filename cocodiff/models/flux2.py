@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import AttentionProcessor, Forward
 from cocodiff.models.family import KL_VAE, Family, Pipelines
-from cocodiff.models.flux import Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
-from cocodiff.models.norm_rope import norm_rope
-from cocodiff.models.streams import FusedLinear, heads_of
+from cocodiff.models.flux import CALL, Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
+from cocodiff.models.plan import Gather, Plan
+from cocodiff.models.streams import FusedLinear, heads_of, norm_rope
+from cocodiff.models.tokens import IMAGE
+
+TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 
 
 class Flux2Adapter(FluxAdapter):
@@ -22,7 +25,7 @@ class Flux2Adapter(FluxAdapter):
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
         "run without it"
     }
-    residuals: ClassVar = ()
+    plan = TOKENS
 
     def blocks(self) -> dict[type, Forward]:
         return {}  # single blocks have the MLP in the attention's own projection

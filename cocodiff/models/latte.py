@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.checks import cache_on, check_not_compiled
+from cocodiff.checks import cache_on
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward, Hook, Shard, check_in_place
+from cocodiff.models.adapter import Adapter, Arguments, Forward
 from cocodiff.models.family import Family
+from cocodiff.models.plan import check_in_place
 from cocodiff.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
@@ -36,16 +37,6 @@ class LatteAdapter(Adapter):
         "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
         "run without it, as LattePipeline does"
     }
-
-    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        return ()
-
-    def all_hooks(self, model: Any, shard: Shard) -> list[Hook]:
-        """None: `attach` does it."""
-        return []
-
-    def processors(self) -> dict[type, type[AttentionProcessor]]:
-        return {}
 
     def exchange_settings(self, settings: Any) -> Any:
         for name, value in (WITHOUT | ({"codec": "none"} if settings.codec == "auto" else {})).items():
@@ -79,7 +70,6 @@ class LatteAdapter(Adapter):
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
         if host.size == 1:
             return lambda: None
-        check_not_compiled(model.named_modules())
         if cache := cache_on(model.named_modules()):
             raise UserError(
                 f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "

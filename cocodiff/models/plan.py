@@ -8,14 +8,17 @@ one part of it, and `-1` for the last of a list; "" is the transformer itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import BoundArguments
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from cocodiff.errors import UserError
+from cocodiff.replacing import signature_of
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Gather:
-    """A module's output, of which every rank gets all tokens back. dim: the dimension of the tokens."""
+    """A module's output, of which every rank gets all tokens back. dim: the dimension of the tokens. tokens: the name
+    that they were cut by, where a family names them."""
 
     dim: int = 1
+    tokens: str = ""
 
 
 Cuts = tuple[Cut, ...]  # of one value: for a tensor the first that fits its dimensions, for a list one for each entry
@@ -119,3 +124,98 @@ def _cut(where: str, name: str | int, one: Any) -> Cut:
             f"the plan at {where!r}: outputs are cut by their number, arguments by their name, not {name!r}"
         )
     return Cut(one.split_dim, one.expected_dims)
+
+
+class ShardedModel:
+    """A model whose tokens are cut into shards, and gathered, where a plan says so.
+
+    Here the plan names all tokens, as a family's does, by the segments of the model's sequence."""
+
+    def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
+        """host: the engine; its `sequence` are the ranks that share the current call."""
+        self._model, self._host = model, host
+        self._steps = list(steps_of(plan, model))
+
+    def attach(self) -> Callable[[], None]:
+        """Puts the hooks on; the returned function takes them off."""
+        undo = ExitStack()
+        undo.callback(self._model.register_forward_pre_hook(lambda *_: self._check_in_place()).remove)
+        for step in self._steps:
+            self._put_on(step, undo)
+        return undo.close
+
+    def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
+        """This rank's tokens."""
+        own: Tensor = self._host.sequence.cut(cut.tokens, whole, cut.dim)
+        return own
+
+    def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
+        """All ranks' tokens."""
+        whole: Tensor = self._host.sequence.gather(x, gather.tokens, gather.dim)
+        return whole
+
+    def _check_in_place(self) -> None:
+        check_in_place([step.module for step in self._steps], [self._model.get_submodule(s.name) for s in self._steps])
+
+    def _put_on(self, step: Step, undo: ExitStack) -> None:
+        module = step.module
+        if step.arguments:
+            signature = signature_of(module)
+
+            def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+                bound = signature.bind(*args, **kwargs)
+                self._cut_arguments(step, bound.arguments)
+                return as_given(bound, args, kwargs)
+
+            undo.callback(module.register_forward_pre_hook(cut, with_kwargs=True).remove)
+        if step.outputs or step.gathers:
+            undo.callback(module.register_forward_hook(lambda _, __, output: self._cut_output(step, output)).remove)
+
+    def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
+        for name, cuts in step.arguments.items():
+            if name not in arguments and name not in signature_of(step.module).parameters:
+                raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
+            if arguments.get(name) is not None:
+                arguments[name] = self._cut_value(cuts, arguments[name], name)
+
+    def _cut_output(self, step: Step, output: Any) -> Any:
+        """A module's output, of which parts are cut or gathered."""
+        by_name = hasattr(output, "values") and not isinstance(output, Tensor)
+        parts = [output] if isinstance(output, Tensor) else list(output.values() if by_name else output)
+        for number, cuts in step.outputs.items():
+            parts[number] = self._cut_value(cuts, parts[number], f"{step.name} {number}")
+        for number, gather in step.gathers.items():
+            parts[number] = self._gather(gather, parts[number], f"{step.name} {number}")
+        if isinstance(output, Tensor):
+            return parts[0]
+        return type(output)(**dict(zip(output, parts, strict=True))) if by_name else type(output)(parts)
+
+    def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
+            return value if cut is None else self._cut(cut, value, name)
+        if isinstance(value, dict):
+            return {key: self._cut_value(cuts, x, name) for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            several = cuts * len(value) if len(cuts) == 1 else cuts
+            if len(several) != len(value):
+                raise UserError(f"the plan has {len(cuts)} cuts for {name!r}, which is {len(value)} tensors")
+            return type(value)(self._cut_value((one,), x, name) for one, x in zip(several, value, strict=True))
+        return value
+
+
+def as_given(
+    bound: BoundArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Changed arguments, by place or by name as they came: diffusers takes the scale of LoRA layers out by name."""
+    return bound.args[: len(args)], {name: bound.arguments.get(name, value) for name, value in kwargs.items()}
+
+
+def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
+    """Raises UserError where a module that cuts or gathers tokens is no longer the model's: it would not be called."""
+    for before, module in zip(hooked, now, strict=True):
+        if before is not module:
+            raise UserError(
+                f"a {type(before).__name__} where tokens are cut or gathered was replaced inside the `with` block, as "
+                f"a LoRA does that is loaded or unloaded: do so before the block"
+            )

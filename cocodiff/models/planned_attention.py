@@ -1,7 +1,7 @@
 """Attention of a model that runs by a plan, where torch computes it.
 
-Nothing of a model tells which tokens an attention call is about. So the first call of each form is followed
-(`provenance.py`): which tensors come from tokens that were cut. Ranks then compare how many rows of queries and keys
+Nothing of a model tells which tokens an attention call is about. So the first call of each form is followed (`Marks`):
+which tensors come from tokens that were cut. Ranks then compare how many rows of queries and keys
 each has, and decide alike, once for each layer:
 
 - keys and values are all tokens (a text that every rank has): attention is computed here, with nothing to exchange.
@@ -14,66 +14,76 @@ each has, and decide alike, once for each layer:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.errors import UserError
-from cocodiff.models.adapter import Host
-from cocodiff.models.provenance import Marks
 from cocodiff.topology.layout import Segments
 
 Site = str  # an attention layer, or the n-th attention that it computes in a call
-
-
 COUNTED = ("attention", "whole")  # what messages of attention are counted for
 
 
-class SharingRanks(Protocol):
-    """The ranks that share the current call's sequence. segments: what it consists of."""
+class Marks:
+    """Tensors that hold a shard's tokens: those that were cut, and all that is computed of one."""
 
-    segments: Segments
-    rank: int
-    size: int
-    transport: Any
+    def __init__(self) -> None:
+        self._marked: Any = WeakIdKeyDictionary()
 
-    def shares(self, segment: str) -> Iterable[int]:
-        """Every rank's tokens of a segment."""
-        ...
+    def add(self, x: Tensor) -> None:
+        self._marked[x] = True
 
-    def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a segment, out of all of them along a dimension."""
-        ...
+    def remove(self, x: Tensor) -> None:
+        self._marked.pop(x, None)
 
-    def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
-        """All ranks' tokens of a segment on every rank."""
-        ...
+    def __contains__(self, x: object) -> bool:
+        return isinstance(x, Tensor) and x in self._marked
 
-    def gather_rows(self, x: Tensor, shares: Any, dim: int, *purposes: str) -> Tensor:
-        """All ranks' rows along a dimension, so many of each."""
-        ...
+    def any_of(self, values: Iterable[Any]) -> bool:
+        """Whether one of the values, or of what lists among them hold, is marked."""
+        return any(self.any_of(x) if isinstance(x, list | tuple) else x in self for x in values)
+
+    def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Marks what a function of torch has computed of marked tensors."""
+        if self.any_of(args) or self.any_of(kwargs.values()):
+            self._add_all(args[0] if function is Tensor.__setitem__ else output)
+
+    def _add_all(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.add(value)
+        elif isinstance(value, list | tuple):
+            for x in value:
+                self._add_all(x)
 
 
-class PlannedHost(Host, Protocol):
-    """The engine, with the ranks of the model's current call."""
+class TorchFunctions(TorchFunctionMode):
+    """While it is entered, `attend` is called in the place of torch's scaled_dot_product_attention, with its arguments.
+    It is torch's own way to see functions: it holds for the thread that enters it, and nothing is replaced.
 
-    config: Any
-    compiler: Any
+    marks: follows what other functions compute; None not to."""
 
-    @property
-    def sequence(self) -> SharingRanks: ...
+    def __init__(self, attend: Callable[..., Tensor], marks: Marks | None = None) -> None:
+        super().__init__()
+        self._attend, self._marks = attend, marks
 
-    @property
-    def mesh(self) -> Any: ...
-
-    def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
-        """Raises UserError where what so many layers of a kind keep between calls does not fit. qkv: of the first."""
-        ...
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if self._marks is not None:
+            self._marks.follow(func, args, kwargs, output)
+        return output
 
 
 class Followed(NamedTuple):
@@ -88,8 +98,8 @@ class Followed(NamedTuple):
 class PlannedAttention:
     """sites: what is known of the layers in calls of the current form. marks: while a call is followed, else None."""
 
-    def __init__(self, host: PlannedHost, layers: Iterable[str]) -> None:
-        """layers: names of all modules that attend."""
+    def __init__(self, host: Any, layers: Iterable[str]) -> None:
+        """host: the engine. layers: names of all modules that attend."""
         self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
@@ -224,13 +234,13 @@ def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
     return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
 
 
-def told_by_all(ranks: SharingRanks, value: Any) -> list[Any]:
+def told_by_all(ranks: Any, value: Any) -> list[Any]:
     """Every rank's value, plain data, on every rank. All ranks call it and wait for each other."""
     values: list[Any] = ranks.transport.broadcast_object(ranks.transport.gather_object(value))
     return values
 
 
-def segments_of(sequence: SharingRanks, rows: Sequence[int]) -> Segments:
+def segments_of(sequence: Any, rows: Sequence[int]) -> Segments:
     """The segments of which every rank has so many rows; none where there are no such."""
     for number in range(1, len(sequence.segments) + 1):
         for some in combinations(sequence.segments, number):

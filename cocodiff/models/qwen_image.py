@@ -3,44 +3,31 @@ and a mask over padded text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.adapter import Adapter, AttentionProcessor
 from cocodiff.models.family import Family, Pipelines, VaeSize
-from cocodiff.models.norm_rope import Rotary
-from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.plan import Cut, Gather, Plan
+from cocodiff.models.streams import Rotary, Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT
+
+# The model derives text positions from its text's length, so tokens are cut at the first block. The text mask stays
+# whole: every rank attends to all tokens.
+TOKENS: Plan = {
+    "": {"controlnet_block_samples": Cut(tokens=IMAGE)},
+    "pos_embed": {0: Cut(0, tokens=IMAGE), 1: Cut(0, tokens=TEXT)},
+    "transformer_blocks.0": {"hidden_states": Cut(tokens=IMAGE), "encoder_hidden_states": Cut(tokens=TEXT)},
+    "transformer_blocks.*": {"modulate_index": Cut(tokens=IMAGE)},
+    "proj_out": Gather(tokens=IMAGE),
+}
 
 
 class QwenImageAdapter(Adapter):
-    residuals: ClassVar = ("controlnet_block_samples",)
+    plan = TOKENS
     attention_kwargs = "attention_kwargs"
-
-    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        """The model derives text positions from its text's length, so tokens are cut at the first block. The text mask
-        stays whole: every rank attends to all tokens."""
-        first, *others = model.transformer_blocks
-
-        def cut_index(arguments: Arguments) -> Arguments:
-            index_BL = arguments.get("modulate_index")
-            return arguments if index_BL is None else arguments | {"modulate_index": shard.cut(IMAGE, index_BL)}
-
-        def cut_tokens(arguments: Arguments) -> Arguments:
-            return cut_index(arguments) | {
-                "hidden_states": shard.cut(IMAGE, arguments["hidden_states"]),
-                "encoder_hidden_states": shard.cut(TEXT, arguments["encoder_hidden_states"]),
-            }
-
-        def cut_angles(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return shard.cut(IMAGE, rotary[0], 0), shard.cut(TEXT, rotary[1], 0)
-
-        yield Hook(model.pos_embed, output=cut_angles)
-        yield Hook(first, arguments=cut_tokens)
-        yield from (Hook(block, arguments=cut_index) for block in others)
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Hook, Shard
+from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor
 from cocodiff.models.family import KL_VAE, Family, Pipelines
+from cocodiff.models.plan import Cut, Gather, Plan
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT, image_and_text
 from cocodiff.topology.layout import Segments
 
+TOKENS: Plan = {
+    "": {"block_controlnet_hidden_states": Cut(tokens=IMAGE)},
+    "pos_embed": {0: Cut(tokens=IMAGE)},
+    "context_embedder": {0: Cut(tokens=TEXT)},
+    "proj_out": Gather(tokens=IMAGE),
+}
+
 
 class SD3Adapter(Adapter):
-    residuals: ClassVar = ("block_controlnet_hidden_states",)
+    plan = TOKENS
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
         height, width = arguments["hidden_states"].shape[-2:]
         patch = model.config.patch_size
         return image_and_text((height // patch) * (width // patch), arguments["encoder_hidden_states"].shape[1])
-
-    def hooks(self, model: Any, shard: Shard) -> Iterable[Hook]:
-        cut_image, cut_text = partial(shard.cut, IMAGE), partial(shard.cut, TEXT)
-        return [Hook(model.pos_embed, output=cut_image), Hook(model.context_embedder, output=cut_text)]
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.attention_processor import JointAttnProcessor2_0

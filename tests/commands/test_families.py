@@ -23,8 +23,7 @@ from warm import forked
 from cocodiff.config import Config
 from cocodiff.engine import open_transport
 from cocodiff.errors import UserError
-from cocodiff.loading.pipelines import Request, check_model, load_model
-from cocodiff.loading.prompts import no_prompt
+from cocodiff.loading.pipelines import Request, check_model, load_model, no_prompt
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import GENERATE, INPAINT
 

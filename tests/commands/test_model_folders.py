@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from cocodiff.cli.main import main
 from cocodiff.errors import UserError
-from cocodiff.loading.model_checks import check_sides
+from cocodiff.loading.model_checks import check_sides, variant_of
 from cocodiff.loading.model_shapes import load_shape
-from cocodiff.loading.weights import variant_of
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (

@@ -14,7 +14,7 @@ from torch import nn
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine import parallelize
 from cocodiff.kernels import Kernels
-from cocodiff.models.norm_rope import Rotary, norm_rope
+from cocodiff.models.streams import Rotary, norm_rope
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "sycl_on_cpu")
 

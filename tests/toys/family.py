@@ -3,21 +3,20 @@
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, AttentionProcessor, Hook
+from cocodiff.models.adapter import Adapter, AttentionProcessor
 from cocodiff.models.family import Family
+from cocodiff.models.plan import Cut, Gather
 from cocodiff.models.streams import Stream, Streams
 from cocodiff.models.tokens import IMAGE, TEXT
 
+TOKENS = {
+    "": {"hidden_states": Cut(tokens=IMAGE), "encoder_hidden_states": Cut(tokens=TEXT)},
+    "proj_out": Gather(tokens=IMAGE),
+}
+
 
 class ToyAdapter(Adapter):
-    def hooks(self, model, shard):
-        segments = {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
-        return [
-            Hook(
-                model,
-                arguments=lambda call: call | {name: shard.cut(part, call[name]) for name, part in segments.items()},
-            )
-        ]
+    plan = TOKENS
 
     def processors(self):
         return {AttnProcessor2_0: ToyProcessor}
