@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cocodiff.comm.launch import without_launcher
 from cocodiff.config import check_choice
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import note, progress_bar, say
 from cocodiff.errors import UserError
 from cocodiff.loading.pipelines import torch_dtype
 from cocodiff.outputs.folder import OutputFolder
-from cocodiff.processes.children import without_launcher
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 

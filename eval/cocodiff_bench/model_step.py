@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from cocodiff.comm.launch import emulated
 from cocodiff.comm.part import Part
 from cocodiff.config import load_machine
 from cocodiff.console.options import Option, check_counts
@@ -33,7 +34,6 @@ from cocodiff.planning.deal_prices import OUTPUT_CHANNELS
 from cocodiff.planning.decisions import read_decisions
 from cocodiff.planning.layers import Case, Kind, PlannedLayer
 from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import PLACEMENTS, Axes
 from cocodiff.topology.machine import Topology
 from cocodiff.trace_files import save_traces

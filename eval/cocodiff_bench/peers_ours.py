@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cocodiff.comm.launch import emulated
 from cocodiff.config import Config
 from cocodiff.console.terminal import say
-from cocodiff.processes.emulated import emulated
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Values

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 
+from cocodiff.comm.launch import EMULATED
 from cocodiff.kernels.trial import KernelTrial
-from cocodiff.processes.emulated import EMULATED
 from cocodiff.text_table import spans
 from cocodiff.topology.machine import Topology
 

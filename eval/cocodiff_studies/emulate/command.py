@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.cli.dispatch import COMMANDS, run_command
-from cocodiff.comm.launch import Launch, detect, find_mpiexec
+from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, without_launcher
 from cocodiff.config import check_choice, load_machine
 from cocodiff.console.options import Option, parse
 from cocodiff.console.terminal import limit_threads, quiet_libraries, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import EVERY_RANK_IMPORTS
-from cocodiff.processes.children import die_with_parent, without_launcher
-from cocodiff.processes.emulated import EMULATED
-from cocodiff.processes.room import check_room
+from cocodiff.processes.children import check_room, die_with_parent
 from cocodiff.topology.machine import Topology
 from cocodiff_studies.emulate.enter import TILES
 from cocodiff_studies.emulate.network import BRIDGE, Network, address
-from cocodiff_studies.emulate.processes import TOKEN, fork_all, kill_all, registered
+from cocodiff_studies.emulate.processes import TOKEN, fork_all, kill_all, new_token
 from cocodiff_studies.emulate.verify import Rate, measure_rates
 
 PORT = "29400"
@@ -73,8 +71,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     quiet_libraries(values["log_level"])
     limit_threads(topology.size)
     check_room(topology.size)
-    with registered() as token:
-        return run_emulated(values, topology, command, own, token)
+    return run_emulated(values, topology, command, own, new_token())
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
