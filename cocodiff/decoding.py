@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Part, Transport
 from cocodiff.errors import UserError
 from cocodiff.replacing import replace
 

@@ -60,7 +60,7 @@ MAY_IMPORT = {
         "cocodiff.replacing",
     ),
     "cocodiff.bands": ("cocodiff.comm.transport",),
-    "cocodiff.decoding": ("cocodiff.bands", "cocodiff.comm.transport", "cocodiff.comm.part", "cocodiff.replacing"),
+    "cocodiff.decoding": ("cocodiff.bands", "cocodiff.comm.transport", "cocodiff.replacing"),
     "cocodiff.progress": (),
     "cocodiff.checks": (),
     "cocodiff.replacing": (),

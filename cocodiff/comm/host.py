@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.device import StreamMark, used_on_current_stream
 
 ALIGNED = 64  # bytes; where messages of a call begin in their common buffer

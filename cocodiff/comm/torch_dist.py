@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import LanePending, Transport
+from cocodiff.comm.transport import LanePending, Part, Transport
 from cocodiff.guidance.awaited import Awaited
 from cocodiff.guidance.containers import mapped
 from cocodiff.guidance.rule import PARTS, Sharing

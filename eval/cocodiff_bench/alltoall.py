@@ -173,8 +173,10 @@ def makers(
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
 
     def checked_tapa() -> Variant:
+        from cocodiff.comm.checked import check_messages
+
         over = copy(transport)  # its lanes, and groups with checksums
-        over.check_messages()
+        check_messages(over)
         return exchange_variant("tapa", values, topology, over, Trace(transport.rank))
 
     def one_sided(name: str) -> Variant:

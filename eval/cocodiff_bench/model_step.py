@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from cocodiff.comm.launch import emulated
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.config import load_machine
 from cocodiff.console.options import Option, check_counts
 from cocodiff.errors import UserError
