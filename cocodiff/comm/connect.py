@@ -205,18 +205,13 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
-    presence = Presence.of_job(launch)
-    if presence is not None:
-        presence.announce()
-    with limited_start(limits, launch.rank, presence, "MPI_Init"):
+    with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
         word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
-    if presence is not None:
-        presence.withdraw()
     return _accepted(rank, size, word, listener, None)
 
 

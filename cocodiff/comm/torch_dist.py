@@ -169,7 +169,7 @@ def initialise(backend: str, store: Any, rank: int, size: int, device: torch.dev
     )
 
 
-BACKENDS = {"cpu": ("gloo", "ccl"), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
+BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 
 def check_backend(backend: str, device: torch.device) -> None:

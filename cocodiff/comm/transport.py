@@ -152,10 +152,10 @@ class LaneOwner(Transport):
 
     library = "none"  # what carries messages, in words
     drawback = ""  # what is wrong with the transport that was asked for, in words
+    around: Callable[[Group], Group] | None = None  # what every group that is made is put into
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
-        self.around: Callable[[Group], Group] | None = None  # what every group that is made is put into
         self._lanes: dict[str, Lane] = {}
         self.control = self.lane("control")
 

@@ -187,8 +187,9 @@ class _Notes:
         os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
 
     def noted_end(self, rank: int) -> End | None:
-        """What a rank has said last of its end itself."""
-        notes = [json.loads(line) for line in self._content(self._ends).splitlines()]
+        """What a rank has said last of its end itself. Another one may be writing a line of its own meanwhile."""
+        whole, _, _ = self._content(self._ends).rpartition("\n")
+        notes = [json.loads(line) for line in whole.splitlines()]
         return next((End(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
@@ -222,8 +223,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
                 ) from error
             children[pid] = rank
         listener.close()
-        stopped = _Stopped(config.timeout_s + GRACE_S)
-        return _attend_children(children, ranks, notes, stop, left, stopped, config.stall_timeout_s)
+        return _attend_children(children, notes, stop, left, config)
 
 
 def _child(
@@ -251,46 +251,18 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-class _Stopped:
-    """Ranks that a signal has stopped, by process, and since when. What is stopped sends no heartbeat, so its peers
-    give it up; before they have met, or where all are stopped, nobody but the parent notices."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._since: dict[int, float] = {}
-        self._looked = time.monotonic()
-
-    def note(self, pid: int, status: int) -> bool:
-        """Whether the status is of a process that was stopped or goes on, and has not ended."""
-        if os.WIFSTOPPED(status):
-            self._since[pid] = time.monotonic()
-        elif os.WIFCONTINUED(status):
-            self._since.pop(pid, None)
-        return os.WIFSTOPPED(status) or os.WIFCONTINUED(status)
-
-    def too_long(self) -> list[int]:
-        now, asleep_s = time.monotonic(), time.monotonic() - self._looked
-        self._looked = now
-        if asleep_s > 1.0:  # this process was stopped as well (Ctrl-Z): that time says nothing
-            self._since = {pid: since + asleep_s for pid, since in self._since.items()}
-        return [pid for pid, since in self._since.items() if now - since > self.limit_s]
-
-
 def _attend_children(
-    children: dict[int, int],
-    ranks: int,
-    notes: _Notes,
-    stop: StopRequest,
-    left: Callable[[], str],
-    stopped: _Stopped,
-    last_s: float,
+    children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed. So is,
+    after `stall_timeout_s`, who goes on when all others have ended well.
 
-    last_s: how long after the others have ended well a rank may still take."""
-    ends: dict[int, End] = {}
-    deadline: float | None = None
+    What a signal has stopped sends no heartbeat, so its peers give it up; before they have met, or where all are
+    stopped, nobody but the parent notices."""
+    ranks, ends = len(children), dict[int, End]()
+    deadline, looked = float("inf"), time.monotonic()
     interrupted = ended_by_us = False
+    stopped_s: dict[int, float] = {}  # by process, for how long
     given_up: set[int] = set()
     while children:
         if stop.asked and not interrupted:
@@ -299,26 +271,32 @@ def _attend_children(
             deadline = time.monotonic() + GRACE_S
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid == 0:
-            for late in stopped.too_long():
-                if late in children and late not in given_up:
-                    given_up.add(late)
-                    os.kill(late, signal.SIGKILL)
-            if deadline is not None and time.monotonic() > deadline and not ended_by_us:
+            now = time.monotonic()
+            passed_s, looked = min(now - looked, 1.0), now  # longer: this process was stopped as well (Ctrl-Z)
+            stopped_s = {pid: so_far_s + passed_s for pid, so_far_s in stopped_s.items() if pid in children}
+            late = {pid for pid, so_far_s in stopped_s.items() if so_far_s > config.timeout_s + GRACE_S} - given_up
+            signal_all(late, signal.SIGKILL)
+            given_up |= late
+            if now > deadline and not ended_by_us:
                 ended_by_us = True
                 signal_all(children, signal.SIGKILL)
             time.sleep(0.02)
             continue
-        if pid not in children or stopped.note(pid, status):
+        if os.WIFSTOPPED(status):
+            stopped_s[pid] = 0.0
+        elif os.WIFCONTINUED(status):
+            stopped_s.pop(pid, None)
+        if pid not in children or os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
             continue
         rank = children.pop(pid)
         if pid in given_up:
-            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
+            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {config.timeout_s:g} s")
+        elif ended_by_us:  # it may still have said something, as on a machine that is busy
+            ends[rank] = notes.noted_end(rank) or End("stuck", f"rank {rank} did not stop")
         else:
-            # one that had not stopped in time may still have said something, as on a machine that is busy
-            stuck = End("stuck", f"rank {rank} did not stop")
-            ends[rank] = (notes.noted_end(rank) or stuck) if ended_by_us else _child_end(rank, status, notes)
+            ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
-            deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
+            deadline = time.monotonic() + (GRACE_S if ends[rank].code else config.stall_timeout_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
