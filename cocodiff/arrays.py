@@ -22,9 +22,9 @@ from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cocodiff.comm.launch import without_launcher
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.outputs.journal import Journals
-from cocodiff.processes.children import without_launcher
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Part, Transport
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text

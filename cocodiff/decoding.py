@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Part, Transport
 from cocodiff.errors import UserError
 from cocodiff.replacing import replace
 

@@ -131,10 +131,6 @@ class StreamMark:
         if self._module is not None:
             self._event.synchronize()
 
-    def is_past(self) -> bool:
-        """Whether this point has been reached."""
-        return self._module is None or bool(self._event.query())
-
 
 class HandedOver(Generic[T]):
     """A value on its way to another stream, from the one that is current where this is made. Every tensor that one

@@ -9,6 +9,7 @@
 # PROXY     how compute nodes reach the world
 # HSN_SUFFIX   what makes the first node's name that of its address on the fast network
 # MPIEXEC_FLAGS   more words for the launcher
+# INPUT, MASK, PRESET, STEPS, OUT, MACHINE, DEVICE, TRANSPORT   of the slices that `restore` restores
 # DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
 #
 # docs/aurora.md explains each variable that is exported here, and has the sources.
@@ -140,4 +141,32 @@ start_ranks() {
             ;;
         *) fail "LAUNCHER=$LAUNCHER: choose pals, hydra or srun" ;;
     esac
+}
+
+# How many nodes a PBS job has; outside of one, what its script asks for.
+count_pbs_nodes() {
+    HOSTFILE=${PBS_NODEFILE:-PBS_NODEFILE}
+    if [ -e "$HOSTFILE" ]; then
+        NODES=$(sort -u "$HOSTFILE" | wc -l)
+    else
+        NODES=$(sed -n 's/^#PBS -l select=\([0-9]*\).*/\1/p' "$0")
+    fi
+}
+
+# What all jobs do: set up the environment, let doctor check the machine, restore the slices.
+restore() {
+    local on=(--machine "$MACHINE" --device "$DEVICE" ${TRANSPORT:+--transport "$TRANSPORT"})
+    MODEL=
+    set +u # modules read variables that are not set
+    load_modules
+    set -u
+    set_proxies
+    if [ "$LAUNCHER" = pals ]; then set_oneccl; fi
+    if [ "$DEVICE" = xpu ]; then set_tiles; fi
+    set_meeting
+    check_venv
+    stage_weights
+    start_ranks doctor "${on[@]}" --out "$OUT-doctor" --overwrite
+    start_ranks inpaint --input "${INPUT[@]}" --mask "${MASK[@]}" --preset "${PRESET[@]}" --steps "$STEPS" \
+        "${on[@]}" ${MODEL:+--model "$MODEL"} --out "$OUT" --overwrite
 }

@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "cocodiff.checks",
         "cocodiff.replacing",
     ),
-    "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.comm.part", "cocodiff.replacing"),
+    "cocodiff.decoding": ("cocodiff.comm.transport", "cocodiff.replacing"),
     "cocodiff.progress": (),
     "cocodiff.checks": (),
     "cocodiff.replacing": (),
@@ -142,7 +142,7 @@ MAY_IMPORT = {
         "cocodiff.sequence",
     ),
     "cocodiff.demo_model": (),
-    "cocodiff.arrays": ("cocodiff.outputs.journal", "cocodiff.processes.children"),
+    "cocodiff.arrays": ("cocodiff.outputs.journal", "cocodiff.comm.launch"),
     "cocodiff.__init__": ("cocodiff.arrays", "cocodiff.config", "cocodiff.engine", "cocodiff.verification"),
     # What stands on the library: first what all commands share, then jobs, then the command line.
     "cocodiff.outputs": ("cocodiff.files",),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.decoding import ShardedVAE, share_vae
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine import parallelize

@@ -11,8 +11,7 @@ from test_engine_v_major import denoise
 from worlds import topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Part, Transport
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost, UserError
 from cocodiff.topology.axes import Axes

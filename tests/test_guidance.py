@@ -18,7 +18,7 @@ from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.guidance.parts import Awaited

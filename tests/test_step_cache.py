@@ -15,7 +15,7 @@ from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.config import Config
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost, UserError

@@ -1,5 +1,5 @@
 """Communication between the ranks of a run, whichever library carries it, and the watch over ranks that are lost.
 
-Others use `transport` (the interface), `connect` and `launch` (from a launch to a transport), `part` (some ranks as a
-transport of their own) and `loopback` (ranks as threads). A transport's file is imported by the runs that use it.
+Others use `transport` (the interface), `connect` and `launch` (from a launch to a transport) and `loopback` (ranks as
+threads). A transport's file is imported by the runs that use it.
 """

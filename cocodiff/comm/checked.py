@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.digest import digest
 from cocodiff.errors import PeerLost
 
@@ -82,6 +83,13 @@ class CheckedGroup(Group):
         )
         self._health.fail(reason)
         return WrongMessage(own, f"failed: {reason}")
+
+
+def check_messages(transport: LaneOwner) -> None:
+    """Has a checksum travel with every message from now on: a wrong message is an error that names both ranks. All
+    ranks call it, before they make groups."""
+    transport.around = partial(CheckedGroup, health=transport.health)
+    transport.world = transport.around(transport.world)
 
 
 class CheckedPending:

@@ -14,35 +14,28 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from cocodiff.comm import checked
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
-from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.settings import overlap_killers
-from cocodiff.comm.store import (
-    EVERY_INTERFACE,
-    environment_store,
-    hosted_store,
-    is_loopback,
-    listening_socket,
-    next_run,
-    word_of_rank_0,
-)
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.device import rank_device, ranks_on_device
 from cocodiff.errors import PeerLost, UserError
 
 log = logging.getLogger("cocodiff.comm")
 OVER_MPI = ("mpi", "mpi-rma")
+EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
 
 
@@ -52,12 +45,12 @@ class _Meeting(NamedTuple):
 
     rank: int
     size: int
-    address: tuple[str, int] = ("", 0)
-    key: str = ""
-    listener: socket.socket | None = None
-    store: Any = None
-    interface: str = ""
-    on_loopback: bool = False
+    address: tuple[str, int]
+    key: str
+    listener: socket.socket | None
+    store: Any
+    interface: str
+    on_loopback: bool
 
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
@@ -85,7 +78,7 @@ def connect(
 
     name: of `Config.transport`; "auto" is MPI under an MPI launcher on CPU, else the backend of the device, and "host"
     what auto is on a CPU, with copies of the device's tensors.
-    settings: what every rank must have been started with alike. check_messages: see `LaneOwner.check_messages`.
+    settings: what every rank must have been started with alike. check_messages: see `checked.check_messages`.
     on_loss: see `Health.when_lost`; called for a loss during the start as well.
     Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
     does not show up within `limits.start_s`.
@@ -128,7 +121,7 @@ def connect(
 
             transport = HostTransport(transport, device)
     if check_messages:
-        transport.check_messages()
+        checked.check_messages(transport)
     _tell_of_blocking(transport)
     return transport
 
@@ -193,11 +186,18 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Limits) -> _Meeting:
-    """torch.distributed's store tells rank 0's word."""
-    store, one_host = next_run(store, rank), _on_one_host(launch, size)
-    listener = _listen(one_host, size) if rank == 0 else None
-    own_word = _invitation(listener, one_host) if listener is not None else None
-    return _accepted(rank, size, word_of_rank_0(store, own_word, limits.start_s), listener, store)
+    """torch.distributed's store tells rank 0's word. All ranks come as often: a part of the store that no earlier run
+    of the same processes has written to is theirs. Raises PeerLost where the word does not come in time."""
+    store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
+    one_host, listener = _on_one_host(launch, size), None
+    if rank == 0:
+        listener = _listen(one_host, size)
+        store.set("meeting", _invitation(listener, one_host))
+    try:
+        store.wait(["meeting"], timedelta(seconds=limits.start_s))
+    except dist.DistError as error:
+        raise PeerLost(0, f"did not start within {limits.start_s:g} s") from error
+    return _accepted(rank, size, bytes(store.get("meeting")).decode(), listener, store)
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
@@ -205,18 +205,13 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
-    presence = Presence.of_job(launch)
-    if presence is not None:
-        presence.announce()
-    with limited_start(limits, launch.rank, presence, "MPI_Init"):
+    with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
         word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
-    if presence is not None:
-        presence.withdraw()
     return _accepted(rank, size, word, listener, None)
 
 
@@ -248,6 +243,77 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
     return _Meeting(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "::1")
+
+
+def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
+    """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: whether all ranks
+    are on this host."""
+    try:  # IPv4, where the name has both
+        family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda one: one[0])
+    except OSError:
+        family, address = socket.AF_INET, ""
+    serve = partial(socket.create_server, family=family, backlog=ranks + 64, dualstack_ipv6=family == socket.AF_INET6)
+    # A host's own name often means its loopback to itself and another interface to the others.
+    interface = "" if is_loopback(str(address)) and not one_host else address
+    try:
+        return serve((interface, port))
+    except OSError:  # an address that is not this host's own, behind a translation
+        return serve(("", port))
+
+
+def hosted_store(
+    host: str, port: int, size: int, limit: timedelta, listener: socket.socket, multi_tenant: bool = False
+) -> Any:
+    """A store of this process. It is given its listening socket: one of its own would be open on all interfaces."""
+    fd = listener.detach()
+    return dist.TCPStore(host, port, size, True, limit, False, multi_tenant=multi_tenant, master_listen_fd=fd)
+
+
+@cache
+def launcher_store(
+    host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float, one_host: bool
+) -> Any:
+    """The store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later run of
+    the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it.
+
+    Raises PeerLost where rank 0 does not answer within `start_s`.
+    """
+    limit = timedelta(seconds=start_s)
+    try:
+        if rank == 0 and not hosted:
+            store = _own_store(host, port, size, limit, one_host)
+        else:
+            store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
+    except dist.DistError as error:
+        where = f"does not answer at {host}:{port} within {start_s:g} s"
+        raise PeerLost(0, f"{where} ({str(error).splitlines()[0]})") from error
+    return dist.PrefixStore(f"cocodiff/{attempt}", store)
+
+
+def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool) -> Any:
+    """Rank 0's store, at the port that the others know: another one of this process where it has one there."""
+    try:
+        listener = listening_socket(host, port, one_host, size)
+    except OSError:
+        return dist.TCPStore(host, port, size, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    return hosted_store(host, port, size, limit, listener, multi_tenant=True)
+
+
+def environment_store(
+    rank: int, size: int, start_s: float, one_host: bool, environment: Mapping[str, str] | None = None
+) -> Any:
+    """`launcher_store` by the environment. Raises UserError where that says no address."""
+    env = os.environ if environment is None else environment
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise UserError(f"MASTER_ADDR is {host!r}, MASTER_PORT {port!r}: set them to rank 0's, or give srun --mpi=pmi2")
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return launcher_store(host, int(port), rank, size, hosted, attempt, start_s, one_host)
 
 
 # The communication library --------------------------------------------------------------------------------------------

@@ -7,10 +7,15 @@ its main thread has come to, and a rank that others have waited for as long as `
 rank 0 learns it tells everybody; when rank 0 itself goes, every rank sees its own socket close. The watch is apart from
 the transport, whose own errors name no rank or never come. Here are its sockets and its thread; what follows from a
 message, or from none, is decided in `peers.py`.
+
+Anybody who reaches rank 0's port may connect, so nothing that is sent before the run's secret is trusted: it must come
+as one short line within a few seconds, strangers wait beside the ranks and not before them, and only so many of them.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import selectors
 import socket
@@ -18,13 +23,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
-from cocodiff.comm.admission import Admission, Line
 from cocodiff.comm.peers import BLAME_S, ROUND_S, Limits, Message, Peers
 from cocodiff.errors import PeerLost, UserError
 
 REFUSED_S = 10.0  # how long rank 0 may be out of reach, a full backlog or a slow network
 LEAVE_S = 10.0  # how long a rank that fails waits for the others' last words
+HELLO_S = 5.0  # within which a connection must have said who it is
+HELLO_BYTES = 4096
+LINE_BYTES = 64 << 20  # of a rank that was admitted; its settings may list many files
+SEND_S = 5.0  # a peer that reads nothing for so long is not waited for
+STRANGERS = 32  # connections beside the run's own that may be undecided at a time
 OnLoss = Callable[[BaseException], None]
 
 
@@ -72,6 +82,38 @@ def end_process(last_words: str) -> None:
     os._exit(1)
 
 
+class Line:
+    """JSON messages over a socket, one a line. rank: at its other end, None while it has not shown that it is one."""
+
+    def __init__(self, connection: socket.socket, rank: int | None = None) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(SEND_S)
+        self.socket, self.rank, self.deadline = connection, rank, time.monotonic() + HELLO_S
+        self._rest = b""
+        self._lock = threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        with self._lock:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """The whole messages that have arrived, None when the other side is gone or sends what no rank does."""
+        at_once, most = (HELLO_BYTES, HELLO_BYTES) if self.rank is None else (1 << 16, LINE_BYTES)
+        try:
+            data = self.socket.recv(at_once)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not data or len(self._rest) + len(data) > most:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError, RecursionError):
+            return None
+
+
 class Watch(Health):
     """One rank's end of the watch; on rank 0 also its hub."""
 
@@ -95,19 +137,21 @@ class Watch(Health):
         end: ends this process, with its last words, where a loss does not reach its main thread.
         Raises UserError for different settings, PeerLost when a rank does not show up within `limits.start_s`.
         """
-        self.rank, self._end, self._actions = rank, end, list(on_loss)
+        self.rank, self._end, self._actions, self._key = rank, end, list(on_loss), key
         self._peers = peers = Peers(rank, size, settings, limits, time.monotonic)
         self._lines: dict[int, Line] = {}
+        self._missing = set(range(1, size))  # on rank 0: who has not joined
         self._changed = threading.Condition()  # guards the peers
         self._ended = False
         self._selector = selectors.DefaultSelector()
-        admission = None
+        self._listener = endpoint if isinstance(endpoint, socket.socket) else None
         if isinstance(endpoint, socket.socket):
-            admission = Admission(endpoint, key, size, self._selector)
+            endpoint.setblocking(False)
+            self._selector.register(endpoint, selectors.EVENT_READ)
         else:
-            self._lines[0] = self._join(endpoint, key, settings, limits.start_s)
-            self._selector.register(self._lines[0].socket, selectors.EVENT_READ, 0)
-        threading.Thread(target=self._listen, args=(admission,), name="watch", daemon=True).start()
+            self._lines[0] = self._join(endpoint, settings)
+            self._selector.register(self._lines[0].socket, selectors.EVENT_READ, self._lines[0])
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
         with self._changed:
             # Rank 0 waits for whoever is missing, and knows who it is; the others wait a little longer.
             patience_s = limits.start_s + (BLAME_S if rank else 0.0)
@@ -185,14 +229,14 @@ class Watch(Health):
 
     # Start-up -------------------------------------------------------------------------------------------------------
 
-    def _join(self, address: tuple[str, int], key: str, settings: dict[str, str], start_s: float) -> Line:
+    def _join(self, address: tuple[str, int], settings: dict[str, str]) -> Line:
         """This rank's line to rank 0, which may not be listening yet."""
-        deadline, error = time.monotonic() + start_s, ""
+        deadline, error = time.monotonic() + self._peers.limits.start_s, ""
         refused_until = deadline
         while time.monotonic() < min(deadline, refused_until):
             try:
-                line = Line(socket.create_connection(address, timeout=5.0))
-                line.send(hello=self.rank, key=key)
+                line = Line(socket.create_connection(address, timeout=5.0), rank=0)
+                line.send(hello=self.rank, key=self._key)
                 line.send(settings=settings)
                 welcome = line.receive()
                 while welcome == [] and time.monotonic() < deadline:
@@ -208,14 +252,40 @@ class Watch(Health):
             time.sleep(0.1)
         raise PeerLost(0, f"does not answer at {address[0]}:{address[1]}{error}")
 
-    def _admit(self, rank: int, line: Line, now: float) -> None:
-        self._lines[rank] = line
-        self._selector.register(line.socket, selectors.EVENT_READ, rank)
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # it left before its turn came
+            line = Line(listener.accept()[0])
+            self._selector.register(line.socket, selectors.EVENT_READ, line)
+
+    def _admit(self, line: Line, messages: list[Message]) -> list[Message] | None:
+        """What comes behind the first message, where that is of a missing rank that knows the run's secret; else None:
+        it is a stranger's, or a rank is there already."""
+        hello, *more = messages
+        rank, key = hello.get("hello"), hello.get("key")
+        if type(rank) is not int or type(key) is not str or rank not in self._missing:
+            return None
+        if not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
+            return None
+        self._missing.discard(rank)
+        line.rank, self._lines[rank] = rank, line
         with suppress(OSError):  # the next look at it tells that it is gone
             line.send(welcome=True)
             for message in self._peers.known_loss():  # from before this rank came
                 line.send(**message)
-            self._hear_all(rank, line.waiting_messages(), now)
+        return more
+
+    def _turn_away_strangers(self, everybody: bool) -> None:
+        """Those who have not said in time who they are, and the oldest of too many: ranks say so at once."""
+        now, lines = time.monotonic(), [key.data for key in self._selector.get_map().values()]
+        undecided = [line for line in lines if line is not None and line.rank is None]
+        too_many = len(undecided) - self._peers.size - STRANGERS
+        for number, line in enumerate(undecided):
+            if everybody or number < too_many or now > line.deadline:
+                self._turn_away(line)
+
+    def _turn_away(self, line: Line) -> None:
+        self._selector.unregister(line.socket)
+        line.socket.close()
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -235,32 +305,38 @@ class Watch(Health):
             for action in self._actions:
                 action(self._peers.lost)
 
-    def _listen(self, admission: Admission | None) -> None:
+    def _listen(self) -> None:
         until = time.monotonic() + self._peers.limits.start_s
         with self._selector:
             while not self._ended:
                 events = self._selector.select(timeout=ROUND_S)
                 now = self._peers.wake(time.monotonic())  # a stop of this process in a round is seen in the next one
                 for key, _ in events:
-                    if admission is not None and admission.handles(key):
-                        for rank, line in admission.progress(key):
-                            self._admit(rank, line, now)
-                    elif key.data in self._lines:
-                        self._hear_all(key.data, self._lines[key.data].receive(), now)
-                if admission is not None:
-                    admission.expire()
-                    if not admission.missing or (self._peers.lost is not None and time.monotonic() > until):
-                        admission.close()
-                        admission = None
+                    if key.data is not None:
+                        self._hear(key.data, now)
+                    elif self._listener is not None:
+                        self._accept(self._listener)
+                if self._listener is not None:
+                    over = not self._missing or (self._peers.lost is not None and time.monotonic() > until)
+                    self._turn_away_strangers(everybody=over)
+                    if over:
+                        self._selector.unregister(self._listener)
+                        self._listener.close()
+                        self._listener = None
                 self._update(self._peers.look, now)
                 last_words = self._peers.last_words(now)
                 if last_words:
                     self._end(f"cocodiff: [rank {self.rank}] {last_words}\n")
                     return
 
-    def _hear_all(self, rank: int, messages: list[Message] | None, now: float) -> None:
-        if messages is None:
-            self._selector.unregister(self._lines[rank].socket)
-            self._update(self._peers.gone, rank, now)
+    def _hear(self, line: Line, now: float) -> None:
+        messages = line.receive()
+        if messages and line.rank is None:
+            messages = self._admit(line, messages)
+        if messages is None and line.rank is None:
+            self._turn_away(line)
+        elif messages is None:
+            self._selector.unregister(line.socket)
+            self._update(self._peers.gone, line.rank, now)
         for message in messages or []:
-            self._update(self._peers.hear, rank, message, now)
+            self._update(self._peers.hear, line.rank, message, now)

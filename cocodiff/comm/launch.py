@@ -1,8 +1,9 @@
-"""How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; and where an MPI launcher is.
-Reads the environment only."""
+"""How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; on an emulated machine or not;
+and where an MPI launcher is. Reads the environment only."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cocodiff.errors import UserError
 
@@ -29,6 +31,10 @@ MPI_RANK = ("PMI_RANK", "PALS_RANKID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 MPI_SIZE = ("PMI_SIZE", "PALS_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")
 # Of srun's tasks. A batch script and salloc's shell have all but a step's number, or one of ten digits.
 STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+OF_LAUNCHERS = re.compile(  # variables by which a process knows that it is a launcher's rank
+    "(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+)
+EMULATED = "COCODIFF_EMULATED"  # what ranks are told of an emulated machine, as JSON
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,21 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
     if size is not None and rank >= size:
         raise UserError(f"the launcher's environment has rank {rank} of {size}: ranks go from 0 to {size - 1}")
     return Launch(kind, rank, size, _number(env, LOCAL_RANK) or 0, _number(env, LOCAL_SIZE))
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank of the launcher that started this one."""
+    return {name: value for name, value in environment.items() if not OF_LAUNCHERS.match(name)}
+
+
+def emulated() -> dict[str, Any]:
+    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing. Raises UserError."""
+    try:
+        return dict(json.loads(os.environ.get(EMULATED) or "{}"))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{EMULATED}={os.environ[EMULATED][:40]!r}: cocodiff emulate alone sets it: unset it"
+        ) from error
 
 
 def find_mpiexec() -> str | None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import CHECK_S, Group, Pending
+from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Pending
 from cocodiff.errors import PeerLost, UserError
 
 T = TypeVar("T")

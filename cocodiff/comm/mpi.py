@@ -21,9 +21,8 @@ from torch import Tensor
 
 from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
-from cocodiff.comm.lane_owner import LaneOwner
 from cocodiff.comm.launch import detect
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.errors import UserError
 
 SPINS = 20

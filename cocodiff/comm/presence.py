@@ -137,6 +137,8 @@ def _state(process: int) -> str:
 def limited_start(limits: Limits, rank: int | None, presence: Presence | None, call: str) -> Iterator[None]:
     """For a library's call in which all ranks meet before the watch is open. Kills this process, with a line that says
     why, where a rank of this host died, has been stopped for `timeout_s`, or the call takes longer than `start_s`."""
+    if presence is not None:
+        presence.announce()
     there = [str(presence.folder), str(presence.local_ranks)] if presence is not None else ["", "0"]
     shown = "" if rank is None else str(rank)
     words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shown, call, *there]
@@ -146,6 +148,8 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
     finally:
         watching.kill()
         watching.wait()
+    if presence is not None:
+        presence.withdraw()
 
 
 def watch_start(

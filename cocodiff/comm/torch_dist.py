@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.lane_owner import LaneOwner
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.device import used_on_current_stream
 from cocodiff.errors import UserError
 
@@ -163,7 +162,7 @@ def initialise(backend: str, store: Any, rank: int, size: int, device: torch.dev
     )
 
 
-BACKENDS = {"cpu": ("gloo", "ccl"), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
+BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 
 def check_backend(backend: str, device: torch.device) -> None:

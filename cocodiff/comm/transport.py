@@ -1,4 +1,4 @@
-"""The interface to a communication library: ranks, groups, asynchronous messages.
+"""The interface to a communication library: ranks, some of them, groups, lanes, asynchronous messages.
 
 Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
 host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay
@@ -145,6 +145,109 @@ class Transport(Ranks):
     @abstractmethod
     def close(self) -> None:
         """Leaves the run in good order. A second call does nothing."""
+
+
+class LaneOwner(Transport):
+    """Owns the lanes of all ranks of a run, by their names."""
+
+    library = "none"  # what carries messages, in words
+    drawback = ""  # what is wrong with the transport that was asked for, in words
+    around: Callable[[Group], Group] | None = None  # what every group that is made is put into
+
+    def __init__(self, device: torch.device, health: Health) -> None:
+        self.device, self.health = device, health
+        self._lanes: dict[str, Lane] = {}
+        self.control = self.lane("control")
+
+    def lane(self, name: str) -> Lane:
+        if name not in self._lanes:
+            self._lanes[name] = Lane(name, self.device, self.health)
+        return self._lanes[name]
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        group = self._new_group(tuple(ranks))
+        return group if self.around is None else self.around(group)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._closed = True
+        self.health.close()
+        for lane in self._lanes.values():
+            lane.close()
+        self._release()
+
+    @abstractmethod
+    def _new_group(self, ranks: tuple[int, ...]) -> Group: ...
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Gives back what the communication library holds."""
+
+
+class PartGroup(Group):
+    """Members of a group under the part's numbers, in the part's order: all of the group or some of it."""
+
+    def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
+        """members: the index in `group` of each of `ranks`."""
+        self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
+        self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
+
+    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        return self._group.send_recv(
+            [(tensor, self._members[peer]) for tensor, peer in sends],
+            [(tensor, self._members[peer]) for tensor, peer in recvs],
+        )
+
+    def barrier(self) -> None:
+        if len(self.ranks) == len(self._group.ranks):
+            self._group.barrier()
+        else:
+            super().barrier()
+
+
+class Part(Transport):
+    """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
+    whole's, so a part costs no threads and no communicators until it makes groups.
+
+    The ranks of a part make its groups alike, as often and in the same order (see `Ranks.group`). What one part does is
+    independent of the others. Closing a part leaves the whole open.
+    """
+
+    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, tuple(ranks)
+        self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
+        self.device = whole.device
+        self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
+        self.world = PartGroup(whole.world, tuple(range(self.size)), self._ranks, self.device)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._whole.closed
+
+    @property
+    def run_ranks(self) -> tuple[int, ...]:
+        of_whole = self._whole.run_ranks
+        return tuple(of_whole[rank] for rank in self._ranks)
+
+    @property
+    def run_size(self) -> int:
+        return self._whole.run_size
+
+    def group(self, ranks: Sequence[int]) -> PartGroup:
+        members = [self._ranks[rank] for rank in ranks]
+        ascending = sorted(members)  # as libraries keep them
+        indices = [ascending.index(rank) for rank in members]
+        return PartGroup(self._whole.group(ascending), tuple(ranks), indices, self.device)
+
+    def lane(self, name: str) -> Lane:
+        return self._whole.lane(name)
+
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        self.health.arrive(at, among or self.run_ranks)
+
+    def close(self) -> None:
+        self._closed = True
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:

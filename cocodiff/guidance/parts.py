@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import LanePending, Transport
+from cocodiff.comm.transport import LanePending, Part, Transport
 from cocodiff.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.machine import Topology

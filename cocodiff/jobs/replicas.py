@@ -38,7 +38,7 @@ class Replica:
     claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
-        from cocodiff.comm.part import Part  # torch
+        from cocodiff.comm.transport import Part  # torch
 
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)

@@ -23,8 +23,8 @@ from cocodiff.jobs.replicas import Replica
 from cocodiff.loading.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import FOUND, write_settings
+from cocodiff.processes.children import check_room
 from cocodiff.processes.ranks import run_ranks
-from cocodiff.processes.room import check_room
 from cocodiff.trace import save_traces
 
 if TYPE_CHECKING:

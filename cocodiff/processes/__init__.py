@@ -1,1 +1,1 @@
-"""Ranks as processes of this host: forked or launched (`ranks`), and whether there is room for them (`room`)."""
+"""Ranks as processes of this host: forked or launched (`ranks`), and what that takes of a process (`children`)."""

@@ -6,6 +6,7 @@ device nor MPI nor a thread pool may exist before the fork.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -16,10 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
@@ -27,7 +27,6 @@ from cocodiff.config import Config
 from cocodiff.console.terminal import keep_libraries_off_stderr
 from cocodiff.errors import OwnRankError, PeerLost, UserError
 from cocodiff.processes.children import StopRequest, fork, signal_all, stop_requests
-from cocodiff.processes.job_folder import job_folder
 
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
@@ -169,18 +168,54 @@ def _check_no_device(ranks: int, config: Config) -> None:
         )
 
 
+class _Notes:
+    """What forked ranks leave for their parent: how they ended, and what they wrote. All of it and the store at which
+    they meet are files in memory without a name, which are gone with the last of the processes, however these end."""
+
+    def __init__(self, ranks: int) -> None:
+        self.store, self._ends, *self._logs = (os.memfd_create("cocodiff") for _ in range(2 + ranks))
+        for file in (self._ends, *self._logs):
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # several threads and processes write whole lines to it
+
+    def log_of(self, rank: int) -> int:
+        """For the rank itself: the file that takes what it writes; those of the others are closed."""
+        for other in (other for other in self._logs if other != self._logs[rank]):
+            os.close(other)
+        return self._logs[rank]
+
+    def note_end(self, rank: int, end: End) -> None:
+        os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
+
+    def noted_end(self, rank: int) -> End | None:
+        """What a rank has said last of its end itself. Another one may be writing a line of its own meanwhile."""
+        whole, _, _ = self._content(self._ends).rpartition("\n")
+        notes = [json.loads(line) for line in whole.splitlines()]
+        return next((End(**end) for of, end in reversed(notes) if of == rank), None)
+
+    def said(self, rank: int) -> str:
+        return self._content(self._logs[rank])
+
+    def close(self) -> None:
+        for file in (self.store, self._ends, *self._logs):
+            os.close(file)
+
+    @staticmethod
+    def _content(file: int) -> str:
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+
 def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
-    with job_folder() as folder, stop_requests() as stop:
+    with closing(_Notes(ranks)) as notes, stop_requests() as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
-        meeting = Meeting(str(folder / "store"), listener.getsockname()[1], secrets.token_hex(8))
+        port, key = listener.getsockname()[1], secrets.token_hex(8)
         for rank in range(ranks):
-            own = Meeting(meeting.store_file, meeting.port, meeting.key, None if rank else listener)
-            launch = Launch("forked", rank, ranks, rank, ranks, own)
+            meeting = Meeting(f"/proc/self/fd/{notes.store}", port, key, None if rank else listener)
+            launch = Launch("forked", rank, ranks, rank, ranks, meeting)
             try:
-                pid = fork(partial(_child, launch, config, settings, work, folder, listener), _interrupt)
+                pid = fork(partial(_child, launch, config, settings, work, notes, listener), _interrupt)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
                 raise UserError(
@@ -188,16 +223,15 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
                 ) from error
             children[pid] = rank
         listener.close()
-        stopped = _Stopped(config.timeout_s + GRACE_S)
-        return _attend_children(children, ranks, folder, stop, left, stopped, config.stall_timeout_s)
+        return _attend_children(children, notes, stop, left, config)
 
 
 def _child(
-    launch: Launch, config: Config, settings: dict[str, str], work: Work, folder: Path, listener: socket.socket
+    launch: Launch, config: Config, settings: dict[str, str], work: Work, notes: _Notes, listener: socket.socket
 ) -> int:
     """A forked rank, up to its exit code. Only rank 0 keeps the terminal, and the listener."""
-    log = os.open(folder / f"rank{launch.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if launch.rank:
+    rank, log = launch.local_rank, notes.log_of(launch.local_rank)
+    if rank:
         listener.close()
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -205,65 +239,30 @@ def _child(
         keep_libraries_off_stderr(log)
     end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
     try:
-        end, _ = _run_rank(launch, config, settings, work, lambda error: _note_end(_end_of(error), launch.rank, folder))
+        end, _ = _run_rank(launch, config, settings, work, lambda error: notes.note_end(rank, _end_of(error)))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:  # once: what is asked of it again is ignored
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _note_end(end, launch.rank, folder)
+    notes.note_end(rank, end)
     return end.code
-
-
-def _note_end(end: End, rank: int | None, folder: Path) -> None:
-    """Leaves a rank's end for the parent. The watch's thread and the main one may do so at once."""
-    unfinished = folder / f"rank{rank}.end.{threading.get_ident()}"
-    unfinished.write_text(json.dumps(vars(end)))
-    unfinished.replace(folder / f"rank{rank}.end")
 
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-class _Stopped:
-    """Ranks that a signal has stopped, by process, and since when. What is stopped sends no heartbeat, so its peers
-    give it up; before they have met, or where all are stopped, nobody but the parent notices."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._since: dict[int, float] = {}
-        self._looked = time.monotonic()
-
-    def note(self, pid: int, status: int) -> bool:
-        """Whether the status is of a process that was stopped or goes on, and has not ended."""
-        if os.WIFSTOPPED(status):
-            self._since[pid] = time.monotonic()
-        elif os.WIFCONTINUED(status):
-            self._since.pop(pid, None)
-        return os.WIFSTOPPED(status) or os.WIFCONTINUED(status)
-
-    def too_long(self) -> list[int]:
-        now, asleep_s = time.monotonic(), time.monotonic() - self._looked
-        self._looked = now
-        if asleep_s > 1.0:  # this process was stopped as well (Ctrl-Z): that time says nothing
-            self._since = {pid: since + asleep_s for pid, since in self._since.items()}
-        return [pid for pid, since in self._since.items() if now - since > self.limit_s]
-
-
 def _attend_children(
-    children: dict[int, int],
-    ranks: int,
-    folder: Path,
-    stop: StopRequest,
-    left: Callable[[], str],
-    stopped: _Stopped,
-    last_s: float,
+    children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed.
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed. So is,
+    after `stall_timeout_s`, who goes on when all others have ended well.
 
-    last_s: how long after the others have ended well a rank may still take."""
-    ends: dict[int, End] = {}
-    deadline: float | None = None
+    What a signal has stopped sends no heartbeat, so its peers give it up; before they have met, or where all are
+    stopped, nobody but the parent notices."""
+    ranks, ends = len(children), dict[int, End]()
+    deadline, looked = float("inf"), time.monotonic()
     interrupted = ended_by_us = False
+    stopped_s: dict[int, float] = {}  # by process, for how long
     given_up: set[int] = set()
     while children:
         if stop.asked and not interrupted:
@@ -272,26 +271,32 @@ def _attend_children(
             deadline = time.monotonic() + GRACE_S
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid == 0:
-            for late in stopped.too_long():
-                if late in children and late not in given_up:
-                    given_up.add(late)
-                    os.kill(late, signal.SIGKILL)
-            if deadline is not None and time.monotonic() > deadline and not ended_by_us:
+            now = time.monotonic()
+            passed_s, looked = min(now - looked, 1.0), now  # longer: this process was stopped as well (Ctrl-Z)
+            stopped_s = {pid: so_far_s + passed_s for pid, so_far_s in stopped_s.items() if pid in children}
+            late = {pid for pid, so_far_s in stopped_s.items() if so_far_s > config.timeout_s + GRACE_S} - given_up
+            signal_all(late, signal.SIGKILL)
+            given_up |= late
+            if now > deadline and not ended_by_us:
                 ended_by_us = True
                 signal_all(children, signal.SIGKILL)
             time.sleep(0.02)
             continue
-        if pid not in children or stopped.note(pid, status):
+        if os.WIFSTOPPED(status):
+            stopped_s[pid] = 0.0
+        elif os.WIFCONTINUED(status):
+            stopped_s.pop(pid, None)
+        if pid not in children or os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
             continue
         rank = children.pop(pid)
         if pid in given_up:
-            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {stopped.limit_s - GRACE_S:g} s")
+            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {config.timeout_s:g} s")
+        elif ended_by_us:  # it may still have said something, as on a machine that is busy
+            ends[rank] = notes.noted_end(rank) or End("stuck", f"rank {rank} did not stop")
         else:
-            # one that had not stopped in time may still have said something, as on a machine that is busy
-            stuck = End("stuck", f"rank {rank} did not stop")
-            ends[rank] = (_noted_end(rank, folder) or stuck) if ended_by_us else _child_end(rank, status, folder)
+            ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
-            deadline = time.monotonic() + (GRACE_S if ends[rank].code else last_s)
+            deadline = time.monotonic() + (GRACE_S if ends[rank].code else config.stall_timeout_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
@@ -300,21 +305,13 @@ def _attend_children(
     return _report(ends, ranks, left())
 
 
-def _noted_end(rank: int, folder: Path) -> End | None:
-    """What a rank has said of its end itself."""
-    with suppress(OSError, ValueError, TypeError):
-        return End(**json.loads((folder / f"rank{rank}.end").read_text()))
-    return None
-
-
-def _child_end(rank: int, status: int, folder: Path) -> End:
-    log = folder / f"rank{rank}.log"
-    said = log.read_text(errors="replace") if log.exists() else ""
+def _child_end(rank: int, status: int, notes: _Notes) -> End:
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
-        return End("killed", f"rank {rank} was killed by {number.name}", said if number in OWN_SIGNALS else "")
-    left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", said)
-    return _noted_end(rank, folder) or left
+        said = notes.said(rank) if number in OWN_SIGNALS else ""
+        return End("killed", f"rank {rank} was killed by {number.name}", said)
+    left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", notes.said(rank))
+    return notes.noted_end(rank) or left
 
 
 def _report(ends: dict[int, End], ranks: int, left: str) -> int:

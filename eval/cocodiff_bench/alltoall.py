@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.comm.launch import detect
+from cocodiff.comm.launch import detect, emulated
 from cocodiff.config import Config
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning.one_peer import SerialTransport
-from cocodiff.processes.emulated import emulated
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology

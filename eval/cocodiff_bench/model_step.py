@@ -23,7 +23,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from cocodiff.comm.part import Part
+from cocodiff.comm.launch import emulated
+from cocodiff.comm.transport import Part
 from cocodiff.config import Config, load_machine
 from cocodiff.console.options import Option, check_counts
 from cocodiff.errors import UserError
@@ -34,7 +35,6 @@ from cocodiff.planning.decisions import decisions_of, read_decisions
 from cocodiff.planning.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planning.memory import Load, ModelShape
 from cocodiff.planning.partition import OUTPUT_CHANNELS
-from cocodiff.processes.emulated import emulated
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import save_traces

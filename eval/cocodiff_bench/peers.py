@@ -23,12 +23,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from cocodiff.comm.launch import emulated
 from cocodiff.config import Config
 from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.outputs.folder import OutputFolder
-from cocodiff.processes.emulated import emulated
 from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values

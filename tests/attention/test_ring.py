@@ -28,7 +28,7 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.models.tokens import TEXT, image_and_text
 from cocodiff.routes.choice import Chunking
 from cocodiff.routes.chunks import sequence_of

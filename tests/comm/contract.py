@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cocodiff.comm.part import Part
-from cocodiff.comm.transport import Group, Transport
+from cocodiff.comm.transport import Group, Part, Transport
 
 SIZE = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)

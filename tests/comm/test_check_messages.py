@@ -12,10 +12,10 @@ from warm import forked
 from wrong_messages import Faulty, spoil
 
 from cocodiff.cli.doctor.trials import all_to_alls
-from cocodiff.comm.checked import checksum
+from cocodiff.comm.checked import check_messages, checksum
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost
 
@@ -42,7 +42,7 @@ def errors_of(call: Any, number: int, through_host: bool = False) -> list[PeerLo
 
     def work(transport: Any) -> PeerLost:
         over = HostTransport(transport, transport.device) if through_host else transport
-        over.check_messages()
+        check_messages(over)
         group = over.group(range(RANKS))
         if transport.rank == 1:
             spoil(group, "flipped", 2, number)
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_an_error_on_every_rank(call: Any, bytes_and_form: str,
 
 def test_a_part_names_ranks_of_the_whole_run() -> None:
     def work(transport: Any) -> str:
-        transport.check_messages()
+        check_messages(transport)
         part = Part(transport, (1, 3) if transport.rank % 2 else (0, 2))
         group = part.group([0, 1])
         if transport.rank % 2 == 0:
@@ -93,7 +93,7 @@ def test_a_part_names_ranks_of_the_whole_run() -> None:
 
 def test_a_message_that_takes_the_place_of_a_lost_one_is_found() -> None:
     def work(transport: Any) -> None:
-        transport.check_messages()
+        check_messages(transport)
         group = transport.group([0, 1])
         if transport.rank == 0:
             spoil(group, "lost", 1, 2)
@@ -127,7 +127,7 @@ def test_checks_change_no_bit_and_no_count(preset: str) -> None:
             return own(**case.inputs()).sample, engine.bytes()
 
     def checked(transport: Any) -> tuple[torch.Tensor, dict[str, int]]:
-        transport.check_messages()
+        check_messages(transport)
         return work(transport)
 
     for plain, same in zip(run_ranks(3, work), run_ranks(3, checked), strict=True):

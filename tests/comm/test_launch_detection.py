@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cocodiff.cli.main import main
-from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec
-from cocodiff.comm.store import environment_store
+from cocodiff.comm.connect import environment_store
+from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec, without_launcher
 from cocodiff.errors import UserError
-from cocodiff.processes.children import without_launcher
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.part import Part
+from cocodiff.comm.transport import Part
 
 ORDER = (4, 1, 3)  # part's rank -> rank; libraries keep a group's ranks ascending
 

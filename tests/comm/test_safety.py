@@ -16,7 +16,7 @@ from launching import assert_succeeded
 from warm import forked
 from warm_ranks import warm_mpiexec
 
-from cocodiff.comm.store import EVERY_INTERFACE, listening_socket
+from cocodiff.comm.connect import EVERY_INTERFACE, listening_socket
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("strangers.py")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cocodiff.comm.stalls import ALL, Progress, find_stalled
+from cocodiff.comm.peers import ALL, Progress, find_stalled
 
 X, Y = (0, 1), (2, 3)
 STALL_S = 10.0

@@ -9,6 +9,7 @@ from launching import assert_succeeded
 from warm import forked
 from warm_ranks import warm_mpiexec
 
+from cocodiff.comm.checked import check_messages
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 
@@ -24,7 +25,7 @@ def test_loopback():
 def test_loopback_through_host_memory_and_with_checksums():
     def work(transport):
         over = HostTransport(transport, transport.device)
-        over.check_messages()
+        check_messages(over)
         contract(over)
 
     assert run_ranks(SIZE, work, timeout_s=60.0) == [None] * SIZE

@@ -33,13 +33,13 @@ def work(fault: str, transport: Any) -> None:
         heard.wait(20)
         raise FileNotFoundError("removed by a rank that has heard of it before")
     if fault == "late":
-        noted = ranks._note_end
+        noted = ranks._Notes.note_end
 
         def note_end(*end: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             noted(*end)
 
-        ranks._note_end = note_end
+        ranks._Notes.note_end = note_end
         return
     if fault == "last":
         transport.close()

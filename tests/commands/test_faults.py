@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import tifffile
 from warm import Started, forked
 
-from cocodiff.processes.ranks import End, _child_end, _note_end
+from cocodiff.processes.ranks import End, _child_end, _Notes
 
 pytestmark = pytest.mark.processes
 
@@ -164,15 +165,16 @@ def test_an_interrupt_stops_all_ranks_and_writes_nothing(slice_file: Path, tmp_p
     run.assert_nothing_left(ranks)
 
 
-def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole(tmp_path: Path) -> None:
+def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole() -> None:
     """The watch's thread tells of a lost peer while the main one ends by itself."""
     ends = [End("lost", "rank 1 died" * 2000), End("interrupted", "interrupted")]
-    _note_end(ends[0], 0, tmp_path)
-    with ThreadPoolExecutor(2) as threads:
-        noting = [threads.submit(lambda end: [_note_end(end, 0, tmp_path) for _ in range(300)], end) for end in ends]
+    with closing(_Notes(2)) as notes, ThreadPoolExecutor(2) as threads:
+        notes.note_end(0, ends[0])
+        noting = [threads.submit(lambda end: [notes.note_end(0, end) for _ in range(300)], end) for end in ends]
         while not all(one.done() for one in noting):
-            assert _child_end(0, 0, tmp_path) in ends
-    assert all(one.exception() is None for one in noting)
+            assert _child_end(0, 0, notes) in ends
+        assert all(one.exception() is None for one in noting)
+        assert _child_end(1, 256, notes) == End("failed", "rank 1 left with code 1")
 
 
 def test_a_rank_that_fails_after_another_was_lost_is_not_the_cause(tmp_path: Path) -> None:

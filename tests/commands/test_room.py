@@ -9,7 +9,7 @@ import pytest
 from cocodiff.cli.main import main
 from cocodiff.config import load_machine
 from cocodiff.errors import UserError
-from cocodiff.processes import room
+from cocodiff.processes import children
 from cocodiff.topology.machine import MOST_RANKS, Topology
 
 MANY = "999999999999"
@@ -41,22 +41,22 @@ def test_too_many_ranks_are_refused_in_a_line(words, capsys, monkeypatch, tmp_pa
 
 
 def test_limits_are_those_of_memory_processes_and_files(monkeypatch):
-    monkeypatch.setattr(room, "_available_memory", lambda: 100 << 20)
-    room.check_room(3)
+    monkeypatch.setattr(children, "_available_memory", lambda: 100 << 20)
+    children.check_room(3)
     with pytest.raises(UserError, match=r"--ranks 4: each takes 26 MiB .* 100 MiB are available: start up to 3 here"):
-        room.check_room(4)
-    monkeypatch.setattr(room, "_available_memory", lambda: None)
+        children.check_room(4)
+    monkeypatch.setattr(children, "_available_memory", lambda: None)
     limits = {resource.RLIMIT_NPROC: (50, 50), resource.RLIMIT_NOFILE: (resource.RLIM_INFINITY,) * 2}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
-    room.check_room(49)
+    children.check_room(49)
     with pytest.raises(UserError, match="--ranks 50: this host lets you have 50 processes"):
-        room.check_room(50)
+        children.check_room(50)
     limits[resource.RLIMIT_NOFILE] = (64, 1024)
-    room.check_room(12)
+    children.check_room(12)
     with pytest.raises(UserError, match=r"--ranks 13: .* 68 files open, .* may have 64: allow more with ulimit -n 136"):
-        room.check_room(13)
+        children.check_room(13)
     limits[resource.RLIMIT_NOFILE] = (8, 8)
-    room.check_room(1)
+    children.check_room(1)
 
 
 def test_the_largest_topology_is_larger_than_any_machine():

@@ -2,9 +2,9 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,11 @@ from warm import forked
 
 from cocodiff.cli.bench import module_of
 from cocodiff.cli.main import main
+from cocodiff.comm.launch import emulated
 from cocodiff.config import Config
 from cocodiff.errors import UserError
 from cocodiff.measured_tables import load_exchange_table
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
-from cocodiff.processes.emulated import emulated
-from cocodiff.processes.job_folder import OWNER
 
 pytestmark = pytest.mark.processes
 
@@ -71,37 +70,16 @@ def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
     assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
 
 
-def test_what_others_have_put_there_is_no_record_of_an_emulation(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ended: list[str] = []
-    monkeypatch.setattr(emulation, "kill_all", lambda token, namespaces: ended.append(token))
-    for name in ("killed", "another's"):
-        (tmp_path / f"{emulation.PREFIX}{name}").mkdir()
-        (tmp_path / f"{emulation.PREFIX}{name}" / OWNER).touch()
-    (tmp_path / f"{emulation.PREFIX}link").symlink_to(tmp_path / f"{emulation.PREFIX}killed")
-    (tmp_path / f"{emulation.PREFIX}file").touch()
-    if os.geteuid() == 0:  # only root can give a folder to another user
-        os.chown(tmp_path / f"{emulation.PREFIX}another's", 12345, 12345)
-    with emulation.registered() as token:
-        assert (tmp_path / token).stat().st_mode & 0o777 == 0o700
-    assert not (tmp_path / token).exists()
-    names = ["killed"] if os.geteuid() == 0 else ["another's", "killed"]
-    assert sorted(ended) == [f"{emulation.PREFIX}{name}" for name in names]
-
-
-def test_emulations_that_start_together_keep_their_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def start_often(_: int) -> bool:
-        found = []
-        for _ in range(30):
-            with emulation.registered() as token:
-                found.append((tmp_path / token).exists())
-        return all(found)
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(start_often, range(8)))
-    assert list(tmp_path.iterdir()) == []
+def test_what_a_killed_emulation_left_is_ended_and_a_running_one_is_left_alone():
+    running = emulation.new_token()
+    ended = running.replace("-", "-9")  # this process's number was another one's before
+    of_both = {token: subprocess.Popen(["sleep", "60"], env={emulation.TOKEN: token}) for token in (running, ended)}
+    try:
+        assert emulation.new_token() == running
+        assert of_both[ended].wait(60) == -signal.SIGKILL and of_both[running].poll() is None
+    finally:
+        assert emulation.kill_all(running, ()) == 1
+        assert of_both[running].wait(60) == -signal.SIGKILL
 
 
 def test_a_program_that_is_not_there_is_told_before_anything_is_built(monkeypatch, capsys, tmp_path):

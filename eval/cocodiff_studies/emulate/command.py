@@ -21,23 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.cli.dispatch import COMMANDS, run_command
-from cocodiff.comm.launch import Launch, detect, find_mpiexec
+from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, without_launcher
 from cocodiff.config import check_choice, load_machine
 from cocodiff.console.options import Option, parse
 from cocodiff.console.terminal import limit_threads, quiet_libraries, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import EVERY_RANK_IMPORTS
-from cocodiff.processes.children import StopRequest, die_with_parent, fork, signal_all, stop_requests, without_launcher
-from cocodiff.processes.emulated import EMULATED
-from cocodiff.processes.job_folder import job_folder
-from cocodiff.processes.room import check_room
+from cocodiff.processes.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
 from cocodiff.topology.machine import Topology
 from cocodiff_studies.emulate.namespaces import TILES
 from cocodiff_studies.emulate.network import BRIDGE, Network, Rate, address, measure_rates
 
 PORT = "29400"
 GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
-PREFIX = "cocodiff-emulation-"
 TOKEN = "COCODIFF_EMULATION"  # in the environment of every program started in an emulation
 OFF = 0.1  # a link that misses its rate by more than this part is called out
 MODELS = ("inpaint", "generate", "sweep")  # subcommands whose ranks load a pipeline
@@ -73,8 +69,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     quiet_libraries(values["log_level"])
     limit_threads(topology.size)
     check_room(topology.size)
-    with registered() as token:
-        return run_emulated(values, topology, command, own, token)
+    return run_emulated(values, topology, command, own, new_token())
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
@@ -315,24 +310,41 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
     return code
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[str]:
-    """The token of a new emulation, on record for as long as this process lives: the name of a folder. First ends what
-    killed ones have left."""
-    with job_folder(PREFIX, lambda folder: kill_all(folder.name, ())) as folder:
-        yield folder.name
+def new_token() -> str:
+    """The token of a new emulation: this process, and when it began. First ends what killed emulations have left."""
+    for token in {token for _, token in _others() if token}:
+        if _began(token.partition("-")[0]) != token:
+            kill_all(token, ())
+    return _began(str(os.getpid()))
 
 
 def kill_all(token: str, namespaces: Collection[int]) -> int:
     """Kills every process that was started with the token, or is in one of the namespaces (inodes). Not this one."""
-    mark, inside = f"{TOKEN}={token}".encode(), {f"net:[{inode}]" for inode in namespaces}
+    inside = {f"net:[{inode}]" for inode in namespaces}
     killed = 0
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for entry, own_token in _others():
         with contextlib.suppress(OSError):  # it may end while we look
-            own = str((entry / "ns" / "net").readlink()) in inside
-            if own or mark in (entry / "environ").read_bytes().split(b"\0"):
+            if str((entry / "ns" / "net").readlink()) in inside or own_token == token:
                 os.kill(int(entry.name), signal.SIGKILL)
                 killed += 1
     return killed
+
+
+def _others() -> Iterator[tuple[Path, str]]:
+    """The other processes of this host that we may look into, by their folders, with the token that each was started
+    with, "" where there was none."""
+    mark = f"{TOKEN}=".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                tokens = (one.removeprefix(mark) for one in variables if one.startswith(mark))
+                yield entry, next(tokens, b"").decode(errors="replace")
+
+
+def _began(process: str) -> str:
+    """A process by its number and the time of its start, in ticks; "" where there is none."""
+    try:
+        return f"{process}-{Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return ""
