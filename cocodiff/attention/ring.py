@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.kernels import Kernels, views

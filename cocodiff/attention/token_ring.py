@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, Partial, no_keys
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import Keys, Partial, mask_in_rank_order, no_keys
 from cocodiff.attention.ring import LANE, KeysValues, Ring
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Group, Pending, Ranks

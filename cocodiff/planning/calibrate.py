@@ -25,8 +25,8 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import Network
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.topology.segments import Segment
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cocodiff.assemble import AttentionWork
-from cocodiff.attention.residual.coding import BITS
+from cocodiff.attention.residual import BITS
 from cocodiff.config import Config
 from cocodiff.kernels.lossless import Cut
 from cocodiff.kernels.residual import Prediction, Reconstructions

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from cocodiff.comm.transport import Ranks
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 

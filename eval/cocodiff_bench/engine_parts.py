@@ -19,8 +19,8 @@ from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 

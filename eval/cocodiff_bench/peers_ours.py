@@ -69,7 +69,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
 
 
 def coded_at_first(configs: Mapping[str, Config]) -> list[str]:
-    from cocodiff.attention.residual.coding import codes_first_calls
+    from cocodiff.attention.residual import codes_first_calls
 
     return [name for name, config in configs.items() if codes_first_calls(config.codec)]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cocodiff.attention.calls import TENSORS
-from cocodiff.attention.lossless.coding import Lossless, LosslessKind, values_kept
+from cocodiff.attention.lossless import Lossless, LosslessKind, values_kept
+from cocodiff.attention.sites import TENSORS
 from cocodiff.kernels.lossless import least_room
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.topology.layout import Layout

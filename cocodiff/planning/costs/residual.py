@@ -7,9 +7,9 @@ from typing import Any
 
 from cocodiff.attention import arrival
 from cocodiff.attention.arrival import SAMPLING, Displaced
-from cocodiff.attention.calls import TENSORS
-from cocodiff.attention.lossless.coding import Lossless
-from cocodiff.attention.residual.coding import BITS, FINEST, Residual, ResidualKind, reconstructions, width_of
+from cocodiff.attention.lossless import Lossless
+from cocodiff.attention.residual import BITS, FINEST, Residual, ResidualKind, reconstructions, width_of
+from cocodiff.attention.sites import TENSORS
 from cocodiff.planning.costs import WHOLE, CallKind, Cell, Costs, Typical
 from cocodiff.planning.costs.lossless import LosslessCosts
 from cocodiff.topology.layout import Layout
