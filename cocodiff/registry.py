@@ -21,7 +21,7 @@ ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.atte
 # The setting `ring_kind`: what goes round the ranks of a ring.
 RINGS = {
     "keys": "cocodiff.attention.ring:Ring",
-    "token": "cocodiff.attention.token_ring:TokenRing",
+    "token": "cocodiff.attention.ring:TokenRing",
     "streaming": "cocodiff.attention.streaming:Streaming",
 }
 # The setting `selection`: what is sent in place of whole tensors.
