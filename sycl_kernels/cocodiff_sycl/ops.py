@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.layouts import Layouts, Tensors, numbers_of
-from cocodiff_sycl.library import Library
+from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
 from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans, StreamsPlan, stream_places
 from cocodiff_sycl.rows import Rows

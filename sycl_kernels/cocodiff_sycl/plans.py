@@ -1,6 +1,6 @@
 """Which launch an arithmetic operation is for tensors of given layouts: checked and worked out once, then looked up.
 
-A later call with tensors of such layouts (`layouts.py`) finds the plan and brings addresses.
+A later call with tensors of such layouts (`library.Layouts`) finds the plan and brings addresses.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
-from cocodiff_sycl.layouts import Layouts, Tensors
-from cocodiff_sycl.library import Library
+from cocodiff_sycl.library import Layouts, Library, Tensors
 
 T = TypeVar("T")
 Cut = tuple[int, tuple[int, ...]]  # how a tensor is cut into blocks: the dimension, and how many of it each

@@ -75,8 +75,9 @@ class VMajor(Coding):
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
-        opens = SourceTransfer if self.scoring == "source" else CardTransfer
-        return opens(self, exchange, layout, site, self._caches.setdefault(site, SiteCache()))
+        call, transfer = (SourceCall, SourceTransfer) if self.scoring == "source" else (CardCall, CardTransfer)
+        cache = self._caches.setdefault(site, SiteCache())
+        return transfer(exchange, call(self, exchange, layout, site, cache), site.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -227,9 +228,6 @@ def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
 class SourceTransfer(SelectiveTransfer):
     coded: SourceCall
 
-    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
-        super().__init__(exchange, SourceCall(coding, exchange, layout, site, cache), site.kind)
-
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
         if "v" in tensors_BLHD:
             self.coded.observe(tensors_BLHD["v"])
@@ -297,9 +295,6 @@ class CardTransfer(SelectiveTransfer):
     """v goes alone, through its two phases with the choice between them."""
 
     coded: CardCall
-
-    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
-        super().__init__(exchange, CardCall(coding, exchange, layout, site, cache), site.kind)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
